@@ -1,0 +1,147 @@
+"""The options of fine-grained activation offload, checked once, at construction.
+
+Fields carry the names of the Megatron flags with dashes as underscores, so that an error, a flag and a field read alike;
+where a flag takes a size as text (`60GiB`), the field holds bytes and says so.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from fgoffload.errors import ConfigError
+from fgoffload.policy import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
+from fgoffload.tags import TagRegistry, default_tags
+from fgoffload.units import parse_bytes
+
+DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024
+"""Elements, as Megatron counts. Source: `TransformerConfig.min_offloaded_tensor_size`, megatron-core 0.16.1."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Fine-grained activation offload, switched on. Off is `None` where a config is expected."""
+
+    offload_modules: tuple[str, ...]
+    """Tags whose saved tensors leave, as in `--offload-modules core_attn attn_proj`."""
+    min_offloaded_tensor_size: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+    """Elements. What a group saves of one storage stays on the device when it is smaller."""
+    activation_offload_fraction: float = 1.0
+    """From 0 to 1. The part of a chunk's sites that is offloaded; the last ones of forward stay."""
+    delay_offload_until_cuda_graph: bool = False
+    """Hold the ends of groups back until a CUDA graph has been launched. Refused: this version captures no graphs."""
+    delta_offload_bytes_across_pp_ranks: int = 0
+    """Bytes that each pipeline rank offloads less than the one before. Refused: this version does not balance ranks."""
+    offload_plan: Path | None = None
+    """A plan file; it says keep or offload for every site, in place of the fraction."""
+    offload_memory_budget_bytes: int | None = None
+    """Device bytes to plan for. Refused: this version has no planner."""
+    offload_host_budget_bytes: int | None = None
+    """The most host bytes of this rank; what does not fit stays on the device. None takes a share of what the machine has."""
+    offload_window_bytes: int = DEFAULT_WINDOW_BYTES
+    """The most bytes on their way to the host before compute has to wait."""
+    offload_prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
+    """The most bytes back on the device before backward asks for them."""
+    tags: TagRegistry = dataclasses.field(default_factory=default_tags)
+    """The tags that `offload_modules` may name."""
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: With the flag, the value, the limit and the fix.
+        """
+        if not self.offload_modules:
+            raise ConfigError(
+                "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would leave. "
+                f"Name at least one of: {' '.join(self.tags.names)}."
+            )
+        if self.offload_modules != ("auto",):
+            self.tags.check(self.offload_modules)
+        if self.min_offloaded_tensor_size < 0:
+            raise ConfigError(
+                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size} is below 0. Give elements; 0 lets all leave."
+            )
+        if not (math.isfinite(self.activation_offload_fraction) and 0 <= self.activation_offload_fraction <= 1):
+            raise ConfigError(
+                f"--activation-offload-fraction {self.activation_offload_fraction} is outside 0 to 1. Give a part, as in 0.8."
+            )
+        if self.offload_host_budget_bytes is not None and self.offload_host_budget_bytes <= 0:
+            raise ConfigError(
+                f"--offload-host-budget {self.offload_host_budget_bytes} leaves no host memory. Give a size like 64GiB."
+            )
+        if self.offload_plan is not None and self.activation_offload_fraction != 1.0:
+            raise ConfigError("--offload-plan and --activation-offload-fraction both choose what leaves. Give one of them.")
+        _ = self.transfer_policy  # checks the window and prefetch sizes
+        self._refuse_what_is_not_built()
+
+    @property
+    def transfer_policy(self) -> TransferPolicy:
+        """The rules of window and prefetch."""
+        return TransferPolicy(window_bytes=self.offload_window_bytes, prefetch_bytes=self.offload_prefetch_bytes)
+
+    def check_recompute(self, recompute_modules: Iterable[str]) -> None:
+        """Refuse tags whose tensors Megatron's selective recompute drops before they could leave.
+
+        Args:
+            recompute_modules: What `--recompute-modules` names under `--recompute-granularity selective`.
+
+        Raises:
+            ConfigError: A tag and a recompute module exclude each other.
+        """
+        recomputed = set(recompute_modules)
+        for name in self.offload_modules:
+            for module in self.tags.get(name).excluded_by:
+                if module in recomputed:
+                    raise ConfigError(
+                        f"--offload-modules {name!r} and --recompute-modules {module!r} exclude each other: what is recomputed "
+                        "is not saved, so nothing would leave. Leave one of them out."
+                    )
+
+    def _refuse_what_is_not_built(self) -> None:
+        # A flag that is accepted and does nothing is worse than one that is refused.
+        for flag, is_given, instead in (
+            ("--offload-modules auto", self.offload_modules == ("auto",), "name the tags"),
+            ("--delay-offload-until-cuda-graph", self.delay_offload_until_cuda_graph, "leave it out"),
+            ("--delta-offload-bytes-across-pp-ranks", self.delta_offload_bytes_across_pp_ranks != 0, "leave it at 0"),
+            ("--offload-memory-budget", self.offload_memory_budget_bytes is not None, "set --activation-offload-fraction"),
+        ):
+            if is_given:
+                raise ConfigError(f"{flag} is not built yet in this version, and would do nothing: {instead}.")
+
+    @classmethod
+    def from_flags(cls, flags: argparse.Namespace, *, tags: TagRegistry | None = None) -> "OffloadConfig | None":
+        """Return the options that parsed Megatron flags hold, or None where offload is not switched on.
+
+        Args:
+            flags: What a parser with `add_fine_grained_offload_args` returned. Flags that it lacks take their defaults.
+            tags: The tags that may be named; None takes `default_tags()`.
+
+        Raises:
+            ConfigError: A flag has a value that it cannot have.
+        """
+        if not getattr(flags, "fine_grained_activation_offloading", False):
+            return None
+
+        def find_size(name: str) -> int | None:
+            text = getattr(flags, name, None)
+            return None if text is None else parse_bytes(str(text), name="--" + name.replace("_", "-"))
+
+        window_bytes, prefetch_bytes = find_size("offload_window"), find_size("offload_prefetch")
+        plan = getattr(flags, "offload_plan", None)
+        size = getattr(flags, "min_offloaded_tensor_size", None)
+        fraction = getattr(flags, "activation_offload_fraction", None)
+        return cls(
+            offload_modules=tuple(getattr(flags, "offload_modules", None) or ()),
+            min_offloaded_tensor_size=DEFAULT_MIN_OFFLOADED_TENSOR_SIZE if size is None else size,
+            activation_offload_fraction=1.0 if fraction is None else fraction,
+            delay_offload_until_cuda_graph=bool(getattr(flags, "delay_offload_until_cuda_graph", False)),
+            delta_offload_bytes_across_pp_ranks=getattr(flags, "delta_offload_bytes_across_pp_ranks", None) or 0,
+            offload_plan=None if plan is None else Path(plan),
+            offload_memory_budget_bytes=find_size("offload_memory_budget"),
+            offload_host_budget_bytes=find_size("offload_host_budget"),
+            offload_window_bytes=DEFAULT_WINDOW_BYTES if window_bytes is None else window_bytes,
+            offload_prefetch_bytes=DEFAULT_PREFETCH_BYTES if prefetch_bytes is None else prefetch_bytes,
+            tags=default_tags() if tags is None else tags,
+        )

@@ -1,0 +1,128 @@
+"""What happens to each site of a rank: keep, recompute or offload.
+
+The plan is where planner and engine meet: the planner writes one, the engine reads one, and neither imports the other.
+"""
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fgoffload.errors import PlanError
+
+FORMAT = 1
+"""Version of the JSON that `OffloadPlan.to_json` writes. Raise it when an older reader would misread a newer file."""
+
+
+class Action(enum.Enum):
+    """What is done with the tensors that a site saves."""
+
+    KEEP = "keep"  # they stay on the device until backward
+    RECOMPUTE = "recompute"  # they are not saved: backward makes them again
+    OFFLOAD = "offload"  # they leave for host memory during forward and return before backward
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Site:
+    """One tag in one layer of one model chunk."""
+
+    chunk: int
+    """Model chunk on this rank, from 0: the virtual pipeline stage under an interleaved schedule, else 0."""
+    layer: int
+    """Layer of the whole model, from 0."""
+    tag: str
+    """A tag of the registry."""
+
+    def __str__(self) -> str:
+        """Return the label used in logs, errors and profiler ranges: `layers.3.core_attn`."""
+        return f"layers.{self.layer}.{self.tag}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPlan:
+    """The action for every site of a rank. A site that is not in the plan is kept."""
+
+    actions: Mapping[Site, Action]
+
+    def get_action(self, site: Site) -> Action:
+        """Return the action for `site`: `Action.KEEP` where the plan is silent."""
+        return self.actions.get(site, Action.KEEP)
+
+    def count(self, action: Action) -> int:
+        """Return how many sites the plan gives `action`."""
+        return sum(1 for chosen in self.actions.values() if chosen is action)
+
+    @classmethod
+    def from_fraction(cls, sites: Sequence[Site], fraction: float) -> "OffloadPlan":
+        """Return the plan that offloads `fraction` of `sites` and keeps the rest.
+
+        The sites that stay are the last ones of forward: backward wants them first, so their way out and back could hide
+        behind nothing. The number is exact: of 10 sites, 0.9 keeps 1 and 0.8 keeps 2. A part of a site is not offloaded.
+
+        Args:
+            sites: In the order in which forward reaches them.
+            fraction: From 0 to 1.
+        """
+        # 1e-9 undoes the binary rounding of decimal fractions: 0.29 * 100 is 28.999999999999996.
+        offloaded = int(fraction * len(sites) + 1e-9)
+        return cls(actions={site: Action.OFFLOAD if i < offloaded else Action.KEEP for i, site in enumerate(sites)})
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, one site a row, in order."""
+        rows = [
+            {"chunk": site.chunk, "layer": site.layer, "tag": site.tag, "action": self.actions[site].value}
+            for site in sorted(self.actions)
+        ]
+        return json.dumps({"format": FORMAT, "sites": rows}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str) -> "OffloadPlan":
+        """Return the plan that `text` holds.
+
+        Args:
+            text: What `to_json` wrote.
+            source: Where `text` came from, for the error.
+
+        Raises:
+            PlanError: `text` is no plan of this format.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{source} is not JSON: {error}. Give a file that `OffloadPlan.to_json` wrote.") from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            found = document.get("format") if isinstance(document, dict) else None
+            raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
+        return cls(actions=dict(_read_row(row, number, source) for number, row in _enumerate_rows(document, source)))
+
+    @classmethod
+    def load(cls, path: Path) -> "OffloadPlan":
+        """Return the plan in the file at `path`.
+
+        Raises:
+            PlanError: The file cannot be read, or holds no plan.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"--offload-plan {path}: {error.strerror}. Give the path of a plan file.") from error
+        return cls.from_json(text, source=f"--offload-plan {path}")
+
+
+def _enumerate_rows(document: Mapping[str, Any], source: str) -> Iterable[tuple[int, Any]]:
+    rows = document.get("sites")
+    if not isinstance(rows, list):
+        raise PlanError(f"{source} has no list `sites`. Give a file that `OffloadPlan.to_json` wrote.")
+    return enumerate(rows)
+
+
+def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:
+    try:
+        return Site(chunk=int(row["chunk"]), layer=int(row["layer"]), tag=str(row["tag"])), Action(row["action"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"{source}: row {number} of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "
+            f"({', '.join(action.value for action in Action)})."
+        ) from error

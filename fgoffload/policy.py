@@ -1,0 +1,45 @@
+"""The rules of the window and of prefetch, in one copy that the engine and the simulator both use.
+
+Both rules count bytes, never tensors or groups: groups of one model differ in size by a hundred times.
+"""
+
+import dataclasses
+
+from fgoffload.errors import ConfigError
+from fgoffload.units import GIB, MIB
+
+DEFAULT_WINDOW_BYTES = 1 * GIB
+"""Bytes. At 50 GB/s to host this is 21 ms of copies, the forward of one or two large MoE layers: enough that compute never
+waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/how_it_works.md."""
+
+DEFAULT_PREFETCH_BYTES = 512 * MIB
+"""Bytes. At 50 GB/s to device this is 11 ms ahead of backward, more than the largest group of the reference workloads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPolicy:
+    """How far copies may run behind forward and ahead of backward."""
+
+    window_bytes: int = DEFAULT_WINDOW_BYTES
+    """The most bytes that may be on their way to the host before compute has to wait for the oldest of them."""
+    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
+    """The most bytes that may be back on the device before the group that backward is in has asked for them."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below zero."""
+        for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
+            if size_bytes < 0:
+                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB.")
+
+    def must_wait(self, *, in_flight_bytes: int) -> bool:
+        """Return whether compute has to wait for the oldest copy to the host before it goes on."""
+        return in_flight_bytes > self.window_bytes
+
+    def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
+        """Return whether a group may start its way back before backward asks for it.
+
+        Args:
+            ahead_bytes: Bytes that are back on the device, or on the way, for groups that backward has not asked for.
+            group_bytes: Bytes of the group in question.
+        """
+        return ahead_bytes + group_bytes <= self.prefetch_bytes

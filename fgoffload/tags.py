@@ -1,0 +1,161 @@
+"""The registry of tags: module names that users select for offload.
+
+A tag says what a module saves for backward, what must be selected with it, which recompute makes it pointless, and
+whether its tensors can be recomputed instead. Byte counts per tag belong to the planner; this file knows names only.
+
+Source: the module names and the rule that `attn_proj` needs `core_attn` are those of Megatron-Core's fine-grained
+activation offloading (`offload_modules` of `TransformerConfig`, megatron-core 0.16.1).
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator
+
+from fgoffload.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """A module name that users select."""
+
+    name: str
+    """As users type it in `--offload-modules`."""
+    saves: str
+    """What the module saves for backward, for people."""
+    requires: tuple[str, ...] = ()
+    """Tags without which offloading this one frees nothing, since they save the same storage."""
+    excluded_by: tuple[str, ...] = ()
+    """Megatron recompute modules (`--recompute-modules`) under which the module saves nothing that could leave."""
+    recompute_module: str | None = None
+    """The Megatron recompute module that drops these tensors instead, or None where nothing can make them again."""
+
+    def __post_init__(self) -> None:
+        """Refuse names that could not be typed as one word of a flag."""
+        if not self.name.isidentifier():
+            raise ConfigError(f"tag name {self.name!r} is not one word. Use letters, digits and underscores.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TagRegistry:
+    """An immutable set of tags in the order in which a layer's forward reaches them.
+
+    Add your own with `with_tag`; nothing is shared, so two trainings in one process may know different tags:
+
+        tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
+        config = OffloadConfig(offload_modules=("my_router",), tags=tags)
+    """
+
+    tags: tuple[Tag, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse two tags of one name and requirements that nothing meets."""
+        names = self.names
+        for tag in self.tags:
+            if names.count(tag.name) > 1:
+                raise ConfigError(f"tag {tag.name!r} is registered twice. Give each tag its own name.")
+            for required in tag.requires:
+                if required not in names:
+                    raise ConfigError(f"tag {tag.name!r} requires {required!r}, which is not registered. Register it first.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in registry order."""
+        return tuple(tag.name for tag in self.tags)
+
+    def __iter__(self) -> Iterator[Tag]:
+        """Iterate over the tags in registry order."""
+        return iter(self.tags)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a tag of this name is registered."""
+        return name in self.names
+
+    def get(self, name: str, *, flag: str = "--offload-modules") -> Tag:
+        """Return the tag called `name`.
+
+        Args:
+            name: As the user typed it.
+            flag: Where the user typed it, for the error.
+
+        Raises:
+            ConfigError: No such tag; the error lists the valid ones and the nearest match.
+        """
+        for tag in self.tags:
+            if tag.name == name:
+                return tag
+        nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.4)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
+
+    def with_tag(self, tag: Tag) -> "TagRegistry":
+        """Return a registry that has `tag` too, after the others.
+
+        Raises:
+            ConfigError: The name is taken, or a required tag is missing.
+        """
+        return TagRegistry((*self.tags, tag))
+
+    def check(self, names: Iterable[str], *, flag: str = "--offload-modules") -> tuple[Tag, ...]:
+        """Return the tags called `names`, checked for what they require.
+
+        Raises:
+            ConfigError: A name is unknown or repeated, or a required tag is not among them.
+        """
+        chosen = tuple(self.get(name, flag=flag) for name in names)
+        chosen_names = [tag.name for tag in chosen]
+        for tag in chosen:
+            if chosen_names.count(tag.name) > 1:
+                raise ConfigError(f"{flag} names {tag.name!r} twice. Name each tag once.")
+            for required in tag.requires:
+                if required not in chosen_names:
+                    raise ConfigError(
+                        f"{flag} {tag.name!r} needs {required!r} with it: both save the same storage, and one of them alone "
+                        f"frees nothing. Add {required!r} or leave {tag.name!r} out."
+                    )
+        return chosen
+
+
+def default_tags() -> TagRegistry:
+    """Return the tags that fgoffload knows by itself, in the order in which a layer's forward reaches them."""
+    return TagRegistry(
+        (
+            Tag(
+                name="attn_norm",
+                saves="the layer input, which the norm before attention keeps",
+                recompute_module="layernorm",
+            ),
+            Tag(
+                name="qkv_linear",
+                saves="the norm's output, which the query-key-value projection keeps",
+                recompute_module="layernorm",
+            ),
+            Tag(
+                name="core_attn",
+                saves="query, key and value, the attention output, and what the softmax keeps",
+                excluded_by=("core_attn",),
+                recompute_module="core_attn",
+            ),
+            Tag(
+                name="attn_proj",
+                saves="the attention output, the same storage that core_attn keeps",
+                requires=("core_attn",),
+            ),
+            Tag(
+                name="mlp_norm",
+                saves="the residual after attention, which the norm before the MLP keeps",
+                recompute_module="layernorm",
+            ),
+            Tag(
+                name="expert_fc1",
+                saves="the permuted tokens, which the experts' first linear keeps",
+                excluded_by=("moe",),
+                recompute_module="moe",
+            ),
+            Tag(
+                name="moe_act",
+                saves="the first linear's output, which the experts' activation keeps",
+                excluded_by=("moe",),
+                recompute_module="moe_act",
+            ),
+        )
+    )

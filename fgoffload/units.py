@@ -1,0 +1,50 @@
+"""Bytes and seconds, read from and written for people.
+
+Sizes are binary: 1 KiB is 1024 bytes. Rates of links are decimal, as their makers give them: 1 GB/s is 1e9 bytes a second.
+"""
+
+import re
+
+from fgoffload.errors import ConfigError
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, *, name: str) -> int:
+    """Return the number of bytes that `text` names: `60GiB`, `512 MiB`, `1048576`.
+
+    Decimal units are refused rather than guessed at: whether a "GB" of GPU memory means 1e9 or 2**30 differs by tool.
+
+    Args:
+        text: A number, whole or with a decimal point, and one of B, KiB, MiB, GiB, TiB (any case; none means bytes).
+        name: The flag or option that `text` was given for, as the user typed it.
+
+    Raises:
+        ConfigError: `text` is no size, its unit is unknown, or it is no whole number of bytes.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match["unit"].upper() not in _BYTES_PER_UNIT:
+        raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB.")
+    size_bytes = float(match["number"]) * _BYTES_PER_UNIT[match["unit"].upper()]
+    if not size_bytes.is_integer():
+        raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Give a whole number of bytes.")
+    return int(size_bytes)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return `size_bytes` with the largest binary unit that keeps it at 1 or more: `11.7 GiB`, `512 B`."""
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(size_bytes) >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_ms(seconds: float) -> str:
+    """Return `seconds` as milliseconds: `0.0205` becomes `20.5 ms`."""
+    return f"{seconds * 1e3:.1f} ms"
