@@ -1,0 +1,29 @@
+"""The engine that moves saved tensors to the host and back. It needs torch, and knows no framework."""
+
+from fgoffload.engine.arena import HostArena, HostBlock
+from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, find_device
+from fgoffload.engine.engine import OffloadEngine
+from fgoffload.engine.group import Group, GroupState, Lane
+from fgoffload.engine.ledger import ActivationLedger, LedgerSample
+from fgoffload.engine.region import Region, Saving
+from fgoffload.engine.stats import KeptReason, StepStats, TagStats
+
+__all__ = [
+    "AcceleratorDevice",
+    "ActivationLedger",
+    "CpuDevice",
+    "Device",
+    "Group",
+    "GroupState",
+    "HostArena",
+    "HostBlock",
+    "KeptReason",
+    "Lane",
+    "LedgerSample",
+    "OffloadEngine",
+    "Region",
+    "Saving",
+    "StepStats",
+    "TagStats",
+    "find_device",
+]

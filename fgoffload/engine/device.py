@@ -1,0 +1,222 @@
+"""Devices: streams, events, byte copies and memory, behind one interface.
+
+[Note: Who waits for whom]
+Compute stays on the streams that the training uses; copies run on two streams of the device's own, one each direction,
+so that neither direction queues behind the other. Nothing here synchronizes the host. Every buffer that two streams touch
+is handed over with an event, and the engine names the hazard at each wait.
+
+On the CPU both memories are RAM and a copy is done when it returns, so every event has passed when it is recorded. The
+rules of the engine still hold there: it copies to another buffer and drops the source, and a fault shows as a wrong
+gradient.
+"""
+
+import abc
+import dataclasses
+import mmap
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from fgoffload.errors import InternalError, StateError
+from fgoffload.units import format_bytes
+
+Stream: TypeAlias = Any
+"""A queue of device work: `torch.Stream`, or what another device uses for one. Hashable, compared with `==`."""
+Event: TypeAlias = Any
+"""A point in a stream: `torch.Event`, or what another device uses for one."""
+
+
+@dataclasses.dataclass(slots=True)
+class HostSlab:
+    """Host memory that copies may read and write while the host goes on."""
+
+    buffer: torch.Tensor
+    """uint8 `[size_bytes]`, on the CPU."""
+    close: Callable[[], None]
+    """Gives the memory back to the system. No copy may be under way."""
+
+
+class Device(abc.ABC):
+    """What the engine needs of a device."""
+
+    type: str
+    """As in `torch.device.type`."""
+    d2h_stream: Stream
+    """Copies to the host, first in first out. May overlap compute and the other direction."""
+    h2d_stream: Stream
+    """Copies to the device, first in first out. May overlap compute and the other direction."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether the bytes of `tensor` lie in this device's memory."""
+        return tensor.device.type == self.type
+
+    @abc.abstractmethod
+    def current_stream(self) -> Stream:
+        """Return the stream on which the caller's thread queues compute now."""
+
+    @abc.abstractmethod
+    def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:
+        """Return an event that passes when all work queued on `stream` so far is done."""
+
+    @abc.abstractmethod
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Make what is queued on `stream` from now on wait for `event`. The host does not block."""
+
+    @abc.abstractmethod
+    def is_done(self, event: Event) -> bool:
+        """Return whether `event` has passed, without blocking."""
+
+    @abc.abstractmethod
+    def synchronize(self, event: Event) -> None:
+        """Block the host until `event` has passed."""
+
+    @abc.abstractmethod
+    def measure_seconds(self, start: Event, end: Event) -> float:
+        """Return the seconds between two timed events that have passed."""
+
+    @abc.abstractmethod
+    def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Queue a copy of uint8 `[n]` on `stream`. Both buffers must stay alive and unchanged until an event after it."""
+
+    @abc.abstractmethod
+    def allocate_device(self, size_bytes: int) -> torch.Tensor:
+        """Return uint8 `[size_bytes]` of device memory, ordered on the current stream."""
+
+    @abc.abstractmethod
+    def allocate_host(self, size_bytes: int) -> HostSlab:
+        """Return host memory of exactly `size_bytes`.
+
+        Raises:
+            StateError: The system refuses the memory, or refuses to lock it.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CpuStream:
+    """A name for an order of copies; on the CPU all work is done when the call returns."""
+
+    name: str
+
+
+class CpuDevice(Device):
+    """The CPU, where device memory and host memory are both RAM."""
+
+    type = "cpu"
+
+    def __init__(self) -> None:
+        self.d2h_stream = CpuStream("d2h")
+        self.h2d_stream = CpuStream("h2d")
+        self._compute_stream = CpuStream("compute")
+
+    def current_stream(self) -> Stream:  # noqa: D102
+        return self._compute_stream
+
+    def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
+        return time.perf_counter()
+
+    def wait_event(self, stream: Stream, event: Event) -> None:  # noqa: D102
+        pass
+
+    def is_done(self, event: Event) -> bool:  # noqa: D102
+        return True
+
+    def synchronize(self, event: Event) -> None:  # noqa: D102
+        pass
+
+    def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
+        return float(end - start)
+
+    def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
+        destination.copy_(source)
+
+    def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
+        return HostSlab(buffer=torch.empty(size_bytes, dtype=torch.uint8), close=lambda: None)
+
+
+class AcceleratorDevice(Device):
+    """The accelerator that `torch.accelerator` finds; CUDA first."""
+
+    def __init__(self) -> None:
+        device = torch.accelerator.current_accelerator()
+        if device is None:
+            raise StateError("torch.accelerator finds no accelerator. Use CpuDevice, or a torch build for your accelerator.")
+        self.type = device.type
+        self._device = torch.device(device.type, torch.accelerator.current_device_index())
+        self.d2h_stream = torch.Stream(device=self._device)
+        self.h2d_stream = torch.Stream(device=self._device)
+
+    def current_stream(self) -> Stream:  # noqa: D102
+        return torch.accelerator.current_stream(self._device)
+
+    def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
+        event = torch.Event(device=self._device, enable_timing=is_timed)
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: Stream, event: Event) -> None:  # noqa: D102
+        stream.wait_event(event)
+
+    def is_done(self, event: Event) -> bool:  # noqa: D102
+        return bool(event.query())
+
+    def synchronize(self, event: Event) -> None:  # noqa: D102
+        event.synchronize()
+
+    def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
+        return float(start.elapsed_time(end)) / 1e3
+
+    def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
+        with stream:
+            destination.copy_(source, non_blocking=True)
+
+    def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
+        if self.type == "cuda":
+            return _register_host(size_bytes)
+        return HostSlab(buffer=torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), close=lambda: None)
+
+
+def _register_host(size_bytes: int) -> HostSlab:
+    """Return anonymous memory that is locked at its exact size; torch's pinned allocator rounds up to powers of two."""
+    try:
+        pages = mmap.mmap(-1, size_bytes)
+    except OSError as error:
+        raise StateError(
+            f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower --offload-host-budget."
+        ) from error
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
+    if status != 0:
+        raise StateError(
+            f"CUDA could not lock {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). Lower "
+            "--offload-host-budget, or raise the limit of locked memory (`ulimit -l`, or the container's memory limit)."
+        )
+
+    def close() -> None:
+        status = int(cudart.cudaHostUnregister(buffer.data_ptr()))
+        if status != 0:
+            raise InternalError(f"cudaHostUnregister returned {status} for {format_bytes(size_bytes)} of host memory.")
+
+    return HostSlab(buffer=buffer, close=close)
+
+
+def find_device(device_type: str) -> Device:
+    """Return the device for tensors whose `device.type` is `device_type`.
+
+    Raises:
+        StateError: No such device is here.
+    """
+    if device_type == "cpu":
+        return CpuDevice()
+    device = AcceleratorDevice()
+    if device.type != device_type:
+        raise StateError(f"Asked for a {device_type!r} device and the accelerator here is {device.type!r}. Use that one.")
+    return device

@@ -1,0 +1,335 @@
+"""The engine: what may leave, when it leaves, and when it comes back.
+
+It knows tensors, groups, lanes and a device, and no framework. An integration constructs an engine, holds it, and tells it
+where regions are; autograd calls it through the hooks of those regions. How bytes move and what waits for what is in
+`transfers.py`.
+"""
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from fgoffload.engine.arena import HostArena, HostBlock
+from fgoffload.engine.device import Device
+from fgoffload.engine.geometry import View, get_gathered_bytes, get_view
+from fgoffload.engine.group import Group, GroupState, Lane
+from fgoffload.engine.host_memory import get_default_budget_bytes
+from fgoffload.engine.identity import StorageRef, get_key, get_version
+from fgoffload.engine.ledger import ActivationLedger
+from fgoffload.engine.region import Region, SaveHook, Saving, is_inert
+from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
+from fgoffload.engine.stats import KeptReason, StepStats, TagStats
+from fgoffload.engine.transfers import Transfers
+from fgoffload.errors import StateError
+from fgoffload.plan import Site
+from fgoffload.policy import TransferPolicy
+from fgoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadEngine:
+    """Moves what autograd saves to the host and back.
+
+    Args:
+        device: Where the tensors live.
+        policy: Window and prefetch.
+        min_offloaded_numel: Elements. What all saves of a storage cover together stays when it is smaller.
+        host_budget_bytes: The most host memory; None takes a share of what is free now.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        policy: TransferPolicy | None = None,
+        min_offloaded_numel: int = 0,
+        host_budget_bytes: int | None = None,
+    ) -> None:
+        self.device = device
+        self._policy = policy or TransferPolicy()
+        self._min_offloaded_numel = min_offloaded_numel
+        self.arena = HostArena(
+            device, budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes
+        )
+        self._transfers = Transfers(device, self.arena, observe=self._observe)
+        # Backward runs on a thread of autograd's own, and two models may train on two threads.
+        self._lock = threading.RLock()
+        self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._stay: dict[int, tuple[StorageRef, KeptReason]] = {}
+        self._held: list[Group] = []
+        self._observers: list[ActivationLedger] = []
+        self._stats = StepStats()
+
+    # Regions: what an integration calls in forward.
+
+    def find_region(self, site: Site, lane: Lane) -> Region | None:
+        """Return a region for one execution of `site`, or None where the engine has to leave everything alone.
+
+        The group joins `lane` at once: what counts for the way back is the order in which forward reaches the sites.
+        """
+        if is_inert():
+            return None
+        with self._lock:
+            self._stats.get_tag(site.tag).groups += 1
+            return Region(self, lane, lane.add(site))
+
+    def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
+        """Return a context whose saves join the group whose storage they share, and stay where there is none.
+
+        An op outside of every region may save a view of what a region saves: the rotary embedding keeps query and key, which
+        share a storage with the value that core attention keeps. Were it not watched, its save would hold the storage, and
+        offloading would free nothing.
+        """
+        return contextlib.nullcontext() if is_inert() else Saving(SaveHook(self, lane, None))
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never move the storages of `tensors`, as long as they live."""
+        self._mark(tensors, KeptReason.MARKED)
+
+    def keep_recomputed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never move the storages of `tensors`: a recompute empties them and fills them again, in place.
+
+        Such a storage's version counter does not move. A copy that is made after it was emptied would bring back garbage; a
+        handle that keeps the storage gets the recomputed bytes with it.
+        """
+        self._mark(tensors, KeptReason.RECOMPUTED)
+
+    def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
+        """Let `group` leave: now, or with `is_held` at the next `flush`.
+
+        Streams:
+            Queues copies on the device-to-host stream, after what the compute streams have queued. The host does not block.
+
+        Raises:
+            StateError: The group was ended before; or one of its tensors was changed in place, or resized, since it was saved.
+        """
+        with self._lock:
+            if group.state is not GroupState.SAVING:
+                raise StateError(f"{group.label} was ended twice. End each region once.")
+            group.streams.add(self.device.current_stream())
+            group.end_position = len(lane.groups)
+            if is_held:
+                group.state = GroupState.HELD
+                self._held.append(group)
+            else:
+                self._submit(group)
+
+    def flush(self) -> None:
+        """Let the held groups leave, in the order in which they ended."""
+        with self._lock:
+            held, self._held = self._held, []
+            for group in held:
+                if group.state is GroupState.HELD:
+                    self._submit(group)
+
+    # Hooks: what autograd calls.
+
+    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
+        """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
+        with self._lock:
+            label = group.label if group else lane.label
+            stats = self._stats.get_tag(group.site.tag) if group else None
+            if stats:
+                stats.saved_tensors += 1
+            self._observe(tensor)
+            reason = self._find_reason_to_keep(tensor)
+            if reason is not None:
+                if stats and reason is not KeptReason.PARAMETER:
+                    stats.add_kept(reason, tensor.numel() * tensor.element_size())
+                return KeptHandle(tensor, label)
+            view = get_view(tensor)
+            saved = self._get_saved(tensor, view, label)
+            saved.add(tensor, view)
+            if group is not None:
+                group.add(saved)
+                group.streams.add(self.device.current_stream())
+            return Handle(self, saved, view)
+
+    def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
+        """Return what `view` saw when it was saved.
+
+        Streams:
+            The current stream waits for the copy to the device, where there was one. The host does not block.
+
+        Raises:
+            StateError: The bytes had not left yet, and were changed in place or resized since they were saved.
+        """
+        with self._lock:
+            if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
+                # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
+                saved.check_unchanged("backward took it")
+                tensor = saved.get_alias(view)
+            else:
+                if saved.state is SavedState.OFFLOADED:
+                    self._stats.prefetch_misses += 1
+                    self._reload([saved])
+                tensor = self._transfers.take(saved, view)
+            for ledger in self._observers:
+                ledger.sample()
+            return tensor
+
+    def approach_backward(self, lane: Lane, group: Group) -> None:
+        """Backward has reached the end mark of `group`, and has left what came after it: bring back what comes next."""
+        with self._lock:
+            self._leave(lane, group.end_position)
+            self._prefetch(lane, wanted=group)
+
+    def leave_backward(self, lane: Lane, group: Group) -> None:
+        """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
+        with self._lock:
+            self._leave(lane, group.position)
+            self._prefetch(lane, wanted=None)
+
+    # The life of an engine.
+
+    def finish_step(self) -> StepStats:
+        """Return the numbers since the last call, and start from nought."""
+        with self._lock:
+            self._transfers.poll()
+            stats, self._stats = self._stats, StepStats()
+            stats.host_bytes = self.arena.used_bytes
+            stats.host_peak_bytes = self.arena.peak_bytes
+            stats.host_reserved_bytes = self.arena.reserved_bytes
+            return stats
+
+    @contextlib.contextmanager
+    def observe(self, ledger: ActivationLedger) -> Iterator[None]:
+        """Report what the engine saves, and its own device buffers, to `ledger` inside."""
+        self._observers.append(ledger)
+        try:
+            yield
+        finally:
+            self._observers.remove(ledger)
+
+    def close(self) -> None:
+        """Give back all memory. The host blocks until the copies under way are done.
+
+        Raises:
+            StateError: A graph still wants tensors back.
+        """
+        with self._lock:
+            self._held.clear()
+            self._transfers.close()
+            if self.arena.used_bytes:
+                raise StateError(
+                    f"The engine was closed while a graph still wants {format_bytes(self.arena.used_bytes)} back. "
+                    "Run its backward, or drop its outputs, first."
+                )
+            self.arena.close()
+
+    def _find_reason_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
+            return KeptReason.PARAMETER
+        if type(tensor) is not torch.Tensor:
+            return KeptReason.SUBCLASS
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return KeptReason.LAYOUT
+        if not self.device.owns(tensor):
+            return KeptReason.OTHER_DEVICE
+        if tensor.numel() == 0:
+            return KeptReason.EMPTY
+        stay = self._stay.get(get_key(tensor))
+        return stay[1] if stay else None
+
+    def _get_saved(self, tensor: torch.Tensor, view: View, label: str) -> SavedStorage:
+        """Return the saved storage that `tensor` looks at: a storage leaves once, however many saves and groups share it.
+
+        The address of a storage names it, since a saved storage keeps that address from being used again. Another version of
+        the bytes, or bytes outside of what has left already, are a saved storage of their own.
+        """
+        key = get_key(tensor)
+        saved = self._saved.get(key)
+        if (
+            saved is None
+            or saved.version != get_version(tensor)
+            or saved.nbytes != tensor.untyped_storage().nbytes()
+            or not saved.holds(view)
+        ):
+            saved = SavedStorage(self._transfers, tensor, label)
+            self._saved[key] = saved
+        return saved
+
+    def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
+        with self._lock:
+            self._stay = {key: entry for key, entry in self._stay.items() if not entry[0].is_freed}
+            for tensor in tensors:
+                reference = StorageRef(tensor)
+                self._stay[reference.key] = (reference, reason)
+
+    def _observe(self, tensor: torch.Tensor) -> None:
+        for ledger in self._observers:
+            ledger.observe(tensor)
+
+    def _submit(self, group: Group) -> None:
+        leaving: list[tuple[SavedStorage, HostBlock]] = []
+        stats = self._stats.get_tag(group.site.tag)
+        for saved in group.close(GroupState.SUBMITTED):
+            block = self._find_block(saved, stats)
+            if block is not None:
+                saved.tag = group.site.tag
+                leaving.append((saved, block))
+        if leaving:
+            size_bytes = self._transfers.offload(leaving, streams=group.streams, label=group.label)
+            stats.d2h_bytes += size_bytes
+            logger.debug("offload %s: %d storages, %s", group.label, len(leaving), format_bytes(size_bytes))
+        self._transfers.poll()
+        while self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
+            self._stats.window_waits += 1
+            self._transfers.release_oldest()
+
+    def _find_block(self, saved: SavedStorage, stats: TagStats) -> HostBlock | None:
+        """Return host memory for `saved`, or None where it stays, or has left with another group."""
+        if saved.state is not SavedState.RESIDENT:
+            return None
+        saved.check_unchanged("it left for the host")
+        if saved.covered_bytes < self._min_offloaded_numel * saved.itemsize:
+            stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
+            return None
+        views = tuple(sorted(saved.views, key=lambda view: (view.start, view.end)))
+        saved.gathered = views if 2 * get_gathered_bytes(views) < saved.size_bytes else ()
+        block = self._transfers.find_block(saved)
+        if block is None:
+            saved.gathered = ()
+            stats.add_kept(KeptReason.HOST_BUDGET, saved.size_bytes)
+        return block
+
+    def _leave(self, lane: Lane, position: int) -> None:
+        for group in lane.leave(position):
+            # What a kept graph still wants goes back to being on the host only.
+            for saved in group.list_saved(SavedState.RELOADED):
+                self._transfers.drop_reloaded(saved)
+        self._transfers.poll()
+
+    def _prefetch(self, lane: Lane, *, wanted: Group | None) -> None:
+        """Bring back what backward wants next, from the end of the lane on, as far as the policy lets it.
+
+        Args:
+            lane: Where backward is.
+            wanted: The group whose end mark backward has just reached, if any: it is not "ahead" where it is the next one.
+        """
+        ahead_bytes = 0
+        for group in reversed(lane.groups):
+            waiting = group.list_saved(SavedState.OFFLOADED)
+            if group is wanted and group is lane.groups[-1]:
+                self._stats.prefetch_misses += len(waiting)
+            else:
+                group_bytes = sum(saved.size_bytes for saved in (*waiting, *group.list_saved(SavedState.RELOADED)))
+                if not self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes):
+                    break
+                ahead_bytes += group_bytes
+            if waiting:
+                self._reload(waiting)
+
+    def _reload(self, waiting: list[SavedStorage]) -> None:
+        for saved in waiting:
+            stats = self._stats.get_tag(saved.tag)
+            stats.h2d_bytes += saved.moved_bytes
+            if not saved.storage.is_freed:
+                stats.held_elsewhere_bytes += saved.size_bytes
+        self._transfers.reload(waiting)
+        logger.debug("reload %s: %d storages", waiting[0].label, len(waiting))

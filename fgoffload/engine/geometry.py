@@ -1,0 +1,116 @@
+"""Where in its storage a tensor lies, in bytes."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT_BYTES = 512
+"""What is copied starts at a multiple of this in its storage. A kernel may choose another path for another alignment of its
+input, and then differ in the last bit; torch's device allocator starts blocks at multiples of 512 bytes, so a tensor that
+comes back has the alignment that it left with."""
+
+
+class View(NamedTuple):
+    """One way to look at a storage. Equal views of one storage are the same bytes."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    """Elements."""
+    start: int
+    """Bytes from the start of the storage."""
+    end: int
+    """Bytes from the start of the storage to behind the last byte that the view can reach."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of the view's elements packed one behind the other; those of an expanded dimension once."""
+        return _reduce(self).size.numel() * self.dtype.itemsize
+
+    @property
+    def covered_bytes(self) -> int:
+        """The bytes of the storage that the view reaches, at most."""
+        return min(self.dense_bytes, self.end - self.start)
+
+
+def get_view(tensor: torch.Tensor) -> View:
+    """Return where in its storage the strided, non-empty `tensor` lies."""
+    size, stride, itemsize = tensor.size(), tensor.stride(), tensor.dtype.itemsize
+    start = int(tensor.storage_offset()) * itemsize
+    reach = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    return View(tensor.dtype, size, stride, start, start + reach * itemsize)
+
+
+def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
+    """Return uint8 `[end - start]`: these bytes of the storage of `tensor`, not copied."""
+    stretch = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return stretch.set_(tensor.untyped_storage(), start, (end - start,), (1,))
+
+
+def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
+    """Return the tensor that `view` describes, over a copy of its storage's bytes.
+
+    Args:
+        view: A view of the storage that was copied.
+        buffer: uint8 `[n]`, the copy, from the first byte of its own storage.
+        buffer_start: Which byte of the storage the first byte of `buffer` is. A multiple of `ALIGNMENT_BYTES`.
+    """
+    tensor = torch.empty(0, dtype=view.dtype, device=buffer.device)
+    offset = (view.start - buffer_start) // view.dtype.itemsize
+    return tensor.set_(buffer.untyped_storage(), offset, view.size, view.stride)
+
+
+def get_gathered_bytes(views: Sequence[View]) -> int:
+    """Return the bytes of all `views` packed one behind the other."""
+    return sum(_round_up(view.dense_bytes) for view in views)
+
+
+def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> None:
+    """Pack `views` of the storage of `tensor` into `dense`.
+
+    Args:
+        views: In packing order.
+        tensor: Any tensor on the storage.
+        dense: uint8 `[get_gathered_bytes(views)]`, on the same device.
+
+    Streams:
+        Runs on the current stream.
+    """
+    storage = get_stretch(tensor, start=0, end=tensor.untyped_storage().nbytes())
+    for view, values in _pair(views, dense):
+        values.copy_(rebuild(view, storage, buffer_start=0))
+
+
+def scatter(views: Sequence[View], dense: torch.Tensor, stretch: torch.Tensor, *, stretch_start: int) -> None:
+    """Put what `gather` packed back into its places; the bytes in between stay as they are.
+
+    Args:
+        views: In packing order.
+        dense: uint8 `[get_gathered_bytes(views)]`.
+        stretch: uint8 `[n]`, on the same device, in which all views lie.
+        stretch_start: Which byte of the storage the first byte of `stretch` is.
+
+    Streams:
+        Runs on the current stream.
+    """
+    for view, values in _pair(views, dense):
+        rebuild(view, stretch, buffer_start=stretch_start).copy_(values)
+
+
+def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, torch.Tensor]]:
+    """Yield each view without its repeats, and the contiguous tensor of its values in `dense`."""
+    offset = 0
+    for view in map(_reduce, views):
+        yield view, dense[offset : offset + view.dense_bytes].view(view.dtype).view(view.size)
+        offset += _round_up(view.dense_bytes)
+
+
+def _reduce(view: View) -> View:
+    """Return `view` with its expanded dimensions at size 1: the same bytes, each once."""
+    size = torch.Size(n if step else min(n, 1) for n, step in zip(view.size, view.stride, strict=True))
+    return view._replace(size=size)
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

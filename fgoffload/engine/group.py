@@ -1,0 +1,102 @@
+"""Groups, and the lanes in which backward walks them back."""
+
+import enum
+import weakref
+
+from fgoffload.engine.device import Stream
+from fgoffload.engine.saved import SavedState, SavedStorage
+from fgoffload.plan import Site
+
+
+class GroupState(enum.Enum):
+    """How far one execution of a site has come."""
+
+    SAVING = enum.auto()  # forward is in the site, or behind it and before its end
+    HELD = enum.auto()  # ended, and waiting for `OffloadEngine.flush`
+    SUBMITTED = enum.auto()  # what may leave is on its way or gone
+    SPENT = enum.auto()  # backward has left the site
+
+
+class Group:
+    """What one execution of a site saves for one microbatch: the tensors that move together."""
+
+    __slots__ = ("__weakref__", "_open", "_submitted", "end_position", "label", "position", "site", "state", "streams")
+
+    def __init__(self, site: Site, label: str, *, position: int) -> None:
+        self.site = site
+        self.label = label
+        """As in `layers.3.core_attn mb=2`."""
+        self.state = GroupState.SAVING
+        self.position = position
+        """The groups of the lane before this one."""
+        self.end_position = position + 1
+        """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
+        self.streams: set[Stream] = set()
+        """The compute streams that the group's tensors were used on in forward."""
+        self._open: dict[int, SavedStorage] = {}
+        self._submitted: list[weakref.ref[SavedStorage]] = []
+
+    def add(self, saved: SavedStorage) -> None:
+        """Let `saved` move with this group."""
+        if self.state is GroupState.SAVING:
+            self._open[id(saved)] = saved
+
+    def close(self, state: GroupState) -> list[SavedStorage]:
+        """Return what the group saved, and know it only weakly from here on. See [Note: What owns what]."""
+        self.state = state
+        saved = list(self._open.values())
+        self._submitted = [weakref.ref(storage) for storage in saved]
+        self._open.clear()
+        return saved
+
+    def spend(self) -> None:
+        """Let go of what has not been submitted: backward has left, and autograd alone decides how long it is wanted."""
+        self._open.clear()
+        self.state = GroupState.SPENT
+
+    def list_saved(self, state: SavedState) -> list[SavedStorage]:
+        """Return the saved storages that autograd still wants and that are in `state`, in the order of saving."""
+        found = []
+        for reference in self._submitted:
+            saved = reference()
+            if saved is not None and saved.state is state:
+                found.append(saved)
+        return found
+
+
+class Lane:
+    """The groups of one microbatch in one model chunk, in the order in which forward reached them.
+
+    Backward asks for them from the last to the first. What it does in between the lanes is the pipeline schedule's business,
+    and nothing here depends on it.
+    """
+
+    __slots__ = ("_leftover", "groups", "label")
+
+    def __init__(self, *, chunk: int, microbatch: int) -> None:
+        self.label = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
+        """As in `mb=2`, with the chunk where it is not the first."""
+        self.groups: list[Group] = []
+        """Those that backward has not left."""
+        self._leftover: list[Group] = []
+
+    def add(self, site: Site) -> Group:
+        """Return a new group of `site`, behind the others."""
+        group = Group(site, f"{site} {self.label}", position=len(self.groups))
+        self.groups.append(group)
+        return group
+
+    def leave(self, position: int) -> list[Group]:
+        """Forget the groups from `position` on, since backward has left them, and return those forgotten the time before.
+
+        One time late, because ops between two regions, as the rotary embedding, may share the storages of the region that
+        backward has just left.
+        """
+        left = self.groups[position:]
+        if not left:
+            return []
+        del self.groups[position:]
+        for group in left:
+            group.spend()
+        leftover, self._leftover = self._leftover, left
+        return leftover

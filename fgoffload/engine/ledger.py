@@ -1,0 +1,87 @@
+"""An independent count of the device bytes that autograd keeps alive.
+
+The ledger looks at storages, each counted once, and asks torch whether they are still alive; it does not believe the engine.
+It costs about a microsecond for each living storage and each saved tensor, so a measured step is not a timed one.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from fgoffload.engine.identity import StorageRef, get_key
+
+
+class LedgerSample(NamedTuple):
+    """The bytes alive at one moment."""
+
+    seconds: float
+    """Since the ledger was made."""
+    resident_bytes: int
+
+
+class ActivationLedger:
+    """Bytes of every storage that autograd saved, or that the engine brought back, and that is still alive.
+
+    Args:
+        parameters: Their storages are not activations and are not counted.
+    """
+
+    def __init__(self, *, parameters: Iterable[torch.Tensor]) -> None:
+        self._ignored = {get_key(parameter) for parameter in parameters}
+        self._alive: dict[int, StorageRef] = {}
+        self._started = time.perf_counter()
+        self.samples: list[LedgerSample] = []
+        """One for each saved tensor and each buffer, in order."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at any sample; 0 before the first."""
+        return max((sample.resident_bytes for sample in self.samples), default=0)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what autograd saves inside. Engine regions inside work as without it, and report to the engine's observers."""
+        with torch.autograd.graph.saved_tensors_hooks(LedgerHook(self), self._unpack):
+            yield
+        self.sample()
+
+    def observe(self, tensor: torch.Tensor) -> None:
+        """Count the storage of `tensor` from now until it is freed, and take a sample."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return
+        key = get_key(tensor)
+        if key not in self._ignored and key not in self._alive:
+            self._alive[key] = StorageRef(tensor)
+        self.sample()
+
+    def sample(self) -> None:
+        """Note how many bytes are alive now."""
+        resident_bytes = 0
+        for key, reference in tuple(self._alive.items()):
+            # The bytes are asked for each time: a recompute empties a storage that lives on.
+            size_bytes = reference.find_nbytes()
+            if size_bytes is None:
+                del self._alive[key]
+            else:
+                resident_bytes += size_bytes
+        self.samples.append(LedgerSample(time.perf_counter() - self._started, resident_bytes))
+
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sample()
+        return tensor
+
+
+class LedgerHook:
+    """The pack hook of a ledger, known to the engine by its type."""
+
+    def __init__(self, ledger: ActivationLedger) -> None:
+        self.ledger = ledger
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count `tensor` and leave it as it is, but for its graph: see [Note: What owns what]."""
+        detached = tensor.detach()
+        self.ledger.observe(detached)
+        return detached

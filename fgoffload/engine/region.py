@@ -1,0 +1,119 @@
+"""Regions: where in forward a group saves, and the marks by which backward finds out where it is.
+
+[Note: Marks]
+A mark is a hook on a tensor's gradient: on the input of a site it tells that backward has left the site, on the output that
+backward has come to it. A mark adds nothing to the graph. An identity autograd function in its place would change results:
+where the site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too, the
+gradients of the site would be summed first and the residual's added then, and floating-point sums depend on their order. The
+end mark is a call of its own, since some groups may only move after their region: the input of a norm is the residual too,
+and is used again after attention.
+
+[Note: When a region is inert]
+A region does nothing without grad mode; during a backward, where a recompute runs forward code again and its tensors are wanted
+at once; and below hooks that are not the engine's. Only the innermost saved-tensor hooks run: a region inside a non-reentrant
+checkpoint would take its tensors away from it, save them after all, and so undo the checkpoint.
+"""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from fgoffload.engine.group import Group, Lane
+from fgoffload.engine.ledger import LedgerHook
+from fgoffload.engine.saved import Handle, KeptHandle
+
+if TYPE_CHECKING:
+    from fgoffload.engine.engine import OffloadEngine
+
+
+class SaveHook:
+    """The pack hook of the engine: gives what autograd saves to a group, or to none where a layer is only watched."""
+
+    __slots__ = ("_engine", "group", "lane")
+
+    def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group | None) -> None:
+        self._engine = engine
+        self.lane = lane
+        self.group = group
+
+    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
+        """Return the handle from which autograd gets the tensor back."""
+        return self._engine.save(tensor, lane=self.lane, group=self.group)
+
+
+def take_back(handle: Handle | KeptHandle) -> torch.Tensor:
+    """Return the tensor of `handle`: the unpack hook."""
+    return handle.take()
+
+
+def is_inert() -> bool:
+    """Return whether a region that began here would have to leave everything alone. See [Note: When a region is inert]."""
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - no public name
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001 - no public name
+    return hooks is not None and not isinstance(hooks[0], (SaveHook, LedgerHook))
+
+
+class Saving:
+    """A stretch of forward in which what autograd saves goes to one hook. May be entered again after it was left."""
+
+    __slots__ = ("_hook", "_hooks")
+
+    def __init__(self, hook: SaveHook) -> None:
+        self._hook = hook
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def __enter__(self) -> None:
+        """Begin to save. A fresh hooks object each time, since torch's own cannot be entered twice at once."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hook, take_back)
+        self._hooks.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop, on an exception too: hooks that stay installed would reach into whatever the process does next."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(kind, error, trace)
+
+
+class Region:
+    """One execution of a site: `enter` marks its input, `saving` is where it saves, `end` marks its output."""
+
+    __slots__ = ("_engine", "_lane", "group")
+
+    def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group) -> None:
+        self._engine = engine
+        self._lane = lane
+        self.group = group
+
+    def enter(self, tensor: torch.Tensor) -> None:
+        """Put the start mark on `tensor`, the input of the site."""
+        engine, lane, group = self._engine, self._lane, self.group
+        _add_mark(tensor, lambda: engine.leave_backward(lane, group))
+
+    def saving(self) -> Saving:
+        """Return the context in which what autograd saves goes to the group."""
+        return Saving(SaveHook(self._engine, self._lane, self.group))
+
+    def end(self, tensor: torch.Tensor | None, *, is_held: bool = False) -> None:
+        """Let the group leave, and put the end mark on `tensor`.
+
+        Args:
+            tensor: An output of the site, or of something after it that no longer needs what the group saved. None puts no
+                mark: then the first tensor that backward takes brings the group back.
+            is_held: Wait with the departure until `OffloadEngine.flush`.
+
+        Raises:
+            StateError: The region was ended before, or a tensor that it saved was changed in place or resized since.
+        """
+        engine, lane, group = self._engine, self._lane, self.group
+        engine.end(lane, group, is_held=is_held)
+        if tensor is not None:
+            _add_mark(tensor, lambda: engine.approach_backward(lane, group))
+
+
+def _add_mark(tensor: torch.Tensor, reach: Callable[[], None]) -> None:
+    """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: reach())  # type: ignore[no-untyped-call]

@@ -1,0 +1,224 @@
+"""A storage that autograd saved, and the handles through which autograd gets its tensors back.
+
+[Note: What owns what]
+Autograd's graph owns handles; a handle owns its saved storage; a saved storage owns its host block and its device buffer.
+Groups and lanes know saved storages only weakly once they have been submitted. So whatever drops the graph, a backward, an
+exception or the end of a scope, gives everything back, in any order, and nothing is reset between steps. All tensors kept
+here are detached: one with its `grad_fn` would close a cycle through the graph, and memory would wait for Python's collector.
+"""
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fgoffload.engine.arena import HostBlock
+from fgoffload.engine.device import Event, Stream
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, get_gathered_bytes
+from fgoffload.engine.identity import StorageRef, get_version
+from fgoffload.errors import StateError
+
+if TYPE_CHECKING:
+    from fgoffload.engine.engine import OffloadEngine
+    from fgoffload.engine.transfers import Transfers
+
+
+class SavedState(enum.Enum):
+    """Where the bytes of a saved storage are."""
+
+    RESIDENT = enum.auto()  # on the device only: not submitted, or kept
+    OFFLOADING = enum.auto()  # on the device, and the copy to the host is queued
+    OFFLOADED = enum.auto()  # on the host only
+    RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its event has passed
+
+
+class Reload(NamedTuple):
+    """A device buffer, and the streams that it has to do with."""
+
+    buffer: torch.Tensor
+    """uint8 `[n]`: what the host block holds, once `h2d_done` has passed."""
+    h2d_done: Event
+    allocated_on: Stream
+    """The compute stream that the allocator gave the buffer to."""
+    taken_on: set[Stream]
+    """The compute streams that wait for `h2d_done`, and may read the buffer since."""
+
+    @property
+    def is_ordered(self) -> bool:
+        """Return whether the buffer may be dropped as it is: whoever touched it did so in the order of its own stream."""
+        return self.taken_on == {self.allocated_on}
+
+
+class SavedStorage:
+    """The bytes of one storage as one version of them, however many saved tensors look at it."""
+
+    __slots__ = (
+        "__weakref__",
+        "_aliases",
+        "_transfers",
+        "block",
+        "covered_bytes",
+        "d2h_done",
+        "end",
+        "gathered",
+        "itemsize",
+        "label",
+        "nbytes",
+        "reload",
+        "start",
+        "state",
+        "storage",
+        "stretch",
+        "tag",
+        "version",
+        "views",
+    )
+
+    def __init__(self, transfers: "Transfers", tensor: torch.Tensor, label: str) -> None:
+        self._transfers = transfers
+        self._aliases: dict[View, torch.Tensor] = {}
+        self.label = label
+        """The group that saved it first, for errors and logs."""
+        self.tag = ""
+        """The tag of the group that it left with."""
+        self.itemsize = tensor.element_size()
+        """Bytes of an element of the first save, by which the minimum size counts."""
+        self.state = SavedState.RESIDENT
+        self.version: int = get_version(tensor)
+        self.nbytes = tensor.untyped_storage().nbytes()
+        """Bytes of the storage when it was saved."""
+        self.storage = StorageRef(tensor)
+        self.start = self.nbytes
+        self.end = 0
+        """The stretch `[start, end)` of the storage that all saved views lie in, in bytes."""
+        self.views: set[View] = set()
+        self.covered_bytes = 0
+        """What the distinct views reach together, at most; overlapping views count twice."""
+        self.gathered: tuple[View, ...] = ()
+        """The views whose bytes left, where that is less than half of the stretch; none where the whole stretch left."""
+        self.block: HostBlock | None = None
+        self.d2h_done: Event | None = None
+        self.reload: Reload | None = None
+        self.stretch: torch.Tensor | None = None
+        """uint8 `[end - start]`, on the device: the reloaded bytes, each in its place; None until the first is taken."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the stretch that all views lie in."""
+        return self.end - self.start
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that go over the link, each way."""
+        return get_gathered_bytes(self.gathered) if self.gathered else self.size_bytes
+
+    def holds(self, view: View) -> bool:
+        """Return whether `view` can be served from what was, or will be, copied."""
+        if self.state is SavedState.RESIDENT:
+            return True
+        return view in self.views or (not self.gathered and self.start <= view.start and view.end <= self.end)
+
+    def add(self, tensor: torch.Tensor, view: View) -> None:
+        """Remember that autograd saved `tensor`, which looks at this storage through `view`."""
+        if self.state not in (SavedState.RESIDENT, SavedState.OFFLOADING) or view in self._aliases:
+            return
+        self._aliases[view] = tensor.detach()
+        if self.state is SavedState.OFFLOADING:
+            return
+        self.views.add(view)
+        self.start = min(self.start, view.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        self.end = max(self.end, view.end)
+        self.covered_bytes += view.covered_bytes
+
+    def get_alias(self, view: View) -> torch.Tensor:
+        """Return the tensor that was saved as `view`, while its storage is still there."""
+        return self._aliases[view]
+
+    def get_any_alias(self) -> torch.Tensor:
+        """Return one of the saved tensors, while their storage is still there."""
+        return next(iter(self._aliases.values()))
+
+    def check_unchanged(self, act: str) -> None:
+        """Refuse bytes that are not those that autograd saved.
+
+        Args:
+            act: What is about to happen to the bytes, for the error.
+
+        Raises:
+            StateError: A saved tensor was changed in place, or its storage was resized, since it was saved.
+        """
+        for alias in self._aliases.values():
+            check_unchanged(alias, version=self.version, nbytes=self.nbytes, label=self.label, act=act)
+
+    def drop_aliases(self) -> None:
+        """Let go of the device memory: from here on the host block has the bytes."""
+        self._aliases.clear()
+
+    def __del__(self) -> None:
+        # Any thread may get here, in the middle of anything: only an atomic append. Who runs next orders the streams.
+        if self.reload is not None and not self.reload.is_ordered:
+            self._transfers.abandoned.append((self.reload, self.stretch))
+
+
+def check_unchanged(tensor: torch.Tensor, *, version: int, nbytes: int, label: str, act: str) -> None:
+    """Refuse a tensor whose bytes are not those that autograd saved.
+
+    Raises:
+        StateError: It was changed in place, or its storage was resized, since it was saved.
+    """
+    if get_version(tensor) != version:
+        raise StateError(
+            f"A tensor of shape {list(tensor.shape)} that {label} saved for backward was changed in place before {act}: it is "
+            f"at version {get_version(tensor)}, and was saved at version {version}. Change a clone of it, or keep its tag out."
+        )
+    found = tensor.untyped_storage().nbytes()
+    if found != nbytes:
+        raise StateError(
+            f"The storage of a tensor of shape {list(tensor.shape)} that {label} saved for backward was resized before {act}: "
+            f"it has {found} bytes, and had {nbytes} when it was saved. Something frees or refills it outside of autograd; "
+            "announce it with `OffloadEngine.keep_recomputed` before it is saved."
+        )
+
+
+class Handle:
+    """What a saved tensor is packed into, where its storage may move."""
+
+    __slots__ = ("_engine", "_saved", "_view")
+
+    def __init__(self, engine: "OffloadEngine", saved: SavedStorage, view: View) -> None:
+        self._engine = engine
+        self._saved = saved
+        self._view = view
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor for autograd, its bytes as they were saved."""
+        return self._engine.take(self._saved, self._view)
+
+
+class KeptHandle:
+    """What a saved tensor is packed into, where it stays on the device."""
+
+    __slots__ = ("_label", "_nbytes", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, label: str) -> None:
+        self._tensor = tensor.detach()
+        self._version: int = get_version(tensor)
+        self._nbytes = _find_nbytes(tensor)
+        self._label = label
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor for autograd.
+
+        Raises:
+            StateError: It was changed in place, or its storage is not as large as it was.
+        """
+        if self._nbytes is not None:
+            check_unchanged(self._tensor, version=self._version, nbytes=self._nbytes, label=self._label, act="backward took it")
+        return self._tensor
+
+
+def _find_nbytes(tensor: torch.Tensor) -> int | None:
+    """Return the bytes of the tensor's storage, or None for a kind of tensor that has none of its own."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage().nbytes()

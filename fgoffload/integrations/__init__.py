@@ -1,0 +1,1 @@
+"""What connects the engine to a training framework: the only code of fgoffload that imports one."""

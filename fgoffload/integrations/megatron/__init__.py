@@ -1,0 +1,68 @@
+"""Fine-grained activation offload for Megatron-Core.
+
+    from fgoffload import OffloadConfig
+    from fgoffload.integrations import megatron
+
+    offload = megatron.apply(OffloadConfig(offload_modules=("core_attn", "attn_proj", "expert_fc1")))
+    ...  # build the model with `fine_grained_activation_offloading=True` and the same `offload_modules`, and train
+    offload.remove()
+
+Apply before or after the model is built. Megatron's layers read from their `TransformerConfig` which of their sites are on.
+"""
+
+import logging
+
+import torch
+
+from fgoffload.config import OffloadConfig
+from fgoffload.engine import Device, OffloadEngine, find_device
+from fgoffload.errors import IntegrationError
+from fgoffload.integrations.megatron.interface import is_replaced, replace_interface
+from fgoffload.integrations.megatron.offload import MegatronOffload
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.sites import add_sites
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["MegatronOffload", "apply"]
+
+
+def apply(config: OffloadConfig, *, device: Device | None = None) -> MegatronOffload:
+    """Let our engine answer Megatron-Core's offload sites, and add sites where it has none.
+
+    Args:
+        config: What leaves.
+        device: Where the model lives; None takes CUDA where it is available, else the CPU.
+
+    Returns:
+        The integration: it holds the engine, and `remove` undoes everything.
+
+    Raises:
+        IntegrationError: Megatron-Core lacks a symbol, or offload is applied already.
+        PlanError: The plan file cannot be read.
+    """
+    if is_replaced():
+        raise IntegrationError(
+            "Activation offload is applied already in this process. Call `remove` on what `apply` returned first."
+        )
+    found: list[MegatronOffload] = []
+    patches = Patches()
+    try:
+        replace_interface(patches, lambda: found[0])
+        add_sites(patches, lambda: found[0])
+        engine = OffloadEngine(
+            device=device or find_device("cuda" if torch.cuda.is_available() else "cpu"),
+            policy=config.transfer_policy,
+            min_offloaded_numel=config.min_offloaded_tensor_size,
+            host_budget_bytes=config.offload_host_budget_bytes,
+        )
+        found.append(MegatronOffload(config, engine, undo=patches.remove))
+    except BaseException:
+        patches.remove()
+        raise
+    logger.info(
+        "Activation offload of %s: %d symbols of megatron.core are replaced.",
+        " ".join(config.offload_modules),
+        len(patches.names),
+    )
+    return found[0]

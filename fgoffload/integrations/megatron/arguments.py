@@ -1,0 +1,269 @@
+"""Megatron's flags: those of a model and of training, and those of fine-grained activation offload.
+
+The model's flags are the fields of Megatron's config classes (see `flags.py`), the training's are the fields of
+`TrainingArguments`. Written down here is only where Megatron-LM's spelling is not the name of the field.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags import FlagParser, add_field_flags, number, to_flag, whole_number
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
+from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+
+__all__ = ["TrainingArguments", "add_fine_grained_offload_args", "build_transformer_config", "parse_arguments"]
+
+_logger = logging.getLogger(__name__)
+
+_CONFIG_MODULE = "megatron.core.transformer.transformer_config"
+
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_moe_experts": ("--num-experts",),
+    "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers",),
+    "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers",),
+    "virtual_pipeline_model_parallel_size": ("--num-virtual-stages-per-pipeline-rank",),
+    "overlap_p2p_comm": ("--overlap-p2p-communication",),
+    "apply_rope_fusion": ("--rope-fusion",),
+    "bias_activation_fusion": ("--bias-swiglu-fusion", "--bias-gelu-fusion"),
+    "fp8_param": ("--fp8-param-gather",),
+}
+"""By field of the config, how Megatron-LM spells its flag where the field itself does not say. `--no-` works with each boolean
+one: `--no-bias-swiglu-fusion`."""
+
+_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Megatron-LM fuses swiglu unless told not to, and it matters here: the fused one saves less.
+    "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
+    "--recompute-activations": {"recompute_granularity": "selective"},
+}
+"""Flags of Megatron-LM that set several fields; a flag for one of those fields wins."""
+
+_OFFLOAD_FIELDS = frozenset({"fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"})
+"""Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
+
+_MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})
+"""Fields of Megatron's config for latent attention that every model with rotary embeddings has as training flags."""
+
+
+def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of fine-grained activation offload to `parser`, and return it.
+
+    Usable as Megatron-LM's `extra_args_provider`. A flag that the parser has already stays as it is. Give the parsed flags to
+    `OffloadConfig.from_flags`.
+    """
+    group = parser.add_argument_group("fine-grained activation offload")
+    flags: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("--fine-grained-activation-offloading", {"action": "store_true", "default": False, "help": "switch offload on"}),
+        ("--offload-modules", {"nargs": "*", "default": [], "metavar": "TAG", "help": "modules whose saved tensors leave"}),
+        (
+            "--min-offloaded-tensor-size",
+            {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
+        ),
+        ("--delay-offload-until-cuda-graph", {"action": "store_true", "default": False, "help": "not built yet"}),
+        (
+            "--delta-offload-bytes-across-pp-ranks",
+            {"type": whole_number, "default": None, "metavar": "BYTES", "help": "not built yet"},
+        ),
+        (
+            "--activation-offload-fraction",
+            {"type": number, "default": None, "metavar": "PART", "help": "from 0 to 1, of a chunk's modules (1.0)"},
+        ),
+        ("--offload-plan", {"default": None, "metavar": "FILE", "help": "a plan, in place of the fraction"}),
+        ("--offload-memory-budget", {"default": None, "metavar": "SIZE", "help": "not built yet"}),
+        ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"}),
+        (
+            "--offload-window",
+            {"default": None, "metavar": "SIZE", "help": "most bytes on their way to the host before compute waits (1GiB)"},
+        ),
+        (
+            "--offload-prefetch",
+            {"default": None, "metavar": "SIZE", "help": "most bytes back before backward asks for them (512MiB)"},
+        ),
+    )
+    for flag, options in flags:
+        # argparse has no public way to ask whether a flag exists; Megatron-LM registers some of these itself.
+        with contextlib.suppress(argparse.ArgumentError):
+            group.add_argument(flag, **options)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str], *, source: str, world_size: int | None = None) -> TrainingArguments:
+    """Return the training that `argv` describes.
+
+    Args:
+        argv: Flags as Megatron-LM takes them; a later one wins over an earlier one.
+        source: Where they came from, for errors.
+        world_size: Processes of the training; None takes what one copy of the model needs.
+
+    Raises:
+        ConfigError: A flag is unknown or has a value that it cannot have; the error names source, flag, value and fix.
+    """
+    values = _build_parser(source).parse_flags(argv)
+    try:
+        offload = OffloadConfig.from_flags(argparse.Namespace(**values))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    _warn_of_flags_without_effect(values, offload)
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    training = {name: value for name, value in values.items() if name in names}
+    transformer = _collect_transformer_fields(values, source)
+    for name, given in (("seq_length", training), ("micro_batch_size", training), *((n, transformer) for n in _REQUIRED)):
+        if name not in given:
+            raise ConfigError(f"{source}: {to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
+    world_size = max(1, _count_model_parallel(transformer)) if world_size is None else world_size
+    training.setdefault("max_position_embeddings", training["seq_length"])
+    # One microbatch a step on every data-parallel rank, as Megatron-LM defaults.
+    training.setdefault(
+        "global_batch_size",
+        max(1, training["micro_batch_size"]) * max(1, world_size // max(1, _count_model_parallel(transformer))),
+    )
+    return TrainingArguments(
+        transformer=MappingProxyType(transformer), offload=offload, source=source, world_size=world_size, **training
+    )
+
+
+def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadConfig | None) -> Any:
+    """Return Megatron's TransformerConfig for `arguments`.
+
+    Args:
+        arguments: The training.
+        offload: Offload to build for, or None for off. Megatron gets the tags that its config accepts; where it accepts none,
+            its own flag is off, and the others reach the engine alone.
+
+    Raises:
+        ConfigError: Megatron refuses the combination; the error carries its text.
+    """
+    module = load_module(_CONFIG_MODULE)
+    fields = dict(arguments.transformer)
+    dtype = torch.bfloat16 if fields.get("bf16") else torch.float16 if fields.get("fp16") else torch.float32
+    # The interleaved schedule sends both ways to one neighbour when there are two stages. Batched sends match by order alone
+    # and would swap an activation for a gradient, silently; overlapped ones use two groups. Megatron-LM does the same.
+    fields.setdefault("overlap_p2p_comm", arguments.virtual_pipeline_size is not None)
+    fields.setdefault("transformer_impl", "local")
+    fields |= {"batch_p2p_comm": not fields["overlap_p2p_comm"], "params_dtype": dtype, "pipeline_dtype": dtype}
+    accepted = [] if offload is None else [tag for tag in offload.offload_modules if _is_accepted(tag)]
+    if offload is not None and accepted:
+        fields |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": accepted,
+            "min_offloaded_tensor_size": offload.min_offloaded_tensor_size,
+        }
+    config_class = module.TransformerConfig
+    if fields.get("multi_latent_attention"):
+        config_class = module.MLATransformerConfig
+        fields |= {"rotary_base": arguments.rotary_base, "rotary_percent": arguments.rotary_percent}
+    try:
+        with ignore_expected_warnings():
+            return config_class(**fields)
+    except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
+        raise ConfigError(f"{arguments.source}: Megatron-Core refuses this combination of flags: {error}") from error
+
+
+_EXAMPLES: Mapping[str, int] = {
+    "seq_length": 256,
+    "micro_batch_size": 1,
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+}
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def _build_parser(source: str) -> FlagParser:
+    module = load_module(_CONFIG_MODULE)
+    model_fields = {field.name for field in dataclasses.fields(module.TransformerConfig)}
+    parser = FlagParser(source=source)
+    add_fine_grained_offload_args(parser)
+    add_field_flags(parser, TrainingArguments, leave_out=("transformer", "offload", "source", "world_size"))
+    # BooleanOptionalAction gives each spelling its --no- form, as Megatron-LM writes most booleans that are on by default.
+    add_field_flags(parser, module.TransformerConfig, leave_out=_OFFLOAD_FIELDS, aliases=_ALIASES)
+    add_field_flags(parser, module.MLATransformerConfig, leave_out=model_fields | _MLA_FIELDS_OF_TRAINING)
+    parser.add_argument("--group-query-attention", action="store_true", default=False)
+    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=whole_number)
+    for flag in _PRESETS:
+        parser.add_argument(flag, action="store_true", default=False)
+    return parser
+
+
+def _collect_transformer_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of Megatron's config that `values` gives, with Megatron-LM's flags translated."""
+    module = load_module(_CONFIG_MODULE)
+    known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
+    latent_only = {field.name for field in dataclasses.fields(module.MLATransformerConfig)} - known - _MLA_FIELDS_OF_TRAINING
+    fields: dict[str, Any] = {}
+    for flag, preset in _PRESETS.items():
+        if values[flag[2:].replace("-", "_")]:
+            fields |= preset
+    fields |= {name: value for name, value in values.items() if name in (known | latent_only) - _OFFLOAD_FIELDS}
+    if (latent := latent_only & fields.keys()) and not fields.get("multi_latent_attention"):
+        raise ConfigError(
+            f"{source}: {to_flag(min(latent))} has no effect without --multi-latent-attention. Add that or leave it out."
+        )
+    if values["group_query_attention"]:
+        fields.setdefault("num_query_groups", 1)
+    elif "num_query_groups" in fields:
+        raise ConfigError(
+            f"{source}: --num-query-groups {fields['num_query_groups']} has no effect without --group-query-attention. "
+            "Add that or leave it out."
+        )
+    if "num_layers_per_virtual_pipeline_stage" in values:
+        fields["virtual_pipeline_model_parallel_size"] = _count_chunks(values, fields, source)
+    if (fields.get("virtual_pipeline_model_parallel_size") or 1) > 1 and fields.get("pipeline_model_parallel_size", 1) < 2:
+        raise ConfigError(
+            f"{source}: the interleaved schedule (virtual pipeline) needs 2 stages or more. "
+            "Give --pipeline-model-parallel-size 2 or leave the virtual pipeline out."
+        )
+    return fields
+
+
+def _count_chunks(values: Mapping[str, Any], fields: Mapping[str, Any], source: str) -> int | None:
+    """Return the virtual pipeline size that `--num-layers-per-virtual-pipeline-stage` stands for."""
+    per_chunk = int(values["num_layers_per_virtual_pipeline_stage"])
+    layers, stages = int(fields.get("num_layers", 0)), int(fields.get("pipeline_model_parallel_size", 1))
+    if per_chunk < 1 or stages < 1 or layers % (stages * per_chunk):
+        raise ConfigError(
+            f"{source}: --num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide --num-layers "
+            f"{layers}. Give a number of layers per chunk that divides the {layers // max(1, stages)} layers of a stage."
+        )
+    return layers // (stages * per_chunk)
+
+
+def _count_model_parallel(transformer: Mapping[str, Any]) -> int:
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    tensor, pipeline, context = (int(transformer.get(name, 1)) for name in sizes)
+    return tensor * pipeline * context
+
+
+def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None) -> None:
+    if offload is None and values.get("offload_modules"):
+        _logger.warning(
+            "--offload-modules has no effect without --fine-grained-activation-offloading: nothing leaves. Add that flag."
+        )
+
+
+@functools.cache
+def _is_accepted(tag: str) -> bool:
+    """Return whether Megatron's config accepts `tag`. It says so nowhere but in its refusal, so a tiny config is tried."""
+    fields = {
+        "num_layers": 1,
+        "hidden_size": 1,
+        "num_attention_heads": 1,
+        "fine_grained_activation_offloading": True,
+        # attn_proj is refused without core_attn, which every version accepts.
+        "offload_modules": ["core_attn", tag],
+    }
+    try:
+        with ignore_expected_warnings():
+            load_module(_CONFIG_MODULE).TransformerConfig(**fields)
+    except (AssertionError, ValueError):
+        return False
+    return True

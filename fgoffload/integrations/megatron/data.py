@@ -1,0 +1,155 @@
+"""Text as training data, one token a byte: no tokenizer, no download, the same microbatches in every run.
+
+The default text is the source of Python's own standard library: every machine that runs this has it.
+"""
+
+import dataclasses
+import os
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fgoffload.errors import ConfigError
+from fgoffload.units import MIB
+
+LARGEST_TEXT_BYTES = 4 * MIB
+"""What is read at most. A demonstration sees far less; more would only take time to read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one forward takes. Shapes are `[b, s]`: sequences, tokens."""
+
+    tokens: torch.Tensor
+    """int64, the model's input."""
+    labels: torch.Tensor
+    """int64, each token's successor."""
+    loss_mask: torch.Tensor
+    """float32, 1 where the loss counts: everywhere, since text has no padding."""
+    position_ids: torch.Tensor
+    """int64, from 0 in every sequence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """How microbatches are cut from a text."""
+
+    seq_length: int
+    """Tokens of a sequence."""
+    micro_batch_size: int
+    """Sequences of a microbatch."""
+    seed: int
+    """Another seed takes other places of the text."""
+    data_parallel_rank: int = 0
+    """Each rank takes places of its own."""
+
+
+class TextData:
+    """A text in memory, and the microbatches cut from it."""
+
+    def __init__(self, text: bytes, *, name: str) -> None:
+        """Hold `text`.
+
+        Args:
+            text: At least two bytes.
+            name: What it is, for people and errors.
+
+        Raises:
+            ConfigError: There is too little text for one token and its successor.
+        """
+        if len(text) < 2:
+            raise ConfigError(f"--data {name} has {len(text)} bytes. Give a text of at least one sequence.")
+        self.name = name
+        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> "TextData":
+        """Return the text at `path`.
+
+        Args:
+            path: A file, or a folder whose files are read in the order of their names, those of its folders too; None takes
+                the Python standard library. At most `LARGEST_TEXT_BYTES` are read.
+
+        Raises:
+            ConfigError: There is nothing at `path`, or nothing to read.
+        """
+        if path is None:
+            library = Path(sysconfig.get_path("stdlib"))
+            return cls(_read(_find_library_files(library)), name="Python standard library")
+        if not path.exists():
+            raise ConfigError(f"--data {path} does not exist. Give a text file or a folder of them, or leave --data out.")
+        files = iter([path]) if path.is_file() else _find_files(path)
+        text = _read(files)
+        if not text:
+            raise ConfigError(f"--data {path} holds no bytes. Give a text file or a folder of them, or leave --data out.")
+        return cls(text, name=str(path))
+
+    def __len__(self) -> int:
+        """Return the number of bytes."""
+        return self._bytes.numel()
+
+    def check_length(self, seq_length: int) -> None:
+        """Check that one sequence can be cut.
+
+        Raises:
+            ConfigError: The text is shorter than a sequence and its last label.
+        """
+        if len(self) < seq_length + 1:
+            raise ConfigError(
+                f"--data {self.name} has {len(self)} bytes and --seq-length {seq_length} needs {seq_length + 1}. "
+                "Give a longer text or a shorter sequence."
+            )
+
+    def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
+        """Return microbatch `microbatch` of step `step`, on the CPU. The same text and arguments give the same bits.
+
+        Raises:
+            ConfigError: The text is shorter than a sequence.
+        """
+        self.check_length(batches.seq_length)
+        # Python hashes a string seed with SHA-512, so no two places share a seed; torch's random state is not touched.
+        draw = random.Random(f"{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
+        length = batches.seq_length
+        starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
+        rows = torch.stack([self._bytes[start : start + length + 1] for start in starts]).to(torch.int64)
+        return Microbatch(
+            tokens=rows[:, :-1].contiguous(),
+            labels=rows[:, 1:].contiguous(),
+            loss_mask=torch.ones(len(starts), length, dtype=torch.float32),
+            position_ids=torch.arange(length).expand(len(starts), length).contiguous(),
+        )
+
+    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
+        """Yield the first `count` microbatches of step `step`."""
+        for microbatch in range(count):
+            yield self.get_microbatch(batches, step=step, microbatch=microbatch)
+
+
+def _find_library_files(library: Path) -> Iterator[Path]:
+    # Installed packages, tests and optional parts differ from machine to machine; the rest comes with every Python.
+    left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "ensurepip"}
+    for folder, folders, files in os.walk(library):
+        folders[:] = sorted(set(folders) - left_out)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _find_files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _read(files: Iterator[Path]) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    for path in files:
+        try:
+            piece = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--data {path} cannot be read: {error.strerror}. Make it readable or leave it out.") from error
+        pieces.append(piece)
+        size += len(piece)
+        if size >= LARGEST_TEXT_BYTES:
+            break
+    return b"".join(pieces)[:LARGEST_TEXT_BYTES]

@@ -1,0 +1,203 @@
+"""From dataclass fields to command-line flags, and a parser that raises instead of ending the process.
+
+The flags of a model are the fields of Megatron's own config classes: their names, types, defaults and, where a field carries
+one, the spelling that Megatron-LM gives it. So a flag that Megatron adds is known here without being written down again.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import enum
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from fgoffload.errors import ConfigError
+
+LONGEST_PATTERN = 10_000
+"""Elements. A layer pattern such as `[0]*1+[1]*3` may be this long; the deepest models have a few hundred layers."""
+
+
+def whole_number(text: str) -> int:
+    """Return the whole number that `text` is, for argparse."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Give one, as in 4.") from None
+
+
+def number(text: str) -> float:
+    """Return the finite number that `text` is, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number. Give one, as in 0.1 or 1e-4.")
+    return value
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Return the number or the list that `text` is: `2`, `[0,1,1]`, `([0]*1+[1]*3)*2`.
+
+    Lists are computed from literals, `+` and `*` alone: nothing in `text` is run.
+    """
+    try:
+        pattern: int | list[int] = _compute(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number nor a list of them. Write it as in 2 or [0]*1+[1]*3."
+        ) from None
+    return pattern
+
+
+def _compute(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        elements = [_compute(element) for element in node.elts]
+        if all(isinstance(element, int) for element in elements):
+            return elements
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _compute(node.left), _compute(node.right)
+        if isinstance(node.op, ast.Add) and type(left) is type(right):
+            return _check_length(len(left) + len(right)) and left + right if isinstance(left, list) else left + right
+        if isinstance(node.op, ast.Mult) and isinstance(right, int):
+            return _check_length(len(left) * right) and left * right if isinstance(left, list) else left * right
+    raise ValueError("not a number or a list of them")
+
+
+def _check_length(length: int) -> bool:
+    if not 0 < length <= LONGEST_PATTERN:
+        raise ValueError("an empty list, or one too long for a model")
+    return True
+
+
+def one_of(choices: Collection[str]) -> Callable[[str], str]:
+    """Return a type for argparse that accepts `choices` alone."""
+
+    def choice(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of: {', '.join(choices)}.")
+        return text
+
+    return choice
+
+
+def size_pair(text: str) -> tuple[int, int]:
+    """Return the two whole numbers that `text` is, as in `128,0` or `(128,0)`."""
+    parts = text.strip("()").split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two whole numbers. Write them as in 128,0.")
+    return whole_number(parts[0]), whole_number(parts[1])
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser for flags from a file or a command line: it raises ConfigError and never prints nor exits."""
+
+    def __init__(self, *, source: str) -> None:
+        # Absent flags leave no attribute, so that a config class keeps its own default. Abbreviations would hide typing errors.
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        self.source = source
+
+    def parse_flags(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the flags in `words`; a flag that is absent has no entry unless it has a default.
+
+        Raises:
+            ConfigError: A flag is unknown, lacks its value, or has one that it cannot have.
+        """
+        values, unknown = self.parse_known_args(list(words))
+        if unknown:
+            self._refuse_unknown(unknown[0])
+        return vars(values)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse found as a ConfigError."""
+        flag, _, rest = message.removeprefix("argument ").partition(": ")
+        if rest.startswith("expected"):
+            rest = f"{rest}. Give it after the flag, as in {flag.partition('/')[0]} VALUE."
+        raise ConfigError(f"{self.source}: {flag} {rest}" if rest else f"{self.source}: {message}")
+
+    def _refuse_unknown(self, word: str) -> NoReturn:
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            raise ConfigError(f"{self.source}: {word!r} stands where a flag should. Flags begin with --.")
+        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f"Did you mean {nearest[0]}?" if nearest else "Leave it out."
+        raise ConfigError(f"{self.source}: {flag} is not a flag that this version knows. {hint}")
+
+
+def add_field_flags(
+    parser: argparse.ArgumentParser,
+    config_class: type,
+    *,
+    leave_out: Collection[str] = (),
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+) -> None:
+    """Add a flag for each field of `config_class` that can be typed on a command line.
+
+    A boolean field gets `--name` and `--no-name`; a field that carries Megatron-LM's spelling gets that one instead.
+
+    Args:
+        parser: Gets the flags.
+        config_class: A dataclass.
+        leave_out: Names of fields that get none.
+        aliases: By field, further spellings.
+    """
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if field.name in leave_out or field.name.startswith("_"):
+            continue
+        spelled = field.metadata.get("argparse_meta", {}).get("arg_names", [])
+        flags = [*(spelled or [to_flag(field.name)]), *(aliases or {}).get(field.name, ())]
+        if hints[field.name] in (bool, typing.Optional[bool]):  # noqa: UP045 (the hint itself is compared)
+            if spelled:
+                parser.add_argument(*flags, dest=field.name, action="store_const", const=not field.default)
+            else:
+                parser.add_argument(*flags, dest=field.name, action=argparse.BooleanOptionalAction)
+        elif (options := _find_options(hints[field.name])) is not None:
+            parser.add_argument(*flags, dest=field.name, **options)
+
+
+def to_flag(field_name: str) -> str:
+    """Return the flag of a field: `num_layers` becomes `--num-layers`."""
+    return "--" + field_name.replace("_", "-")
+
+
+class _StoreOneOrMore(argparse.Action):
+    """Stores one value as itself and several as a list, for fields that are a value or a list of them."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def _find_options(hint: Any) -> dict[str, Any] | None:
+    """Return how argparse reads a field of type `hint`, or None where it cannot be typed."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = [member for member in (typing.get_args(hint) if is_union else (hint,)) if member is not types.NoneType]
+    elements = [typing.get_args(member)[0] for member in members if typing.get_origin(member) is list]
+    singles = [member for member in members if typing.get_origin(member) is not list]
+    if elements and int in singles:
+        return {"type": layer_pattern}
+    if elements and (read := _find_reader(elements[0])) is not None:
+        return {"type": read, "nargs": "+", "action": _StoreOneOrMore} if singles else {"type": read, "nargs": "*"}
+    if singles and (read := _find_reader(singles[0])) is not None:
+        return {"type": read}
+    return None
+
+
+def _find_reader(kind: Any) -> Callable[[str], Any] | None:
+    readers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
+    if kind in (int, float, str):
+        return readers[kind]
+    if typing.get_origin(kind) is typing.Literal:
+        return one_of(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple and typing.get_args(kind) == (int, int):
+        return size_pair
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        find = one_of(kind.__members__)
+        return lambda text: kind[find(text)]
+    return None

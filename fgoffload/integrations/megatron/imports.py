@@ -1,0 +1,58 @@
+"""Importing and running Megatron-Core without the warnings that its user can do nothing about."""
+
+import contextlib
+import importlib
+import re
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from fgoffload.errors import IntegrationError
+
+_EXPECTED_WARNINGS = (
+    # Raised at import where those optional packages are absent. The layers that we build need neither.
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    # Of the config: about defaults and about layers of Transformer Engine.
+    "full scope is deprecated",
+    "If you are using transformer_engine",
+    "moe_ffn_hidden_size is not set",
+    # Megatron's own router and linear layers call each other in a way that it has deprecated.
+    "Warning: tp_group is None",
+    "MLP requires ffn_hidden_size",
+)
+"""How the warnings of megatron-core 0.16.1 begin that no flag caused and none could end."""
+
+_ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
+"""Warnings to Megatron's developers (torch.jit.script, modules that move), raised while its files are read."""
+
+
+@contextlib.contextmanager
+def ignore_expected_warnings() -> Iterator[None]:
+    """Leave out the warnings that Megatron-Core raises whatever its user does."""
+    with warnings.catch_warnings():
+        for start in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=re.escape(start))
+        yield
+
+
+def load_module(name: str) -> Any:
+    """Import the module called `name`, quietly, and return it.
+
+    Returns:
+        The module, typed as Any since Megatron-Core ships no types.
+
+    Raises:
+        IntegrationError: The module cannot be found.
+    """
+    with ignore_expected_warnings():
+        for category in _ABOUT_ITS_OWN_CODE:
+            warnings.simplefilter("ignore", category)
+        try:
+            module: ModuleType = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise IntegrationError(
+                f"{name} cannot be imported: {error}. Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."
+            ) from error
+    return module
