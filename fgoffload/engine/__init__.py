@@ -1,6 +1,7 @@
 """The engine that moves saved tensors to the host and back. It needs torch, and knows no framework."""
 
 from fgoffload.engine.arena import HostArena, HostBlock
+from fgoffload.engine.delayed import DelayedCpuDevice
 from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, find_device
 from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, GroupState, Lane
@@ -12,6 +13,7 @@ __all__ = [
     "AcceleratorDevice",
     "ActivationLedger",
     "CpuDevice",
+    "DelayedCpuDevice",
     "Device",
     "Group",
     "GroupState",

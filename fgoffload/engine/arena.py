@@ -52,7 +52,10 @@ class HostBlock:
 
     def __del__(self) -> None:
         # Any thread may get here, in the middle of anything, the arena's own code included: so only an atomic append.
-        self._arena.returned.append(_FreeRange(self._slab, self._start, self._end, [self.last_read] if self.last_read else []))
+        reads = list(self.reads_to_wait_for)  # it may never have been written, and then nobody has waited for them
+        if self.last_read is not None:
+            reads.append(self.last_read)
+        self._arena.returned.append(_FreeRange(self._slab, self._start, self._end, reads))
 
 
 class HostArena:

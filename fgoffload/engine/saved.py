@@ -201,7 +201,7 @@ class KeptHandle:
     __slots__ = ("_label", "_nbytes", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, label: str) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = _detach(tensor)
         self._version: int = get_version(tensor)
         self._nbytes = _find_nbytes(tensor)
         self._label = label
@@ -217,8 +217,20 @@ class KeptHandle:
         return self._tensor
 
 
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` without its graph; without its storage too where it has no elements.
+
+    An expert that gets no tokens saves an empty slice of the storage that all experts' tokens lie in, and would hold it.
+    """
+    if _is_plain(tensor) and tensor.numel() == 0:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return tensor.detach()
+
+
 def _find_nbytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes of the tensor's storage, or None for a kind of tensor that has none of its own."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return None
-    return tensor.untyped_storage().nbytes()
+    """Return the bytes of the tensor's storage, or None where it has none, or none of its own."""
+    return tensor.untyped_storage().nbytes() if _is_plain(tensor) and tensor.numel() else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

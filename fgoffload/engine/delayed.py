@@ -1,0 +1,82 @@
+"""A device for tests, on which copies happen as late as they may.
+
+On the CPU a copy is done when the call returns, so an engine that forgot to wait would be right by luck. Here a copy is only
+queued. It runs when something waits for it, and not before; until then its destination holds poison, and a source that
+everybody has let go of is overwritten with poison before it is read. So a missing wait shows as a wrong result.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from fgoffload.engine.device import CpuDevice, CpuStream, Event, HostSlab, Stream
+from fgoffload.engine.identity import get_key
+
+POISON = 0xFF
+"""Bytes of it are a NaN in every floating-point type of 16 bits and more."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Point:
+    """An event: how many of a stream's operations come before it."""
+
+    stream: CpuStream
+    position: int
+
+
+class DelayedCpuDevice(CpuDevice):
+    """The CPU, with copies that wait until somebody waits for them. Compute is not delayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: dict[CpuStream, collections.deque[Callable[[], None]]] = {
+            self.d2h_stream: collections.deque(),
+            self.h2d_stream: collections.deque(),
+        }
+        self._done: dict[CpuStream, int] = {self.d2h_stream: 0, self.h2d_stream: 0}
+        self._count_of_one_holder = _count_holders(torch.empty(1))
+
+    def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
+        queue = self._queues.get(stream)
+        return _Point(stream, 0 if queue is None else self._done[stream] + len(queue))
+
+    def wait_event(self, stream: Stream, event: Event) -> None:  # noqa: D102
+        if stream in self._queues:
+            self._queues[stream].append(lambda: self._run_until(event))
+        else:
+            self._run_until(event)
+
+    def is_done(self, event: Event) -> bool:  # noqa: D102
+        return event.stream not in self._queues or self._done[event.stream] >= event.position
+
+    def synchronize(self, event: Event) -> None:  # noqa: D102
+        self._run_until(event)
+
+    def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
+        source = source.detach()  # the queue's own reference, so that it can tell when it is the last
+
+        def copy() -> None:
+            if _count_holders(source) == self._count_of_one_holder:
+                source.fill_(POISON)  # only this queue still holds it: the allocator could have given it to another
+            destination.copy_(source)
+
+        self._queues[stream].append(copy)
+
+    def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
+        return torch.full((size_bytes,), POISON, dtype=torch.uint8)
+
+    def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
+        return HostSlab(buffer=torch.full((size_bytes,), POISON, dtype=torch.uint8), close=lambda: None)
+
+    def _run_until(self, event: _Point) -> None:
+        while not self.is_done(event):
+            operation = self._queues[event.stream].popleft()
+            operation()
+            self._done[event.stream] += 1
+
+
+def _count_holders(tensor: torch.Tensor) -> int:
+    """Return how many references there are to the storage of `tensor`; torch's own count, which differs by version."""
+    return int(torch._C._storage_Use_Count(get_key(tensor)))  # type: ignore[attr-defined]  # noqa: SLF001 - no public name

@@ -1,0 +1,57 @@
+"""Views: where they lie, and packing them and putting them back."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fgoffload.engine.geometry import gather, get_gathered_bytes, get_stretch, get_view, rebuild, scatter
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+
+
+@st.composite
+def strided_tensors(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    storage = torch.randint(0, 2, (4096 * 16,), dtype=torch.uint8).view(dtype)
+    size = draw(st.lists(st.integers(1, 5), max_size=3))
+    stride = draw(st.lists(st.integers(0, 30), min_size=len(size), max_size=len(size)))
+    offset = draw(st.integers(0, 1000))
+    return storage.as_strided(size, stride, offset)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(strided_tensors())
+def test_a_view_is_rebuilt_over_a_copy_of_its_stretch(tensor):
+    view = get_view(tensor)
+    start = view.start // 512 * 512
+    copy = get_stretch(tensor, start=start, end=view.end).clone()
+    again = rebuild(view, copy, buffer_start=start)
+    assert torch.equal(as_bytes(again), as_bytes(tensor))
+    assert again.stride() == tensor.stride()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=4))
+def test_gathered_views_come_back_to_their_places(windows):
+    storage = torch.randn(4096)
+    tensors = [storage.as_strided((size, 3), (stride, 1), offset) for offset, size, stride in windows]
+    views = [get_view(tensor) for tensor in tensors]
+    dense = torch.empty(get_gathered_bytes(views), dtype=torch.uint8)
+    gather(views, storage, dense)
+    stretch = torch.empty(4096 * 4, dtype=torch.uint8)
+    scatter(views, dense, stretch, stretch_start=0)
+    for view, tensor in zip(views, tensors, strict=True):
+        assert torch.equal(rebuild(view, stretch, buffer_start=0), tensor)
+
+
+def test_an_expanded_dimension_counts_once():
+    assert get_view(torch.ones(1, 8).expand(100, 8)).covered_bytes == 32
+    assert get_view(torch.ones(64)[::8]).covered_bytes == 32
+
+
+def test_overlapping_windows_cover_no_more_than_they_reach():
+    assert get_view(torch.ones(100).unfold(0, 10, 1)).covered_bytes == 400

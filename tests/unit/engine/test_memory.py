@@ -1,0 +1,209 @@
+"""What leaves is freed, by exactly its bytes, and everything comes back when the graph goes."""
+
+import gc
+
+import pytest
+import torch
+
+from fgoffload import StateError, TransferPolicy
+from fgoffload.engine import ActivationLedger, DelayedCpuDevice, KeptReason
+from tests.support.sites import Sites, check_same_bits, make_engine
+
+NBYTES = 128 * 128 * 4
+
+
+@pytest.fixture(autouse=True)
+def _without_the_cyclic_collector():
+    # Nothing may wait for Python's collector: on a device that is how memory runs out.
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def weight(seed: int = 0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(128, 128, generator=torch.Generator().manual_seed(seed)) / 16)
+
+
+def run_layers(sites: Sites, weights: list[torch.nn.Parameter], tags: list[str]) -> torch.Tensor:
+    """Each layer keeps its input for the product, and the product for the sine."""
+    h = torch.ones(128, 128)
+    for w, tag in zip(weights, tags, strict=True):
+        h = sites(lambda h, w=w: (h @ w).sin(), h, tag=tag)
+    return h
+
+
+def get_resident_bytes(ledger: ActivationLedger) -> int:
+    ledger.sample()
+    return ledger.samples[-1].resident_bytes
+
+
+def test_resident_bytes_after_forward_fall_by_exactly_what_the_tags_save():
+    weights = [weight(seed) for seed in range(4)]
+    resident = []
+    for tags in (None, ["a", "b", "a", "b"]):
+        engine = make_engine() if tags else None
+        ledger = ActivationLedger(parameters=weights)
+        with ledger.watch():
+            if engine:
+                with engine.observe(ledger):
+                    output = run_layers(Sites(engine), weights, tags)
+            else:
+                output = run_layers(Sites(None), weights, ["a"] * 4)
+        resident.append(get_resident_bytes(ledger))
+        if engine:
+            moved = engine.finish_step().d2h_bytes
+            output.sum().backward()
+            del output
+            engine.close()
+        else:
+            del output
+    # Without: four inputs and four products. Each product is saved by the sine; the last sine is the output, which nobody saved.
+    assert resident[0] == 8 * NBYTES
+    assert moved == 8 * NBYTES
+    assert resident[1] == 0
+
+
+def test_nothing_is_left_on_device_or_host_after_backward():
+    weights = [weight(seed) for seed in range(4)]
+    engine = make_engine()
+    ledger = ActivationLedger(parameters=weights)
+    with engine.observe(ledger), ledger.watch():
+        run_layers(Sites(engine), weights, ["a"] * 4).sum().backward()
+    assert get_resident_bytes(ledger) == 0
+    assert engine.arena.used_bytes == 0
+    engine.close()
+
+
+def test_device_bytes_in_backward_stay_within_prefetch_and_one_group():
+    weights = [weight(seed) for seed in range(8)]
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES))
+    ledger = ActivationLedger(parameters=weights)
+    with engine.observe(ledger), ledger.watch():
+        output = run_layers(Sites(engine), weights, ["a"] * 8).sum()
+        before = len(ledger.samples)
+        output.backward()
+    peak = max(sample.resident_bytes for sample in ledger.samples[before:])
+    assert NBYTES < peak <= 4 * NBYTES  # the group in use (2), and the one ahead of it (2)
+    engine.close()
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_a_graph_that_is_dropped_gives_everything_back(has_backward):
+    weights = [weight(seed) for seed in range(3)]
+    engine = make_engine(DelayedCpuDevice())
+    for _ in range(3):
+        output = run_layers(Sites(engine), weights, ["a"] * 3)
+        if has_backward:
+            output.sum().backward()
+        del output
+        assert engine.arena.used_bytes == 0
+    engine.close()
+
+
+def test_memory_is_flat_over_a_hundred_steps_without_the_collector():
+    weights = [weight(seed) for seed in range(2)]
+    engine = make_engine()
+    counts = []
+    for step in range(100):
+        run_layers(Sites(engine), weights, ["a"] * 2).sum().backward()
+        if step in (10, 99):
+            counts.append((len(gc.get_objects()), engine.arena.reserved_bytes))
+    assert counts[1][0] - counts[0][0] < 50  # the list above itself, and what the interpreter caches
+    assert counts[0][1] == counts[1][1]
+    engine.close()
+
+
+def test_a_tensor_that_the_user_still_holds_is_counted_as_held_elsewhere():
+    w = weight()
+    engine = make_engine()
+    h = torch.ones(128, 128) * 2
+    sites = Sites(engine)
+    sites(lambda h: (h @ w).sin(), h).sum().backward()
+    stats = engine.finish_step()
+    assert stats.tags["core_attn"].held_elsewhere_bytes == NBYTES  # h, and not the product
+    engine.close()
+
+
+def test_what_is_below_the_minimum_size_stays_and_is_counted():
+    w = weight()
+    engine = make_engine(min_offloaded_numel=128 * 128 + 1)
+    sites = Sites(engine)
+    sites(lambda h: (h @ w).sin(), torch.ones(128, 128) * 2).sum().backward()
+    stats = engine.finish_step().tags["core_attn"]
+    assert stats.d2h_bytes == 0
+    assert stats.kept_bytes == {KeptReason.TOO_SMALL.value: 2 * NBYTES}
+    engine.close()
+
+
+def test_beyond_the_host_budget_tensors_stay_and_bits_are_the_same():
+    weights = [weight(seed) for seed in range(4)]
+    engine = make_engine(host_budget_bytes=3 * NBYTES)
+    check_same_bits(lambda sites: run_layers(sites, weights, ["a"] * 4), weights, engine)
+    stats = engine.finish_step()
+    assert stats.d2h_bytes == 3 * NBYTES
+    assert stats.tags["a"].kept_bytes == {KeptReason.HOST_BUDGET.value: 5 * NBYTES}
+    assert engine.arena.reserved_bytes == 3 * NBYTES
+    engine.close()
+
+
+def test_tensors_marked_to_stay_and_parameters_never_move():
+    w = weight()
+    engine = make_engine()
+    kept = torch.ones(128, 128) * 3
+    engine.keep([kept])
+    sites = Sites(engine)
+    sites(lambda h: h @ w + w.t() @ kept, kept[:]).sum().backward()
+    stats = engine.finish_step().tags["core_attn"]
+    assert stats.d2h_bytes == 0
+    assert stats.kept_bytes == {KeptReason.MARKED.value: 2 * NBYTES}
+    engine.close()
+
+
+def test_an_empty_slice_does_not_hold_the_storage_that_it_lies_in():
+    engine = make_engine()
+    x = torch.ones(128, 128, requires_grad=True)
+    ledger = ActivationLedger(parameters=[x])
+    with engine.observe(ledger), ledger.watch():
+        output = Sites(engine)(lambda h: torch.cat([h[:0].sin(), h.sin()]), x * 2)
+    assert get_resident_bytes(ledger) == 0
+    output.sum().backward()
+    engine.close()
+
+
+def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
+    weights = [weight(seed) for seed in range(4)]
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=2 * NBYTES, prefetch_bytes=0))
+    output = run_layers(Sites(engine), weights, ["a"] * 4)
+    assert (
+        engine._transfers.in_flight_bytes == 2 * NBYTES
+    )  # each group is two storages; the delayed device finishes none itself
+    assert engine.finish_step().window_waits == 3
+    output.sum().backward()
+    engine.close()
+
+
+def test_closing_while_a_graph_wants_its_tensors_back_is_refused_and_nothing_is_lost():
+    w = weight()
+    engine = make_engine()
+    output = Sites(engine)(lambda h: (h @ w).sin(), torch.ones(128, 128) * 2)
+    with pytest.raises(StateError, match=r"closed while a graph still wants 128\.00 KiB back"):
+        engine.close()
+    output.sum().backward()
+    del output
+    engine.close()
+
+
+def test_a_kept_graph_gives_device_memory_back_between_two_backwards():
+    weights = [weight(seed) for seed in range(4)]
+    engine = make_engine(policy=TransferPolicy(prefetch_bytes=0))
+    ledger = ActivationLedger(parameters=weights)
+    with engine.observe(ledger), ledger.watch():
+        output = run_layers(Sites(engine), weights, ["a"] * 4).sum()
+        output.backward(retain_graph=True)
+    # Of four groups the two that backward came to last: one is dropped when backward leaves the next, and the first layer's
+    # input has no gradient by which backward could be seen to leave it.
+    assert get_resident_bytes(ledger) == 4 * NBYTES
+    output.backward()
+    del output
+    engine.close()

@@ -1,0 +1,266 @@
+"""What could make results wrong is refused by name; what could leave traces leaves none."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fgoffload import StateError
+from fgoffload.engine import DelayedCpuDevice, Lane
+from fgoffload.plan import Site
+from tests.support.sites import Sites, check_same_bits, get_gradients, has_hooks, make_engine
+
+
+def leaf(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def test_a_tensor_changed_in_place_before_it_leaves_is_refused_with_its_site():
+    engine = make_engine()
+    sites = Sites(engine, microbatch=3)
+    h = leaf(64, 64) * 2
+    region = engine.find_region(Site(chunk=0, layer=5, tag="core_attn"), sites.lane)
+    region.enter(h)
+    with region.saving():
+        output = h.sin()
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(StateError, match=r"layers\.5\.core_attn mb=3 saved for backward was changed in place before it left"):
+        region.end(output)
+
+
+def test_a_tensor_changed_in_place_while_its_copy_is_queued_is_refused():
+    engine = make_engine(DelayedCpuDevice())
+    h = leaf(64, 64) * 2
+    from fgoffload import TransferPolicy
+
+    engine._policy = TransferPolicy(window_bytes=1 << 30)
+    output = Sites(engine)(lambda h: h.sin(), h)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(StateError, match="changed in place before backward took it"):
+        output.sum().backward()
+
+
+def test_a_tensor_that_stayed_and_was_changed_in_place_is_refused_as_torch_refuses_it():
+    engine = make_engine(min_offloaded_numel=1 << 20)
+    h = leaf(64, 64) * 2
+    output = Sites(engine)(lambda h: h.sin(), h)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(StateError, match="changed in place before backward took it"):
+        output.sum().backward()
+
+
+class DiscardOutput(torch.autograd.Function):
+    """Empties the storage of its output after forward and fills it again in backward, as Megatron's checkpoint without output."""
+
+
+def run_with_discarded_output(
+    sites: Sites, x: torch.Tensor, w: torch.Tensor, *, announces: bool, is_held: bool
+) -> torch.Tensor:
+    """A norm whose output is saved by a product, then emptied, and filled again before backward comes to the product."""
+    h = x * 2
+    with torch.no_grad():
+        normed_bytes = h.detach().softmax(-1)
+    normed = torch.empty_like(normed_bytes).copy_(normed_bytes).requires_grad_()
+    if sites.engine and announces:
+        sites.engine.keep_recomputed([normed])
+    output = sites(lambda n: n @ w, normed, tag="qkv_linear", is_held=is_held)
+    storage = normed.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    if sites.engine and is_held:
+        sites.engine.flush()
+
+    def refill(gradient: torch.Tensor) -> None:
+        storage.resize_(nbytes)
+        storage.copy_(normed_bytes.untyped_storage())
+
+    output.register_hook(refill)
+    return output.sin()
+
+
+def test_a_storage_that_is_emptied_before_its_copy_is_refused():
+    x, w = leaf(64, 64), torch.nn.Parameter(leaf(64, 64, seed=1))
+    with pytest.raises(StateError, match=r"was resized before it left for the host: it has 0 bytes, and had 16384"):
+        run_with_discarded_output(Sites(make_engine()), x, w, announces=False, is_held=True)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_storage_that_recompute_owns_stays_and_gives_the_same_bits(is_held):
+    x, w = leaf(64, 64), torch.nn.Parameter(leaf(64, 64, seed=1))
+    engine = make_engine()
+    expected = get_gradients(
+        lambda sites: run_with_discarded_output(sites, x, w, announces=True, is_held=is_held) + 0 * x, [w], Sites(None)
+    )
+    found = get_gradients(
+        lambda sites: run_with_discarded_output(sites, x, w, announces=True, is_held=is_held) + 0 * x, [w], Sites(engine)
+    )
+    assert torch.equal(expected[0], found[0])
+    assert engine.finish_step().tags["qkv_linear"].d2h_bytes == 0
+
+
+def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
+    x = leaf(64, 64)
+    engine = make_engine()
+
+    def fail(h: torch.Tensor) -> torch.Tensor:
+        h.sin()
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        Sites(engine)(fail, x * 2)
+    assert not has_hooks()
+    check_same_bits(lambda sites: sites(lambda h: h.sin(), x * 2), [x], engine)
+    engine.close()
+
+
+def test_an_exception_in_backward_gives_host_memory_back_and_the_next_step_is_right():
+    x = leaf(64, 64)
+    engine = make_engine()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("the user's own")
+
+    output = Sites(engine)(lambda h: Fails.apply(h.sin()).exp(), x * 2)
+    with pytest.raises(ValueError, match="the user's own"):
+        output.sum().backward()
+    del output
+    assert engine.arena.used_bytes == 0
+    check_same_bits(lambda sites: sites(lambda h: h.sin(), x * 2), [x], engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_grad_touches_no_state(context):
+    engine = make_engine()
+    with context():
+        Sites(engine)(lambda h: h.sin(), torch.ones(64, 64))
+    assert engine.finish_step().tags == {}
+    engine.close()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_region_inside_a_checkpoint_leaves_the_checkpoint_alone(use_reentrant):
+    x = leaf(64, 64)
+    engine = make_engine()
+
+    def forward(sites: Sites) -> torch.Tensor:
+        return checkpoint(lambda h: sites(lambda h: h.sin().exp(), h), x * 2, use_reentrant=use_reentrant)
+
+    check_same_bits(forward, [x], engine)
+    assert engine.finish_step().tags == {}
+    engine.close()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_inside_a_region_saves_its_input_and_the_input_moves(use_reentrant):
+    x = leaf(64, 64)
+    engine = make_engine()
+    check_same_bits(
+        lambda sites: sites(lambda h: checkpoint(lambda h: h.sin().exp(), h, use_reentrant=use_reentrant), x * 2), [x], engine
+    )
+    assert engine.finish_step().d2h_bytes == 64 * 64 * 4
+    engine.close()
+
+
+def test_two_backwards_of_one_graph_give_the_same_bits():
+    x = leaf(64, 64)
+
+    def run(engine) -> list[torch.Tensor]:
+        x.grad = None
+        output = Sites(engine)(lambda h: h.sin() * h.exp(), x * 2).sum()
+        output.backward(retain_graph=True)
+        output.backward(retain_graph=True)
+        output.backward()
+        return x.grad.clone()
+
+    engine = make_engine()
+    assert torch.equal(run(None), run(engine))
+    engine.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_losses_in_either_order_give_the_same_bits(order):
+    x = leaf(64, 64)
+
+    def run(engine) -> torch.Tensor:
+        x.grad = None
+        sites = Sites(engine)
+        h = sites(lambda h: h.sin(), x * 2)
+        losses = [sites(lambda h: h.exp(), h).sum(), sites(lambda h: h.cos() * h, h).sum()]
+        losses[order[0]].backward(retain_graph=True)
+        losses[order[1]].backward()
+        return x.grad.clone()
+
+    engine = make_engine()
+    assert torch.equal(run(None), run(engine))
+    engine.close()
+
+
+def test_the_gradient_of_a_gradient_is_the_same():
+    x = leaf(16, 16)
+
+    def run(engine) -> torch.Tensor:
+        output = Sites(engine)(lambda h: h.sin() * h.exp(), x * 2)
+        (first,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return second
+
+    engine = make_engine()
+    assert torch.equal(run(None), run(engine))
+
+
+def test_saved_tensors_can_be_looked_at_outside_of_backward():
+    x = leaf(64, 64)
+    engine = make_engine()
+    h = x * 2
+    output = Sites(engine)(lambda h: h.sin(), h)
+    assert torch.equal(output.grad_fn._saved_self, h)
+    output.sum().backward()
+
+
+def test_nested_regions_give_the_same_bits():
+    x = leaf(64, 64)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        return sites(lambda h: sites(lambda k: k.exp(), h.sin(), tag="moe_act") * h, x * 2, tag="mlp_norm")
+
+    engine = check_same_bits(forward, [x])
+    assert set(engine.finish_step().tags) == {"mlp_norm", "moe_act"}
+    engine.close()
+
+
+def test_a_region_that_is_ended_twice_is_refused():
+    engine = make_engine()
+    region = engine.find_region(Site(chunk=0, layer=0, tag="core_attn"), Lane(chunk=0, microbatch=0))
+    region.end(None)
+    with pytest.raises(StateError, match=r"layers\.0\.core_attn mb=0 was ended twice"):
+        region.end(None)
+
+
+def test_two_engines_do_not_know_each_other():
+    x = leaf(64, 64)
+    engines = [make_engine(), make_engine()]
+    outputs = [Sites(engine)(lambda h: h.sin(), x * 2).sum() for engine in engines]
+    for output in outputs:
+        output.backward()
+    assert [engine.finish_step().d2h_bytes for engine in engines] == [64 * 64 * 4] * 2
+
+
+def test_the_output_of_a_region_may_be_changed_in_place_and_deallocated():
+    x = leaf(64, 64)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        h = sites(lambda h: torch.nn.functional.silu(h), x * 2)
+        h.add_(1)
+        assert h._base is None
+        return h
+
+    check_same_bits(forward, [x]).close()
