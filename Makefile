@@ -1,0 +1,40 @@
+# `make train` trains a tiny MoE GPT without and with offload, and shows that the results are equal to the bit.
+# Needs Python 3.10 or newer and make. Everything else goes into .venv. A CUDA GPU is used when there is one.
+
+PYTHON ?= python3
+ARGUMENTS ?= arguments/tiny_moe.sh
+DATA ?=
+STEPS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check
+
+help:  ## Show what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+install: $(STAMP)  ## Install fgoffload, megatron-core and the test tools into .venv
+
+train: $(STAMP)  ## Train without and with offload: DATA=text.txt ARGUMENTS=arguments/tiny_moe.sh STEPS=10
+	@$(BIN)/fgoffload train "$(ARGUMENTS)" $(if $(DATA),--data "$(DATA)") $(if $(STEPS),--steps "$(STEPS)")
+
+test: $(STAMP)  ## Run the tests that take seconds; those that need a GPU skip themselves without one
+	@# The tests' models are tiny: a second thread for each operator costs more than it brings.
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)  ## Check format, lint and types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is %s. Give one, as in: make PYTHON=python3.12" % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[megatron,test]'
+	@touch $@

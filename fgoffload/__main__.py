@@ -1,0 +1,8 @@
+"""Runs the command line: `python -m fgoffload`."""
+
+import sys
+
+from fgoffload.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

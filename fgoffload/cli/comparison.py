@@ -1,0 +1,137 @@
+"""What a training measured, and whether two trainings computed the same. Numbers in, numbers out: nothing is shown here."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one step computed."""
+
+    losses: tuple[float, ...]
+    """One for each microbatch, in order."""
+    gradient_digests: Mapping[str, str]
+    """By parameter name: a digest of all bits of its gradient."""
+    seconds: float
+    """From the start of the step until the device was done with it."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over the microbatches."""
+        return statistics.fmean(self.losses)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemorySample:
+    """The activation bytes on the device at one moment of the measured step."""
+
+    seconds: float
+    """Since some moment before the step."""
+    resident_bytes: int
+    """In storages that autograd holds and that are no parameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TagTransfer:
+    """What one tag did in the measured step."""
+
+    d2h_bytes: int
+    """Bytes that left for the host."""
+    h2d_bytes: int
+    """Bytes that came back."""
+    kept_bytes: Mapping[str, int]
+    """By reason: what was saved under the tag and stayed on the device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """What the engine did in the measured step."""
+
+    tags: Mapping[str, TagTransfer]
+    host_peak_bytes: int
+    """The most host bytes in use at any time of the training."""
+    prefetch_misses: int
+    """Storages whose way back started only when backward already asked for them."""
+    window_waits: int
+    """How often compute had to wait because more than the window was on its way to the host."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One training, from its first step to its last, the measured one."""
+
+    steps: tuple[StepRecord, ...]
+    activation_peak_bytes: int
+    """The most activation bytes on the device at once, in the measured step."""
+    samples: tuple[MemorySample, ...]
+    allocator_peak_bytes: int | None = None
+    """What the device's allocator held at most, parameters included; None on a device without one."""
+    transfers: Transfers | None = None
+    """None where offload was off."""
+
+    @property
+    def timed_steps(self) -> tuple[StepRecord, ...]:
+        """The steps whose time counts: not the first, which warms up, nor the last, which is slowed by being measured."""
+        return self.steps[1:-1]
+
+    def find_step_seconds(self) -> float | None:
+        """Return the median time of a step, or None when there were fewer than three steps."""
+        return statistics.median(step.seconds for step in self.timed_steps) if self.timed_steps else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first place where two trainings computed different bits."""
+
+    step: int
+    """From 1."""
+    what: str
+    """A parameter's name, or the microbatch whose loss differs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The same training twice."""
+
+    without: RunRecord
+    """Offload off."""
+    with_offload: RunRecord
+    """Offload on."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all losses and all gradients of all steps are equal to the bit."""
+        return self.find_loss_difference() is None and self.find_gradient_difference() is None
+
+    @property
+    def saved_fraction(self) -> float:
+        """The part of the activation peak that offload took away; below 0 where it added to it."""
+        before = self.without.activation_peak_bytes
+        return 1 - self.with_offload.activation_peak_bytes / before if before else 0.0
+
+    def find_loss_difference(self) -> Difference | None:
+        """Return the first loss that differs, or None."""
+        for number, (before, after) in enumerate(self._pairs(), start=1):
+            if len(before.losses) != len(after.losses):
+                return Difference(step=number, what=f"{len(before.losses)} and {len(after.losses)} losses")
+            for microbatch, (one, other) in enumerate(zip(before.losses, after.losses, strict=True), start=1):
+                # By their hex form: `==` takes -0.0 for 0.0, and a NaN for different from itself.
+                if one.hex() != other.hex():
+                    return Difference(step=number, what=f"microbatch {microbatch}")
+        return None
+
+    def find_gradient_difference(self) -> Difference | None:
+        """Return the first gradient that differs or that only one training has, in the order of the parameters, or None."""
+        for number, (before, after) in enumerate(self._pairs(), start=1):
+            names = [
+                *before.gradient_digests,
+                *(name for name in after.gradient_digests if name not in before.gradient_digests),
+            ]
+            for name in names:
+                if before.gradient_digests.get(name) != after.gradient_digests.get(name):
+                    return Difference(step=number, what=name)
+        return None
+
+    def _pairs(self) -> Sequence[tuple[StepRecord, StepRecord]]:
+        return list(zip(self.without.steps, self.with_offload.steps, strict=True))

@@ -1,0 +1,51 @@
+"""Ending soon after Ctrl-C, whatever the process is doing.
+
+Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward on a GPU or a
+library that swallows exceptions can put that off for as long as they like. So a second thread hears of the signal too, from
+the C handler through a pipe, and ends the process when the main thread has not come back in time.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+GRACE_SECONDS = 1.0
+"""How long the main thread may take to close what is open. Half of the two seconds within which the process has to be gone."""
+
+
+@contextlib.contextmanager
+def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
+    """End the process with `exit_code` when the body has not ended `GRACE_SECONDS` after Ctrl-C.
+
+    Outside the main thread, where Python delivers no signals, this does nothing.
+
+    Args:
+        exit_code: Of the process, when it has to be ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # `set_wakeup_fd` asks for it: a signal handler must not block
+    body_ended = threading.Event()
+    earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_watch, args=(read_end, body_ended, exit_code), name="fgoffload-interrupt", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        body_ended.set()
+        signal.set_wakeup_fd(earlier_fd)
+        os.close(write_end)  # the watcher reads the end of the pipe and returns
+        watcher.join()
+        os.close(read_end)
+
+
+def _watch(read_end: int, body_ended: threading.Event, exit_code: int) -> None:
+    while received := os.read(read_end, 1):
+        if received[0] == signal.SIGINT and not body_ended.wait(GRACE_SECONDS):
+            print("fgoffload: interrupted", file=sys.stderr, flush=True)
+            os._exit(exit_code)

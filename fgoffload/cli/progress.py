@@ -1,0 +1,57 @@
+"""The progress bar of trainings, on stderr, so that stdout holds the results alone."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+class TrainingProgress:
+    """One bar for each training."""
+
+    def __init__(self, progress: Progress, loading: TaskID) -> None:
+        self._progress = progress
+        self._loading: TaskID | None = loading
+        # In a log file a bar is noise, and nothing at all for minutes looks like a hang: there, a line says what begins.
+        self._is_log = not progress.console.is_terminal
+
+    def start_run(self, label: str, *, steps: int) -> Callable[[float], None]:
+        """Add the bar of a training, and return what its steps call with their loss.
+
+        Args:
+            label: What is trained.
+            steps: How many there will be.
+        """
+        if self._loading is not None:
+            self._progress.remove_task(self._loading)
+            self._loading = None
+        if self._is_log:
+            self._progress.console.print(f"training {label}: {steps} {'step' if steps == 1 else 'steps'}")
+        task = self._progress.add_task(label, total=steps, loss="")
+
+        def on_step(loss: float) -> None:
+            self._progress.update(task, advance=1, loss=f"loss {loss:.4f}")
+
+        return on_step
+
+
+@contextlib.contextmanager
+def show_progress() -> Iterator[TrainingProgress]:
+    """Show what goes on until the body ends. The bars stay when all went well, and go when it did not."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        loading = progress.add_task("loading torch and Megatron-Core", total=None, loss="")
+        try:
+            yield TrainingProgress(progress, loading)
+        except BaseException:
+            for task in progress.task_ids:
+                progress.remove_task(task)
+            raise

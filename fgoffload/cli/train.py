@@ -1,0 +1,143 @@
+"""`fgoffload train`: one training from a Megatron argument file, twice, without and with offload, compared to the bit."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fgoffload.cli.comparison import Comparison, RunRecord
+from fgoffload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fgoffload.cli.report import Setting
+
+NAME = "train"
+SUMMARY = "train twice, without and with offload, and compare"
+DESCRIPTION = (
+    "Trains the model of a Megatron argument file on a text, twice with the same seed: without and with offload. Shows that "
+    "losses and gradients are equal to the bit, and what memory and time differ by."
+)
+USAGE = "fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE] [MEGATRON FLAGS]"
+WITHOUT, WITH = "without offload", "with offload"
+EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """The options of `fgoffload train`, checked."""
+
+    arguments_file: Path
+    megatron_flags: tuple[str, ...]
+    """As typed after ours; they come after the file's, so they win."""
+    steps: int | None
+    """None takes `--train-iters`."""
+    data: Path | None
+    plot: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to `parser`."""
+    # nargs="?" so that its absence is reported by us, with what to do.
+    parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file, as in arguments/")
+    parser.add_argument("--steps", metavar="N", help="optimizer steps of each training (default: --train-iters of the file)")
+    parser.add_argument("--data", metavar="PATH", help="text file or folder to train on (default: Python's standard library)")
+    parser.add_argument(
+        "--plot", metavar="FILE", default="memory.png", help="where the plot of memory over one step goes (default: memory.png)"
+    )
+    parser.epilog = "Any other flag goes to Megatron, after those of the file."
+
+
+def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> TrainOptions:
+    """Return the options, checked before anything heavy is imported.
+
+    Raises:
+        ConfigError: An option cannot be what it is.
+    """
+    if options.arguments_file is None:
+        raise ConfigError(
+            "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload train arguments/x.sh."
+        )
+    arguments_file = Path(options.arguments_file)
+    if not arguments_file.is_file():
+        reason = "is a folder" if arguments_file.is_dir() else "does not exist"
+        raise ConfigError(f"argument file {options.arguments_file!r} {reason}. Give a file, before any Megatron flag.")
+    return TrainOptions(
+        arguments_file=arguments_file,
+        megatron_flags=tuple(megatron_flags),
+        steps=None if options.steps is None else _read_steps(options.steps),
+        data=None if options.data is None else Path(options.data),
+        plot=_check_plot(Path(options.plot)),
+    )
+
+
+def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
+    """Train, print the table, write the plot, and return the exit code: 1 when the trainings differ."""
+    checked = check_options(options, megatron_flags)
+    from fgoffload.integrations.megatron.argument_files import read_argument_file
+
+    flags = (*read_argument_file(checked.arguments_file, variables=os.environ), *checked.megatron_flags)
+    records, setting = _measure(checked, flags)
+    from fgoffload.cli.report import write_memory_plot
+
+    exit_code = _print_results(records, setting)
+    write_memory_plot(checked.plot, records, setting)
+    print(f"Memory over one step: {checked.plot}")
+    return exit_code
+
+
+def _measure(checked: TrainOptions, flags: Sequence[str]) -> tuple[dict[str, RunRecord], "Setting"]:
+    """Train without and, where the flags ask for it, with offload. Returns what was measured, by label, and what was run."""
+    from fgoffload.cli.progress import show_progress
+
+    with show_progress() as progress:
+        # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
+        from fgoffload.cli.measurement import describe_setting, load_training, measure_training, process_groups
+
+        training = load_training(flags, source=str(checked.arguments_file), data=checked.data, steps=checked.steps)
+        offload = training.arguments.offload
+        records = {}
+        with process_groups(training):
+            for label, option in ((WITHOUT, None), (WITH, offload))[: 1 if offload is None else 2]:
+                on_step = progress.start_run(label, steps=training.steps)
+                records[label] = measure_training(training, option, on_step=on_step)
+    return records, describe_setting(training)
+
+
+def _print_results(records: dict[str, RunRecord], setting: "Setting") -> int:
+    from rich.console import Console
+
+    from fgoffload.cli.report import build_comparison_table, build_single_table, describe_differences
+
+    console = Console()
+    if WITH not in records:
+        console.print(build_single_table(records[WITHOUT], setting))
+        print("Trained once: offload is off. Switch it on with --fine-grained-activation-offloading.")
+        return EXIT_EQUAL
+    comparison = Comparison(without=records[WITHOUT], with_offload=records[WITH])
+    console.print(build_comparison_table(comparison, setting))
+    for difference in describe_differences(comparison):
+        console.print(difference, style="bold red", soft_wrap=True)
+    return EXIT_EQUAL if comparison.is_equal else EXIT_DIFFERENT
+
+
+def _read_steps(text: str) -> int:
+    try:
+        steps = int(text)
+    except ValueError:
+        raise ConfigError(f"--steps {text!r} is not a whole number. Give one from 1, as in 10.") from None
+    if steps < 1:
+        raise ConfigError(f"--steps {steps} is below 1. Give 1 or more; 3 or more to see a step time.")
+    return steps
+
+
+def _check_plot(path: Path) -> Path:
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise ConfigError(f"--plot {str(path)!r} is no picture's name. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {str(path)!r}: folder {str(path.parent)!r} does not exist. Make it or give another.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"--plot {str(path)!r} cannot be written. Give a file in a folder that you may write to.")
+    return path

@@ -1,0 +1,54 @@
+import subprocess
+import sys
+
+import pytest
+
+import fgoffload
+
+PUBLIC = [
+    "Action",
+    "ConfigError",
+    "IntegrationError",
+    "InternalError",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadPlan",
+    "PlanError",
+    "Site",
+    "StateError",
+    "Tag",
+    "TagRegistry",
+    "TransferPolicy",
+    "default_tags",
+]
+HEAVY = ("torch", "megatron", "transformer_engine", "rich", "matplotlib", "numpy")
+MOST_IMPORT_SECONDS = 0.5
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_public_names_are_these_and_no_others():
+    assert fgoffload.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_can_be_imported_and_is_documented(name):
+    assert getattr(fgoffload, name).__doc__
+
+
+@pytest.mark.parametrize("module", ["fgoffload", "fgoffload.cli"])
+def test_importing_loads_nothing_heavy(module):
+    code = f"import sys, {module}; print(*sorted({set(HEAVY)!r} & set(sys.modules)))"
+    assert run_python(code) == ""
+
+
+def test_the_check_for_heavy_modules_sees_one_that_is_loaded():
+    assert run_python(f"import sys, json; print(*sorted({ {'json'}!r} & set(sys.modules)))") == "json"
+
+
+def test_importing_takes_less_than_half_a_second():
+    code = "import time; start = time.perf_counter(); import fgoffload.cli; print(time.perf_counter() - start)"
+    # The least of three: other processes can only add to it.
+    assert min(float(run_python(code)) for _ in range(3)) < MOST_IMPORT_SECONDS

@@ -1,0 +1,173 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE, OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.policy import TransferPolicy
+from fgoffload.tags import Tag, default_tags
+
+ALL_TAGS = " ".join(default_tags().names)
+
+REFUSALS = [
+    (
+        {"offload_modules": ()},
+        "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would leave. Name at least one "
+        f"of: {ALL_TAGS}.",
+    ),
+    (
+        {"offload_modules": ("core_atn",)},
+        f"--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'? Valid tags: {ALL_TAGS}.",
+    ),
+    (
+        {"offload_modules": ("attn_proj",)},
+        "--offload-modules 'attn_proj' needs 'core_attn' with it: both save the same storage, and one of them alone frees "
+        "nothing. Add 'core_attn' or leave 'attn_proj' out.",
+    ),
+    ({"offload_modules": ("moe_act", "moe_act")}, "--offload-modules names 'moe_act' twice. Name each tag once."),
+    (
+        {"min_offloaded_tensor_size": -1},
+        "--min-offloaded-tensor-size -1 is below 0. Give elements; 0 lets all leave.",
+    ),
+    (
+        {"activation_offload_fraction": 1.5},
+        "--activation-offload-fraction 1.5 is outside 0 to 1. Give a part, as in 0.8.",
+    ),
+    (
+        {"activation_offload_fraction": -0.1},
+        "--activation-offload-fraction -0.1 is outside 0 to 1. Give a part, as in 0.8.",
+    ),
+    (
+        {"activation_offload_fraction": float("nan")},
+        "--activation-offload-fraction nan is outside 0 to 1. Give a part, as in 0.8.",
+    ),
+    (
+        {"offload_host_budget_bytes": 0},
+        "--offload-host-budget 0 leaves no host memory. Give a size like 64GiB.",
+    ),
+    (
+        {"offload_plan": Path("plan.json"), "activation_offload_fraction": 0.5},
+        "--offload-plan and --activation-offload-fraction both choose what leaves. Give one of them.",
+    ),
+    (
+        {"offload_window_bytes": -1},
+        "--offload-window -1 is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB.",
+    ),
+    (
+        {"offload_prefetch_bytes": -1},
+        "--offload-prefetch -1 is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB.",
+    ),
+    (
+        {"offload_modules": ("auto",)},
+        "--offload-modules auto is not built yet in this version, and would do nothing: name the tags.",
+    ),
+    (
+        {"delay_offload_until_cuda_graph": True},
+        "--delay-offload-until-cuda-graph is not built yet in this version, and would do nothing: leave it out.",
+    ),
+    (
+        {"delta_offload_bytes_across_pp_ranks": 1},
+        "--delta-offload-bytes-across-pp-ranks is not built yet in this version, and would do nothing: leave it at 0.",
+    ),
+    (
+        {"offload_memory_budget_bytes": 2**30},
+        "--offload-memory-budget is not built yet in this version, and would do nothing: set --activation-offload-fraction.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSALS, ids=[str(next(iter(fields.items()))) for fields, _ in REFUSALS])
+def test_a_value_that_cannot_be_is_refused_with_flag_value_limit_and_fix(fields, message):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(**{"offload_modules": ("core_attn",), **fields})
+    assert str(caught.value) == message
+
+
+def test_the_same_fields_without_a_bad_one_are_accepted():
+    config = OffloadConfig(offload_modules=("core_attn",))
+    assert (config.min_offloaded_tensor_size, config.activation_offload_fraction) == (1024 * 1024, 1.0)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.0, 0.29, 1, 1.0])
+def test_both_ends_of_the_fraction_are_accepted(fraction):
+    assert OffloadConfig(offload_modules=("core_attn",), activation_offload_fraction=fraction).activation_offload_fraction == (
+        fraction
+    )
+
+
+def test_an_option_cannot_be_changed_after_it_was_checked():
+    config = OffloadConfig(offload_modules=("core_attn",))
+    with pytest.raises(AttributeError):
+        config.activation_offload_fraction = 2.0
+
+
+def test_a_config_accepts_a_tag_of_your_own_registry():
+    tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
+    assert OffloadConfig(offload_modules=("my_router",), tags=tags).offload_modules == ("my_router",)
+
+
+@pytest.mark.parametrize(("tag", "module"), [("core_attn", "core_attn"), ("expert_fc1", "moe"), ("moe_act", "moe")])
+def test_a_tag_whose_tensors_are_recomputed_is_refused(tag, module):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(offload_modules=(tag,)).check_recompute(["layernorm", module])
+    assert str(caught.value) == (
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: what is recomputed is not saved, so "
+        "nothing would leave. Leave one of them out."
+    )
+
+
+def test_a_recompute_that_touches_no_selected_tag_is_accepted():
+    assert OffloadConfig(offload_modules=("core_attn", "attn_proj")).check_recompute(["layernorm", "moe"]) is None
+
+
+def test_flags_without_the_switch_are_no_config():
+    assert OffloadConfig.from_flags(argparse.Namespace(offload_modules=["core_attn"])) is None
+
+
+def test_flags_that_are_missing_take_their_defaults():
+    flags = argparse.Namespace(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
+    assert OffloadConfig.from_flags(flags) == OffloadConfig(offload_modules=("core_attn",))
+
+
+def test_every_flag_reaches_its_field():
+    flags = argparse.Namespace(
+        fine_grained_activation_offloading=True,
+        offload_modules=["core_attn", "attn_proj"],
+        min_offloaded_tensor_size=0,
+        activation_offload_fraction=0.0,
+        offload_host_budget="64GiB",
+        offload_window="0",
+        offload_prefetch="512 MiB",
+    )
+    config = OffloadConfig.from_flags(flags)
+    assert config == OffloadConfig(
+        offload_modules=("core_attn", "attn_proj"),
+        min_offloaded_tensor_size=0,
+        activation_offload_fraction=0.0,
+        offload_host_budget_bytes=64 * 2**30,
+        offload_window_bytes=0,
+        offload_prefetch_bytes=512 * 2**20,
+    )
+    assert config.transfer_policy == TransferPolicy(window_bytes=0, prefetch_bytes=512 * 2**20)
+
+
+def test_a_plan_flag_becomes_a_path():
+    flags = argparse.Namespace(
+        fine_grained_activation_offloading=True, offload_modules=["core_attn"], offload_plan="plans/a.json"
+    )
+    assert OffloadConfig.from_flags(flags).offload_plan == Path("plans/a.json")
+
+
+@pytest.mark.parametrize("flag", ["offload_host_budget", "offload_window", "offload_prefetch", "offload_memory_budget"])
+def test_a_size_that_cannot_be_read_is_refused_with_its_flag(flag):
+    flags = argparse.Namespace(fine_grained_activation_offloading=True, offload_modules=["core_attn"], **{flag: "60GB"})
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_flags(flags)
+    assert str(caught.value) == (
+        f"--{flag.replace('_', '-')} '60GB' is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB."
+    )
+
+
+def test_the_default_minimum_size_is_megatrons():
+    assert DEFAULT_MIN_OFFLOADED_TENSOR_SIZE == 1024 * 1024

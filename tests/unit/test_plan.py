@@ -1,0 +1,112 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fgoffload.errors import PlanError
+from fgoffload.plan import FORMAT, Action, OffloadPlan, Site
+from fgoffload.tags import default_tags
+
+SITES = st.builds(Site, chunk=st.integers(0, 7), layer=st.integers(0, 127), tag=st.sampled_from(default_tags().names))
+PLANS = st.builds(OffloadPlan, actions=st.dictionaries(SITES, st.sampled_from(Action)))
+
+
+def make_sites(count):
+    return [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(count)]
+
+
+@given(PLANS)
+def test_a_plan_comes_back_from_its_json_as_it_was(plan):
+    assert OffloadPlan.from_json(plan.to_json(), source="test") == plan
+
+
+@given(PLANS)
+def test_equal_plans_have_equal_json_in_whatever_order_they_were_filled(plan):
+    turned = OffloadPlan(actions=dict(reversed(plan.actions.items())))
+    assert turned.to_json() == plan.to_json()
+
+
+def test_a_plan_comes_back_from_its_file_as_it_was(tmp_path):
+    plan = OffloadPlan.from_fraction(make_sites(4), 0.5)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    assert OffloadPlan.load(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("fraction", "count", "offloaded"),
+    [(0.9, 10, 9), (0.8, 10, 8), (0.29, 100, 29), (0.0, 10, 0), (1.0, 10, 10), (0.5, 3, 1), (0.7, 0, 0), (0.999, 1, 0)],
+)
+def test_a_fraction_offloads_exactly_that_many_sites_and_no_part_of_one(fraction, count, offloaded):
+    plan = OffloadPlan.from_fraction(make_sites(count), fraction)
+    assert plan.count(Action.OFFLOAD) == offloaded
+    assert plan.count(Action.KEEP) == count - offloaded
+
+
+@given(hundredths=st.integers(0, 100), hundreds=st.integers(1, 20))
+def test_hundredths_of_hundreds_are_exact_for_every_fraction(hundredths, hundreds):
+    plan = OffloadPlan.from_fraction(make_sites(100 * hundreds), float(f"{hundredths / 100:.2f}"))
+    assert plan.count(Action.OFFLOAD) == hundredths * hundreds
+
+
+@given(count=st.integers(0, 60), fraction=st.floats(0, 1))
+def test_the_sites_that_a_fraction_keeps_are_the_last_of_forward(count, fraction):
+    sites = make_sites(count)
+    plan = OffloadPlan.from_fraction(sites, fraction)
+    offloaded = plan.count(Action.OFFLOAD)
+    assert [plan.get_action(site) for site in sites] == [Action.OFFLOAD] * offloaded + [Action.KEEP] * (count - offloaded)
+
+
+def test_a_site_that_is_not_in_the_plan_is_kept():
+    assert OffloadPlan(actions={}).get_action(Site(chunk=0, layer=0, tag="moe_act")) is Action.KEEP
+
+
+def test_a_site_is_shown_by_its_layer_and_tag():
+    assert str(Site(chunk=1, layer=3, tag="core_attn")) == "layers.3.core_attn"
+
+
+def test_text_that_is_not_json_is_refused_with_its_source():
+    with pytest.raises(PlanError, match=r"^plan\.json is not JSON: .* Give a file that `OffloadPlan\.to_json` wrote\.$"):
+        OffloadPlan.from_json("{", source="plan.json")
+
+
+@pytest.mark.parametrize(("document", "found"), [({}, "None"), ([], "None"), ({"format": 2, "sites": []}, "2"), ("x", "None")])
+def test_a_plan_of_another_format_is_refused_with_both_formats(document, found):
+    with pytest.raises(PlanError) as caught:
+        OffloadPlan.from_json(json.dumps(document), source="plan.json")
+    assert str(caught.value) == f"plan.json is a plan of format {found}; this version reads format {FORMAT}. Plan again."
+
+
+@pytest.mark.parametrize("sites", [None, {}, "core_attn"])
+def test_a_plan_without_a_list_of_sites_is_refused(sites):
+    with pytest.raises(PlanError) as caught:
+        OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": sites}), source="plan.json")
+    assert str(caught.value) == "plan.json has no list `sites`. Give a file that `OffloadPlan.to_json` wrote."
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        "core_attn",
+        {"chunk": 0, "layer": 1, "tag": "core_attn"},
+        {"chunk": "x", "layer": 1, "tag": "core_attn", "action": "keep"},
+        {"chunk": 0, "layer": 1, "tag": "core_attn", "action": "drop"},
+    ],
+)
+def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
+    good = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
+    with pytest.raises(PlanError) as caught:
+        OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [good, row]}), source="plan.json")
+    assert str(caught.value) == (
+        f"plan.json: row 1 of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "
+        "(keep, recompute, offload)."
+    )
+
+
+def test_a_plan_file_that_does_not_exist_is_refused_with_its_flag(tmp_path):
+    path = tmp_path / "none.json"
+    with pytest.raises(PlanError) as caught:
+        OffloadPlan.load(path)
+    assert str(caught.value) == f"--offload-plan {path}: No such file or directory. Give the path of a plan file."

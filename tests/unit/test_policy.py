@@ -1,0 +1,39 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fgoffload.errors import ConfigError
+from fgoffload.policy import TransferPolicy
+
+SIZES = st.integers(0, 2**50)
+
+
+def test_the_defaults_are_one_gib_of_window_and_half_a_gib_of_prefetch():
+    assert TransferPolicy() == TransferPolicy(window_bytes=2**30, prefetch_bytes=2**29)
+
+
+@given(window_bytes=SIZES)
+def test_compute_waits_from_the_first_byte_past_the_window(window_bytes):
+    policy = TransferPolicy(window_bytes=window_bytes)
+    assert not policy.must_wait(in_flight_bytes=window_bytes)
+    assert policy.must_wait(in_flight_bytes=window_bytes + 1)
+
+
+@given(prefetch_bytes=SIZES, ahead_bytes=SIZES)
+def test_a_group_comes_back_early_when_it_fits_what_is_left_of_the_prefetch(prefetch_bytes, ahead_bytes):
+    policy = TransferPolicy(prefetch_bytes=prefetch_bytes)
+    left_bytes = prefetch_bytes - ahead_bytes
+    assert policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=left_bytes)
+    assert not policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=left_bytes + 1)
+
+
+@pytest.mark.parametrize(("field", "flag"), [("window_bytes", "--offload-window"), ("prefetch_bytes", "--offload-prefetch")])
+def test_a_size_below_zero_is_refused_with_its_flag(field, flag):
+    with pytest.raises(ConfigError) as caught:
+        TransferPolicy(**{field: -1})
+    assert str(caught.value) == f"{flag} -1 is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB."
+
+
+@pytest.mark.parametrize("field", ["window_bytes", "prefetch_bytes"])
+def test_zero_is_a_size(field):
+    assert getattr(TransferPolicy(**{field: 0}), field) == 0

@@ -1,0 +1,62 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fgoffload.errors import ConfigError
+from fgoffload.units import GIB, KIB, MIB, TIB, format_bytes, format_ms, parse_bytes
+
+UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+
+
+def test_a_unit_is_1024_of_the_one_below():
+    assert (KIB, MIB, GIB, TIB) == (2**10, 2**20, 2**30, 2**40)
+
+
+@given(number=st.integers(0, 4096), unit=st.sampled_from(sorted(UNITS)), space=st.sampled_from(["", " "]))
+def test_a_whole_number_with_a_unit_is_that_many_bytes(number, unit, space):
+    assert parse_bytes(f"{number}{space}{unit}", name="--size") == number * UNITS[unit]
+
+
+@given(st.sampled_from(sorted(UNITS)), st.sampled_from([str.lower, str.upper]))
+def test_the_case_of_a_unit_does_not_matter(unit, change_case):
+    assert parse_bytes("3" + change_case(unit), name="--size") == 3 * UNITS[unit]
+
+
+@pytest.mark.parametrize(("text", "size_bytes"), [("1.5KiB", 1536), ("0.5 GiB", 2**29), (" 60GiB ", 60 * 2**30)])
+def test_a_decimal_fraction_of_a_unit_is_read(text, size_bytes):
+    assert parse_bytes(text, name="--size") == size_bytes
+
+
+@pytest.mark.parametrize("text", ["60GB", "60G", "1e9", "-1GiB", "GiB", "", "60 Gi B", "1,5GiB", "nan", "inf"])
+def test_text_that_is_no_size_is_refused_with_flag_value_and_units(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text, name="--offload-window")
+    assert str(caught.value) == (
+        f"--offload-window {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB."
+    )
+
+
+def test_a_part_of_a_byte_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes("0.3KiB", name="--offload-window")
+    assert str(caught.value) == "--offload-window '0.3KiB' is 307.2 bytes. Give a whole number of bytes."
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536 * KIB, "1.50 MiB"),
+        (12 * GIB, "12.00 GiB"),
+        (2 * TIB, "2.00 TiB"),
+        (-3 * MIB, "-3.00 MiB"),
+    ],
+)
+def test_bytes_are_written_with_the_largest_unit_that_keeps_them_at_one_or_more(size_bytes, text):
+    assert format_bytes(size_bytes) == text
+
+
+def test_seconds_are_written_as_milliseconds():
+    assert format_ms(0.0205) == "20.5 ms"
