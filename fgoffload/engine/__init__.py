@@ -2,7 +2,7 @@
 
 from fgoffload.engine.arena import HostArena, HostBlock
 from fgoffload.engine.delayed import DelayedCpuDevice
-from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, find_device
+from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSlab, find_device
 from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
@@ -19,6 +19,7 @@ __all__ = [
     "GroupState",
     "HostArena",
     "HostBlock",
+    "HostSlab",
     "KeptReason",
     "Lane",
     "LedgerSample",

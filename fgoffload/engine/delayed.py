@@ -68,7 +68,7 @@ class DelayedCpuDevice(CpuDevice):
         return torch.full((size_bytes,), POISON, dtype=torch.uint8)
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
-        return HostSlab(buffer=torch.full((size_bytes,), POISON, dtype=torch.uint8), close=lambda: None)
+        return HostSlab(torch.full((size_bytes,), POISON, dtype=torch.uint8), free=lambda: None)
 
     def _run_until(self, event: _Point) -> None:
         while not self.is_done(event):
@@ -79,4 +79,4 @@ class DelayedCpuDevice(CpuDevice):
 
 def _count_holders(tensor: torch.Tensor) -> int:
     """Return how many references there are to the storage of `tensor`; torch's own count, which differs by version."""
-    return int(torch._C._storage_Use_Count(get_key(tensor)))  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+    return int(torch._C._storage_Use_Count(get_key(tensor)))  # noqa: SLF001 - no public name

@@ -14,6 +14,7 @@ import abc
 import dataclasses
 import mmap
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -28,14 +29,22 @@ Event: TypeAlias = Any
 """A point in a stream: `torch.Event`, or what another device uses for one."""
 
 
-@dataclasses.dataclass(slots=True)
 class HostSlab:
-    """Host memory that copies may read and write while the host goes on."""
+    """Host memory that copies may read and write while the host goes on.
 
-    buffer: torch.Tensor
-    """uint8 `[size_bytes]`, on the CPU."""
-    close: Callable[[], None]
-    """Gives the memory back to the system. No copy may be under way."""
+    Args:
+        buffer: uint8 `[size_bytes]`, on the CPU.
+        free: Gives the memory back to the system. It must not refer to the slab.
+    """
+
+    def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
+        self.buffer = buffer
+        self._finalizer = weakref.finalize(self, free)
+        self._finalizer.atexit = False  # the driver may be gone by then, and the system takes the memory anyway
+
+    def close(self) -> None:
+        """Give the memory back to the system, once; so does dropping the slab. No copy may be under way."""
+        self._finalizer()
 
 
 class Device(abc.ABC):
@@ -135,7 +144,7 @@ class CpuDevice(Device):
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
-        return HostSlab(buffer=torch.empty(size_bytes, dtype=torch.uint8), close=lambda: None)
+        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8), free=lambda: None)
 
 
 class AcceleratorDevice(Device):
@@ -180,7 +189,7 @@ class AcceleratorDevice(Device):
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
         if self.type == "cuda":
             return _register_host(size_bytes)
-        return HostSlab(buffer=torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), close=lambda: None)
+        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), free=lambda: None)
 
 
 def _register_host(size_bytes: int) -> HostSlab:
@@ -200,12 +209,13 @@ def _register_host(size_bytes: int) -> HostSlab:
             "--offload-host-budget, or raise the limit of locked memory (`ulimit -l`, or the container's memory limit)."
         )
 
-    def close() -> None:
+    def free() -> None:
+        torch.cuda.synchronize()  # the driver must not lose memory that a copy still reads or writes
         status = int(cudart.cudaHostUnregister(buffer.data_ptr()))
         if status != 0:
             raise InternalError(f"cudaHostUnregister returned {status} for {format_bytes(size_bytes)} of host memory.")
 
-    return HostSlab(buffer=buffer, close=close)
+    return HostSlab(buffer, free)
 
 
 def find_device(device_type: str) -> Device:

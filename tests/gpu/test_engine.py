@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from support.sites import Sites
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import AcceleratorDevice, OffloadEngine
-from tests.support.sites import Sites
 
 N = 1024
 NBYTES = N * N * 2
@@ -81,7 +81,7 @@ def test_allocated_bytes_after_forward_fall_by_exactly_what_left():
         del h
         for w in weights:
             w.grad = None
-    # Six products, and the inputs of five layers; the first layer's input is held by nobody else either.
+    # Six inputs, the first one held by nobody else either, and six products.
     assert allocated[0] - allocated[1] == 12 * NBYTES
     assert engine.finish_step().d2h_bytes == 12 * NBYTES
     engine.close()

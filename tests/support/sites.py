@@ -73,4 +73,4 @@ def check_same_bits(
 
 def has_hooks() -> bool:
     """Return whether saved-tensor hooks are installed on this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003 - no public name

@@ -34,7 +34,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
-_VARIABLE = re.compile(r"\$(?:(?P<bare>\w+)|\{(?P<name>\w+)(?:(?P<array>\[[@*]\])|:?-(?P<default>[^}]*))?\})")
+_VARIABLE = re.compile(r"\$(?:(?P<bare>\w+)|\{(?P<name>\w+)(?:(?P<array>\[[@*]\])|(?P<colon>:?)-(?P<default>[^}]*))?\})")
 _IGNORED_COMMANDS = frozenset({"set", "shopt"})
 """They change how bash runs a script, not what its arrays hold."""
 
@@ -224,7 +224,8 @@ class _Reader:
         if match is None or match["array"]:
             self._refuse(token, f"{token.text}, an expansion")
         name = match["bare"] or match["name"]
-        if name in self._scalars and (self._scalars[name] or match["default"] is None):
+        # `:-` takes the default for an empty value too, `-` only for a name that is not assigned.
+        if name in self._scalars and (self._scalars[name] or not match["colon"]):
             return self._scalars[name]
         if match["default"] is not None and "$" not in match["default"]:
             return match["default"].strip("\"'")

@@ -21,7 +21,7 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
     try:
         with ignore_expected_warnings():
             return [_build_chunk(arguments, config, vp_stage) for vp_stage in (range(count) if count else (None,))]
-    except (AssertionError, ValueError, NotImplementedError) as error:
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{arguments.source}: Megatron-Core cannot build this model: {error}") from error
 
 

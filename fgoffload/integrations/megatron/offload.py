@@ -55,11 +55,7 @@ class MegatronOffload:
         self._is_first_step_over = False
 
     def remove(self) -> None:
-        """Put Megatron's own symbols back and give back all memory. A second call does nothing.
-
-        Raises:
-            StateError: A graph still wants tensors back.
-        """
+        """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does no harm."""
         self._undo()
         self._open.clear()
         self._lane = None
@@ -75,7 +71,12 @@ class MegatronOffload:
         self._microbatches_begun[chunk] = microbatch + 1
         self._chunk = chunk
         self._lane = Lane(chunk=chunk, microbatch=microbatch)
-        self._open.clear()  # what an exception in the forward before left open
+        self._open.clear()  # regions that nobody ended
+
+    def abandon_microbatch(self) -> None:
+        """Forward raised: hold nothing of it."""
+        self._lane = None
+        self._open.clear()
 
     def enter_layer(self, layer: int) -> Lane:
         """Forward reaches the layer with number `layer`, from 0 over the whole model."""

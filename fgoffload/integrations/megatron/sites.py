@@ -107,8 +107,12 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         offload = get_offload()
         lane = offload.enter_layer(self.layer_number - 1)
-        with offload.engine.watch(lane):
-            return original(self, *args, **kwargs)
+        try:
+            with offload.engine.watch(lane):
+                return original(self, *args, **kwargs)
+        except BaseException:
+            offload.abandon_microbatch()
+            raise
 
     return forward
 

@@ -80,6 +80,7 @@ class Trainer:
         arguments = self.arguments
         self._cleanup.enter_context(apply_cpu_support() if needs_cpu_support() else apply_local_layer_support())
         self._cleanup.enter_context(_use_deterministic_algorithms())
+        self._cleanup.enter_context(_keep_environment())
         self._cleanup.callback(_clear_megatron_buffers)
         if offload is not None:
             # Before the model: layers ask for the offload interface while they are built.
@@ -91,7 +92,11 @@ class Trainer:
         _clear_megatron_buffers()
         _seed_everything(arguments.seed)
         self._config = build_transformer_config(arguments, offload=offload)
-        self.chunks: list[torch.nn.Module] = [chunk.to(self._device) for chunk in build_chunks(arguments, self._config)]
+        self.chunks: list[torch.nn.Module] = [
+            # The local norms are fp32 whatever the config says; Megatron-LM converts the whole model too.
+            chunk.to(self._device, dtype=self._config.params_dtype)
+            for chunk in build_chunks(arguments, self._config)
+        ]
         self._optimizer = torch.optim.AdamW(self.parameters(), lr=arguments.lr)
         _logger.info(
             "%d parameters in %d model chunk(s) on %s.",
@@ -262,11 +267,26 @@ def _refuse_what_is_not_built(arguments: TrainingArguments) -> None:
         ("--tensor-model-parallel-size above 1", arguments.tensor_parallel_size > 1, "leave it at 1"),
         ("--fp16, which needs loss scaling,", given.get("fp16", False), "give --bf16"),
         ("--moe-router-enable-expert-bias", given.get("moe_router_enable_expert_bias", False), "leave it out"),
+        ("--moe-grouped-gemm, which needs Transformer Engine,", given.get("moe_grouped_gemm", False), "leave it out"),
+        (
+            "--multi-latent-attention, which needs Transformer Engine,",
+            given.get("multi_latent_attention", False),
+            "leave it out",
+        ),
+        ("--masked-softmax-fusion, which needs Apex,", given.get("masked_softmax_fusion", False), "leave it out"),
         ("--mtp-num-layers", bool(given.get("mtp_num_layers")), "leave it out"),
         ("--transformer-impl other than local", given.get("transformer_impl", "local") != "local", "give local"),
     ):
         if is_given:
             raise ConfigError(f"{arguments.source}: {flag} is not built yet in this version: {instead}.")
+    # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for what computed that
+    # parameter: the recompute in backward runs into itself until memory is full. Seen with megatron-core 0.16.1.
+    recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
+    if recomputes_mlp and given.get("add_bias_linear", True):
+        raise ConfigError(
+            f"{arguments.source}: --recompute-modules mlp never ends in backward where linear layers have biases "
+            "(megatron-core 0.16.1). Add --disable-bias-linear or leave mlp out."
+        )
 
 
 def _initialize_distributed() -> None:
@@ -316,3 +336,21 @@ def _use_deterministic_algorithms() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(mode=was_enabled, warn_only=was_warn_only)
+
+
+@contextlib.contextmanager
+def _keep_environment() -> Iterator[None]:
+    """Undo what Megatron's model writes to the environment: the attention backend, for Transformer Engine to read.
+
+    The next model raises where it finds another backend there than its own.
+    """
+    names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from support.sites import Sites, check_same_bits, get_gradients, has_hooks, make_engine
 from torch.utils.checkpoint import checkpoint
 
 from fgoffload import StateError
 from fgoffload.engine import DelayedCpuDevice, Lane
 from fgoffload.plan import Site
-from tests.support.sites import Sites, check_same_bits, get_gradients, has_hooks, make_engine
 
 
 def leaf(*size: int, seed: int = 0) -> torch.Tensor:
@@ -51,14 +51,13 @@ def test_a_tensor_that_stayed_and_was_changed_in_place_is_refused_as_torch_refus
         output.sum().backward()
 
 
-class DiscardOutput(torch.autograd.Function):
-    """Empties the storage of its output after forward and fills it again in backward, as Megatron's checkpoint without output."""
-
-
 def run_with_discarded_output(
     sites: Sites, x: torch.Tensor, w: torch.Tensor, *, announces: bool, is_held: bool
 ) -> torch.Tensor:
-    """A norm whose output is saved by a product, then emptied, and filled again before backward comes to the product."""
+    """A norm whose output is saved by a product, then emptied, and filled again before backward comes to the product.
+
+    So does Megatron's checkpoint without output.
+    """
     h = x * 2
     with torch.no_grad():
         normed_bytes = h.detach().softmax(-1)

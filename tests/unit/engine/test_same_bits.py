@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sites import Sites, check_same_bits, get_gradients, make_engine
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import DelayedCpuDevice
-from tests.support.sites import Sites, check_same_bits, get_gradients, make_engine
 
 DEVICES = pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
 

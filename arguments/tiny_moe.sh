@@ -1,0 +1,50 @@
+# tiny_moe: a mixture-of-experts GPT that trains on a laptop, without a GPU.
+#
+# Size:    4 layers, hidden 128, 8 heads, 4 experts of width 256 of which each token takes 2; 1.9 million parameters.
+#          Sequences of 256 bytes, 4 microbatches of 1 sequence a step; a step takes 0.3 s on two cores.
+# Purpose: shows and tests offload end to end on Megatron-Core's own model and schedules.
+# See:     fgoffload train arguments/tiny_moe.sh
+#          The loss falls from 5.6 to about 3.2 in 20 steps. With offload losses and gradients are equal to the bit and more
+#          than 60% of the activation bytes at peak are gone. Offload takes longer here: on a CPU both sides are RAM.
+#
+# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+
+MODEL_ARGS=(
+    --num-layers 4
+    --hidden-size 128
+    --ffn-hidden-size 256
+    --num-attention-heads 8
+    --seq-length 256
+    --max-position-embeddings 256
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --hidden-dropout 0.0
+    --attention-dropout 0.0
+)
+
+MOE_ARGS=(
+    --num-experts 4
+    --moe-router-topk 2
+    --moe-ffn-hidden-size 256
+    --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 4
+    --train-iters 20
+    --lr 1e-3
+    --seed 1234
+)
+
+OFFLOAD_ARGS=(
+    --fine-grained-activation-offloading
+    --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act
+    --min-offloaded-tensor-size 1024   # elements; the default of 1048576 suits models a thousand times this size
+    --offload-window 256KiB            # small like the model, so that forward meets the window at all
+    --offload-prefetch 256KiB
+)

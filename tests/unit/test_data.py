@@ -1,0 +1,83 @@
+"""Text becomes microbatches: the same arguments give the same bits, and a text that cannot serve is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.data import LARGEST_TEXT_BYTES, Batches, TextData
+
+BATCHES = Batches(seq_length=8, micro_batch_size=2, seed=1)
+
+
+def test_labels_are_the_bytes_after_the_tokens() -> None:
+    batch = TextData(bytes(range(200)), name="x").get_microbatch(BATCHES, step=0, microbatch=0)
+
+    assert batch.tokens.shape == batch.labels.shape == batch.loss_mask.shape == batch.position_ids.shape == (2, 8)
+    assert torch.equal(batch.labels, batch.tokens + 1)
+    assert torch.equal(batch.position_ids, torch.arange(8).expand(2, 8))
+    assert batch.loss_mask.sum() == 16
+
+
+def test_the_same_arguments_give_the_same_microbatch_and_others_another() -> None:
+    text = TextData(bytes(range(256)) * 40, name="x")
+    first = text.get_microbatch(BATCHES, step=3, microbatch=1).tokens
+    torch.manual_seed(5)
+    others = [
+        text.get_microbatch(BATCHES, step=4, microbatch=1).tokens,
+        text.get_microbatch(BATCHES, step=3, microbatch=0).tokens,
+        text.get_microbatch(Batches(seq_length=8, micro_batch_size=2, seed=2), step=3, microbatch=1).tokens,
+        text.get_microbatch(
+            Batches(seq_length=8, micro_batch_size=2, seed=1, data_parallel_rank=1), step=3, microbatch=1
+        ).tokens,
+    ]
+
+    assert torch.equal(first, text.get_microbatch(BATCHES, step=3, microbatch=1).tokens)
+    assert not any(torch.equal(first, other) for other in others)
+
+
+def test_torchs_random_state_is_not_touched() -> None:
+    state = torch.get_rng_state()
+    list(TextData(bytes(100), name="x").iterate_microbatches(BATCHES, step=0, count=3))
+
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_default_text_is_pythons_own_library() -> None:
+    text = TextData.load()
+
+    assert len(text) == LARGEST_TEXT_BYTES
+    assert torch.equal(
+        text.get_microbatch(BATCHES, step=0, microbatch=0).tokens,
+        TextData.load().get_microbatch(BATCHES, step=0, microbatch=0).tokens,
+    )
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.txt").write_bytes(b"third")
+    (tmp_path / "a.txt").write_bytes(b"first, ")
+
+    assert len(TextData.load(tmp_path)) == len(b"first, third")
+
+
+def test_a_text_of_exactly_one_sequence_serves() -> None:
+    batch = TextData(b"123456789", name="x").get_microbatch(BATCHES, step=0, microbatch=0)
+
+    assert bytes(batch.tokens[0].tolist()) == b"12345678"
+
+
+def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match=r"--data .*missing does not exist. Give a text file"):
+        TextData.load(tmp_path / "missing")
+    for name in ("empty", "empty.txt"):
+        with pytest.raises(ConfigError, match=f"--data .*{name} holds no bytes"):
+            TextData.load(tmp_path / name)
+
+
+def test_a_text_shorter_than_a_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--data x has 8 bytes and --seq-length 8 needs 9"):
+        TextData(b"12345678", name="x").check_length(8)

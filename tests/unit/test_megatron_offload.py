@@ -1,0 +1,358 @@
+"""Offload in real Megatron-Core models and schedules: the same bits, exactly the bytes, and no flag without an effect."""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.pipeline import run_pipeline
+from support.sites import has_hooks
+
+from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
+from fgoffload.engine import ActivationLedger
+from fgoffload.integrations import megatron
+from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.integrations.megatron.data import Batches, TextData
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings
+from fgoffload.integrations.megatron.training import StepResult, Trainer
+
+SHAPE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 6 "
+    "--swiglu --disable-bias-linear --lr 1e-2 --position-embedding-type rope --normalization RMSNorm"
+)
+DENSE = SHAPE
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2"
+MOE = f"{SHAPE} {EXPERTS} --moe-layer-freq [0]*1+[1]*3"
+HIDDEN_BYTES = 32 * 2 * 32 * 4
+"""Of hidden states, [s, b, h] in fp32."""
+DENSE_TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+MOE_TAGS = (*DENSE_TAGS, "expert_fc1", "moe_act")
+
+
+@pytest.fixture(scope="module")
+def text() -> TextData:
+    return TextData.load()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _parallel() -> Iterator[None]:
+    Trainer.initialize_parallel(parse_arguments(DENSE.split(), source="test"))
+    yield
+    Trainer.destroy_parallel()
+
+
+def make_config(*tags: str, **options) -> OffloadConfig:
+    options.setdefault("min_offloaded_tensor_size", 64)
+    options.setdefault("offload_prefetch_bytes", 64 * 1024)
+    return OffloadConfig(offload_modules=tags, **options)
+
+
+def make_trainer(flags: str, text: TextData, offload: OffloadConfig | None) -> contextlib.closing[Trainer]:
+    return contextlib.closing(Trainer(parse_arguments(flags.split(), source="test"), text, offload=offload))
+
+
+def train(
+    flags: str, text: TextData, offload: OffloadConfig | None = None, *, steps: int = 2
+) -> tuple[list[object], dict[str, int]]:
+    """Return the bits of all steps, and the bytes that left in the last one by tag."""
+    with make_trainer(flags, text, offload) as trainer:
+        results: list[StepResult] = [trainer.run_step() for _ in range(steps)]
+        stats = trainer.integration.last_step.tags if offload else {}
+        return [(r.losses, r.gradient_digests) for r in results], {tag: numbers.d2h_bytes for tag, numbers in stats.items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "tags"),
+    [
+        *((DENSE, (tag,)) for tag in DENSE_TAGS if tag != "attn_proj"),
+        (DENSE, ("core_attn", "attn_proj")),
+        (DENSE, DENSE_TAGS),
+        (MOE, ("expert_fc1",)),
+        (MOE, ("moe_act",)),
+        (MOE, MOE_TAGS),
+        (f"{MOE} --bf16", MOE_TAGS),
+        (f"{MOE} --hidden-dropout 0 --attention-dropout 0 --group-query-attention --num-query-groups 2", MOE_TAGS),
+        (f"{MOE} --moe-shared-expert-intermediate-size 32", MOE_TAGS),
+        (f"{MOE} --moe-token-dispatcher-type alltoall", MOE_TAGS),
+    ],
+)
+def test_losses_and_gradients_are_the_same_to_the_bit(flags, tags, text):
+    expected, _ = train(flags, text)
+    found, moved = train(flags, text, make_config(*tags))
+    assert found == expected
+    assert set(moved) == set(tags)
+    # attn_proj saves the storage that core_attn has moved already.
+    assert all(size_bytes > 0 for tag, size_bytes in moved.items() if tag != "attn_proj")
+
+
+@pytest.mark.parametrize(
+    ("recompute", "tags"),
+    [
+        ("--recompute-granularity selective --recompute-modules layernorm", MOE_TAGS),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn",
+            ("attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act"),
+        ),
+        ("--recompute-granularity selective --recompute-modules moe", DENSE_TAGS),
+        ("--recompute-granularity selective --recompute-modules mlp layernorm", MOE_TAGS),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", MOE_TAGS),
+    ],
+)
+def test_recompute_and_offload_together_give_the_same_bits(recompute, tags, text):
+    # Compared with the same recompute: around a norm of plain ops Megatron's own sums the gradients in another order.
+    expected, _ = train(f"{MOE} {recompute}", text)
+    found, moved = train(f"{MOE} {recompute}", text, make_config(*tags))
+    assert found == expected
+    assert sum(moved.values()) > 0
+
+
+def test_full_recompute_of_every_layer_leaves_nothing_to_offload_and_says_so(text):
+    flags = f"{MOE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    with (
+        make_trainer(flags, text, make_config("core_attn")) as trainer,
+        pytest.raises(IntegrationError, match=r"'core_attn' saved nothing in the first step on any rank.*Full recompute"),
+    ):
+        trainer.run_step()
+
+
+def test_layernorm_recompute_keeps_its_storages_and_moves_what_it_reads(text):
+    flags = f"{MOE} --recompute-granularity selective --recompute-modules layernorm"
+    tags = ("attn_norm", "qkv_linear")
+    _, moved = train(MOE, text, make_config(*tags))
+    _, with_recompute = train(flags, text, make_config(*tags))
+    scale_bytes = 32 * 2 * 4  # [s, b, 1]
+    groups = 4 * 3  # layers and microbatches
+    # Without recompute the norm saves its input, the normalized input and the scale, and the linear after it the norm's output.
+    # That output belongs to the recompute where there is one, and stays.
+    assert moved == {"attn_norm": (2 * HIDDEN_BYTES + scale_bytes) * groups, "qkv_linear": HIDDEN_BYTES * groups}
+    assert with_recompute == {"attn_norm": HIDDEN_BYTES * groups, "qkv_linear": 0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "tags", "gathered_bytes"),
+    [
+        (DENSE.replace("rope", "learned_absolute"), DENSE_TAGS, 0),
+        # With rotary embeddings only the value is saved of the storage of query, key and value: a third moves, all is freed.
+        (DENSE, DENSE_TAGS, 4 * 2 * HIDDEN_BYTES),
+        (MOE, MOE_TAGS, 4 * 2 * HIDDEN_BYTES),
+    ],
+    ids=["dense", "dense-rope", "moe"],
+)
+def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flags, tags, gathered_bytes, text):
+    resident, moved, held = [], 0, 0
+    for offload in (None, make_config(*tags, min_offloaded_tensor_size=0)):
+        with make_trainer(flags, text, offload) as trainer:
+            trainer.run_step()
+            batch = next(text.iterate_microbatches(Batches(seq_length=32, micro_batch_size=2, seed=1), step=0, count=1))
+            ledger = ActivationLedger(parameters=trainer.parameters())
+            with contextlib.ExitStack() as stack:
+                if offload:
+                    stack.enter_context(trainer.integration.engine.observe(ledger))
+                stack.enter_context(ledger.watch())
+                stack.enter_context(ignore_expected_warnings())
+                loss = trainer.chunks[0](batch.tokens, batch.position_ids, None, labels=batch.labels)
+            ledger.sample()
+            resident.append(ledger.samples[-1].resident_bytes)
+            loss.sum().backward()
+            del loss
+            if offload:
+                stats = trainer.integration.engine.finish_step()
+                moved = stats.d2h_bytes
+                held = sum(tag.held_elsewhere_bytes for tag in stats.tags.values())
+    assert 2 * moved > resident[0]
+    assert resident[0] - resident[1] == moved + gathered_bytes - held
+    assert held < resident[0] // 100  # routing probabilities, which the router saves too
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [
+        ("--pipeline-model-parallel-size 2", 2),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2),
+    ],
+    ids=["1f1b", "interleaved"],
+)
+def test_pipeline_schedules_over_two_processes_give_the_same_bits(layout, processes):
+    argv = [
+        *f"{MOE} --global-batch-size 8 {layout} --fine-grained-activation-offloading".split(),
+        *("--offload-modules", *MOE_TAGS, "--min-offloaded-tensor-size", "64", "--offload-prefetch", "64KiB"),
+    ]
+    without, with_offload = (run_pipeline(argv, processes=processes, offload=offload) for offload in (False, True))
+    assert [stage.losses for stage in without] == [stage.losses for stage in with_offload]
+    assert [stage.gradient_digests for stage in without] == [stage.gradient_digests for stage in with_offload]
+    for stage in with_offload:
+        assert set(stage.transfers) == set(MOE_TAGS)
+        assert sum(stage.transfers.values()) > 0
+
+
+def test_microbatches_may_become_more_and_fewer_from_step_to_step(text):
+    def run(offload: OffloadConfig | None) -> tuple[list[object], list[int]]:
+        bits, moved = [], []
+        with make_trainer(MOE, text, offload) as trainer:
+            for count in (2, 4, 3):
+                trainer.arguments = dataclasses.replace(trainer.arguments, global_batch_size=2 * count)
+                result = trainer.run_step()
+                bits.append((result.losses, result.gradient_digests))
+                moved.append(trainer.integration.last_step.tags["core_attn"].d2h_bytes if offload else 0)
+        return bits, moved
+
+    expected, _ = run(None)
+    found, moved = run(make_config(*MOE_TAGS))
+    assert found == expected
+    assert moved[1] == 2 * moved[0]
+    assert 2 * moved[2] == 3 * moved[0]
+
+
+def test_forward_without_grad_before_and_between_steps_touches_nothing(text):
+    expected, _ = train(MOE, text)
+    bits = []
+    with make_trainer(MOE, text, make_config(*MOE_TAGS)) as trainer:
+        batch = next(text.iterate_microbatches(Batches(seq_length=32, micro_batch_size=2, seed=1), step=0, count=1))
+        for _ in range(2):
+            state = torch.get_rng_state()
+            with torch.no_grad(), ignore_expected_warnings():
+                trainer.chunks[0](batch.tokens, batch.position_ids, None, labels=batch.labels)
+            torch.set_rng_state(state)
+            assert trainer.integration.engine.finish_step().tags == {}
+            result = trainer.run_step()
+            bits.append((result.losses, result.gradient_digests))
+    assert bits == expected
+
+
+@pytest.mark.parametrize(("fraction", "offloaded"), [(1.0, 10), (0.9, 9), (0.8, 8), (0.25, 2), (0.0, 0)])
+def test_a_fraction_keeps_the_last_sites_and_changes_no_bit(fraction, offloaded, text):
+    flags = DENSE.replace("--num-layers 4", "--num-layers 2")
+    expected, _ = train(flags, text)
+    with make_trainer(flags, text, make_config(*DENSE_TAGS, activation_offload_fraction=fraction)) as trainer:
+        results = [trainer.run_step() for _ in range(2)]
+        groups = {tag: numbers.groups for tag, numbers in trainer.integration.last_step.tags.items()}
+    assert [(r.losses, r.gradient_digests) for r in results] == expected
+    assert sum(groups.values()) == 3 * offloaded  # three microbatches
+
+
+def test_a_plan_file_says_which_sites_leave(tmp_path, text):
+    plan = OffloadPlan(actions={Site(chunk=0, layer=2, tag="core_attn"): Action.OFFLOAD})
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    expected, _ = train(MOE, text)
+    found, moved = train(MOE, text, make_config("core_attn", "mlp_norm", offload_plan=path))
+    assert found == expected
+    _, moved_everywhere = train(MOE, text, make_config("core_attn"))
+    assert moved == {"core_attn": moved_everywhere["core_attn"] // 4}
+
+
+@pytest.mark.parametrize(
+    ("site", "action", "message"),
+    [
+        (
+            Site(chunk=0, layer=9, tag="core_attn"),
+            Action.OFFLOAD,
+            r"names layers\.9\.core_attn in chunk 0, and the model has no such",
+        ),
+        (Site(chunk=0, layer=1, tag="core_attn"), Action.RECOMPUTE, r"recomputes layers\.1\.core_attn"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_is_refused(site, action, message, tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(OffloadPlan(actions={site: action}).to_json())
+    with (
+        make_trainer(MOE, text, make_config("core_attn", offload_plan=path)) as trainer,
+        pytest.raises(PlanError, match=message),
+    ):
+        trainer.run_step()
+
+
+def test_a_tag_without_a_site_in_the_model_is_refused_after_the_first_step(text):
+    with (
+        make_trainer(DENSE, text, make_config("core_attn", "moe_act")) as trainer,
+        pytest.raises(IntegrationError, match="'moe_act' has no site in this model on any rank"),
+    ):
+        trainer.run_step()
+
+
+def test_a_tag_whose_tensors_are_all_too_small_is_named_in_one_warning(text, caplog):
+    with (
+        make_trainer(DENSE, text, make_config("mlp_norm", min_offloaded_tensor_size=1 << 20)) as trainer,
+        caplog.at_level(logging.WARNING),
+    ):
+        trainer.run_step()
+        trainer.run_step()
+    warnings = [record.message for record in caplog.records if record.name.startswith("fgoffload")]
+    assert len(warnings) == 1
+    assert "mlp_norm moved nothing" in warnings[0]
+    assert "below the minimum size" in warnings[0]
+
+
+def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    owners = (
+        FineGrainedActivationOffloadingInterface,
+        CheckpointWithoutOutput,
+        SequentialMLP,
+        TransformerBlock,
+        TransformerLayer,
+    )
+    before = [dict(vars(owner)) for owner in owners]
+    offload = megatron.apply(make_config("core_attn"))
+    assert [dict(vars(owner)) for owner in owners] != before
+    with pytest.raises(IntegrationError, match="applied already in this process"):
+        megatron.apply(make_config("core_attn"))
+    offload.remove()
+    assert [dict(vars(owner)) for owner in owners] == before
+    offload.remove()
+
+
+def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right(text):
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    def fail(module, args):
+        raise ValueError("the user's own")
+
+    expected, _ = train(MOE, text)
+    with make_trainer(MOE, text, make_config(*MOE_TAGS)) as trainer:
+        experts = next(module for module in trainer.chunks[0].modules() if isinstance(module, SequentialMLP))
+        state = torch.get_rng_state()
+        # Ahead of our own hook on the same module: inside of the activation's region, which is still open then.
+        hook = experts.local_experts[1].linear_fc2.register_forward_pre_hook(fail, prepend=True)
+        saw_hooks = []
+        experts.local_experts[1].linear_fc2.register_forward_pre_hook(lambda *_: saw_hooks.append(has_hooks()), prepend=True)
+        with pytest.raises(ValueError, match="the user's own"):
+            trainer.run_step()
+        hook.remove()
+        assert saw_hooks == [True]
+        assert not has_hooks()
+        torch.set_rng_state(state)
+        results = [trainer.run_step() for _ in range(2)]
+        gc.collect()  # the exception and its frames, which held the first graph, are a cycle of Python's
+        assert trainer.integration.engine.arena.used_bytes == 0
+    assert [(r.losses, r.gradient_digests) for r in results] == expected
+
+
+def test_a_users_own_site_with_a_tag_of_their_own_moves(text):
+    from fgoffload import Tag, default_tags
+
+    config = make_config("loss_head", tags=default_tags().with_tag(Tag(name="loss_head", saves="the final hidden states")))
+    offload = megatron.apply(config)
+    try:
+        offload.begin_microbatch(0)
+        x = torch.randn(32, 32, requires_grad=True)
+        h = x * 2
+        region = offload.find_region("loss_head")
+        region.enter(h)
+        with region.saving():
+            output = h.sin()
+        region.end(output)
+        output.sum().backward()
+        assert torch.equal(x.grad, 2 * (x * 2).cos().detach())
+        offload.finish_step()
+        assert offload.last_step.tags["loss_head"].d2h_bytes == 32 * 32 * 4
+    finally:
+        offload.remove()
