@@ -45,6 +45,6 @@ OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act
     --min-offloaded-tensor-size 1024   # elements; the default of 1048576 suits models a thousand times this size
-    --offload-window 256KiB            # small like the model, so that forward meets the window at all
-    --offload-prefetch 256KiB
+    --offload-window 1MiB              # the defaults, 1 GiB and 512 MiB, are larger than this whole model
+    --offload-prefetch 3MiB            # the attention of one layer and its neighbours: nothing comes back too late
 )

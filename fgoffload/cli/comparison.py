@@ -26,8 +26,8 @@ class StepRecord:
 class MemorySample:
     """The activation bytes on the device at one moment of the measured step."""
 
-    seconds: float
-    """Since some moment before the step."""
+    position: int
+    """Tensors that autograd had saved and taken back by then: the same moment of the step in every run."""
     resident_bytes: int
     """In storages that autograd holds and that are no parameters."""
 

@@ -94,7 +94,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
         return RunRecord(
             steps=tuple(records),
             activation_peak_bytes=ledger.peak_bytes,
-            samples=tuple(MemorySample(sample.seconds, sample.resident_bytes) for sample in ledger.samples),
+            samples=tuple(MemorySample(sample.position, sample.resident_bytes) for sample in ledger.samples),
             allocator_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             transfers=_read_transfers(trainer),
         )

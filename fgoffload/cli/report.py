@@ -94,7 +94,7 @@ def write_memory_plot(path: Path, records: dict[str, RunRecord], setting: Settin
         axes.axhline(peak_mib, color=color, linewidth=0.8, linestyle="--")
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 1.2 * max(record.activation_peak_bytes for record in records.values()) / MIB or 1)
-    axes.set_xlabel("part of forward and backward, all microbatches [%]")
+    axes.set_xlabel("the step, by tensors saved and taken back [%]")
     axes.set_ylabel("activations on the device [MiB]")
     axes.set_title(f"Activation memory over one step\n{setting.title}", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
@@ -165,17 +165,8 @@ def _add_setting_rows(table: Table, setting: Setting) -> None:
 
 
 def _step_curve(record: RunRecord) -> tuple[Sequence[float], Sequence[float]]:
-    """Return x in percent of forward and backward and y in MiB, as a curve that holds each value until the next.
-
-    What comes after the last activation was freed, the optimizer mainly, is left out: it would only squeeze the rest.
-    """
-    samples = record.samples
-    if not samples:
+    """Return x in percent of the step and y in MiB, as a curve that holds each value until the next."""
+    if not record.samples:
         return [0.0, 100.0], [0.0, 0.0]
-    end = len(samples) - 1
-    while end > 0 and samples[end - 1].resident_bytes == samples[-1].resident_bytes:
-        end -= 1
-    start_seconds = samples[0].seconds
-    length_seconds = samples[end].seconds - start_seconds or 1.0
-    x = [100 * (sample.seconds - start_seconds) / length_seconds for sample in samples[: end + 1]]
-    return x, [sample.resident_bytes / MIB for sample in samples[: end + 1]]
+    last = record.samples[-1].position or 1
+    return [100 * sample.position / last for sample in record.samples], [s.resident_bytes / MIB for s in record.samples]

@@ -136,7 +136,8 @@ class OffloadEngine:
             stats = self._stats.get_tag(group.site.tag) if group else None
             if stats:
                 stats.saved_tensors += 1
-            self._observe(tensor)
+            for ledger in self._observers:
+                ledger.count_save(tensor)
             reason = self._find_reason_to_keep(tensor)
             if reason is not None:
                 if stats and reason is not KeptReason.PARAMETER:
@@ -163,15 +164,16 @@ class OffloadEngine:
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
                 saved.check_unchanged("backward took it")
-                tensor = saved.get_alias(view)
-            else:
-                if saved.state is SavedState.OFFLOADED:
-                    self._stats.prefetch_misses += 1
-                    self._reload([saved])
-                tensor = self._transfers.take(saved, view)
-            for ledger in self._observers:
-                ledger.sample()
-            return tensor
+                return saved.get_alias(view)
+            if saved.state is SavedState.OFFLOADED:
+                self._stats.prefetch_misses += 1
+                self._reload([saved])
+            return self._transfers.take(saved, view)
+
+    def count_take(self) -> None:
+        """Tell the observers that autograd has taken a tensor back."""
+        for ledger in self._observers:
+            ledger.count_take()
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
         """Backward has reached the end mark of `group`, and has left what came after it: bring back what comes next."""

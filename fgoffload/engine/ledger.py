@@ -5,7 +5,6 @@ It costs about a microsecond for each living storage and each saved tensor, so a
 """
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,8 +16,8 @@ from fgoffload.engine.identity import StorageRef, get_key
 class LedgerSample(NamedTuple):
     """The bytes alive at one moment."""
 
-    seconds: float
-    """Since the ledger was made."""
+    position: int
+    """Tensors that autograd has saved and taken back so far: the same moment of the same step in every run, and no time."""
     resident_bytes: int
 
 
@@ -32,9 +31,9 @@ class ActivationLedger:
     def __init__(self, *, parameters: Iterable[torch.Tensor]) -> None:
         self._ignored = {get_key(parameter) for parameter in parameters}
         self._alive: dict[int, StorageRef] = {}
-        self._started = time.perf_counter()
+        self._position = 0
         self.samples: list[LedgerSample] = []
-        """One for each saved tensor and each buffer, in order."""
+        """One for each tensor saved or taken back and each buffer of the engine, in order."""
 
     @property
     def peak_bytes(self) -> int:
@@ -48,13 +47,22 @@ class ActivationLedger:
             yield
         self.sample()
 
+    def count_save(self, tensor: torch.Tensor) -> None:
+        """Autograd has saved `tensor`."""
+        self._position += 1
+        self.observe(tensor)
+
+    def count_take(self) -> None:
+        """Autograd has taken a tensor back."""
+        self._position += 1
+        self.sample()
+
     def observe(self, tensor: torch.Tensor) -> None:
         """Count the storage of `tensor` from now until it is freed, and take a sample."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return
-        key = get_key(tensor)
-        if key not in self._ignored and key not in self._alive:
-            self._alive[key] = StorageRef(tensor)
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            key = get_key(tensor)
+            if key not in self._ignored and key not in self._alive:
+                self._alive[key] = StorageRef(tensor)
         self.sample()
 
     def sample(self) -> None:
@@ -67,10 +75,10 @@ class ActivationLedger:
                 del self._alive[key]
             else:
                 resident_bytes += size_bytes
-        self.samples.append(LedgerSample(time.perf_counter() - self._started, resident_bytes))
+        self.samples.append(LedgerSample(self._position, resident_bytes))
 
     def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.sample()
+        self.count_take()
         return tensor
 
 
@@ -83,5 +91,5 @@ class LedgerHook:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count `tensor` and leave it as it is, but for its graph: see [Note: What owns what]."""
         detached = tensor.detach()
-        self.ledger.observe(detached)
+        self.ledger.count_save(detached)
         return detached

@@ -42,10 +42,11 @@ class SaveHook:
         """Return the handle from which autograd gets the tensor back."""
         return self._engine.save(tensor, lane=self.lane, group=self.group)
 
-
-def take_back(handle: Handle | KeptHandle) -> torch.Tensor:
-    """Return the tensor of `handle`: the unpack hook."""
-    return handle.take()
+    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+        """Return the tensor of `handle`: the unpack hook."""
+        tensor = handle.take()
+        self._engine.count_take()
+        return tensor
 
 
 def is_inert() -> bool:
@@ -67,7 +68,7 @@ class Saving:
 
     def __enter__(self) -> None:
         """Begin to save. A fresh hooks object each time, since torch's own cannot be entered twice at once."""
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hook, take_back)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hook, self._hook.take_back)
         self._hooks.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

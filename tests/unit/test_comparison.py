@@ -8,7 +8,7 @@ def make_step(losses=(1.0, 2.0), digests=None, seconds=0.1):
 
 
 def make_run(*steps, peak_bytes=100):
-    return RunRecord(steps=steps or (make_step(),), activation_peak_bytes=peak_bytes, samples=(MemorySample(0.0, peak_bytes),))
+    return RunRecord(steps=steps or (make_step(),), activation_peak_bytes=peak_bytes, samples=(MemorySample(0, peak_bytes),))
 
 
 def test_trainings_that_computed_the_same_are_equal():

@@ -33,7 +33,7 @@ def make_run(peak_mib, *, steps=4, digest="11", transfers=None, allocator_mib=No
             for step in range(steps)
         ),
         activation_peak_bytes=peak_mib * MIB,
-        samples=(MemorySample(0.5, 0), MemorySample(1.0, peak_mib * MIB), MemorySample(1.5, 0)),
+        samples=(MemorySample(1, 0), MemorySample(2, peak_mib * MIB), MemorySample(3, 0)),
         allocator_peak_bytes=None if allocator_mib is None else allocator_mib * MIB,
         transfers=transfers,
     )
