@@ -155,12 +155,13 @@ class AcceleratorDevice(Device):
         if device is None:
             raise StateError("torch.accelerator finds no accelerator. Use CpuDevice, or a torch build for your accelerator.")
         self.type = device.type
-        self._device = torch.device(device.type, torch.accelerator.current_device_index())
+        self._index = torch.accelerator.current_device_index()
+        self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
         self.h2d_stream = torch.Stream(device=self._device)
 
     def current_stream(self) -> Stream:  # noqa: D102
-        return torch.accelerator.current_stream(self._device)
+        return torch.accelerator.current_stream(self._index)
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
         event = torch.Event(device=self._device, enable_timing=is_timed)

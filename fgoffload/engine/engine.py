@@ -179,7 +179,7 @@ class OffloadEngine:
         """Backward has reached the end mark of `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
             self._leave(lane, group.end_position)
-            self._prefetch(lane, wanted=group)
+            self._prefetch(lane, wanted=group if lane.groups else None)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
         """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
@@ -292,8 +292,9 @@ class OffloadEngine:
         if saved.covered_bytes < self._min_offloaded_numel * saved.itemsize:
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
-        views = tuple(sorted(saved.views, key=lambda view: (view.start, view.end)))
-        saved.gathered = views if 2 * get_gathered_bytes(views) < saved.size_bytes else ()
+        if 2 * saved.covered_bytes < saved.size_bytes:
+            views = tuple(sorted(saved.views, key=lambda view: (view.start, view.end)))
+            saved.gathered = views if 2 * get_gathered_bytes(views) < saved.size_bytes else ()
         block = self._transfers.find_block(saved)
         if block is None:
             saved.gathered = ()
@@ -308,24 +309,39 @@ class OffloadEngine:
         self._transfers.poll()
 
     def _prefetch(self, lane: Lane, *, wanted: Group | None) -> None:
-        """Bring back what backward wants next, from the end of the lane on, as far as the policy lets it.
+        """Call back what backward wants next, from the end of the lane on, as far as the policy lets it.
 
         Args:
             lane: Where backward is.
-            wanted: The group whose end mark backward has just reached, if any: it is not "ahead" where it is the next one.
+            wanted: The group whose end mark backward has just reached, if any.
         """
-        ahead_bytes = 0
-        for group in reversed(lane.groups):
-            waiting = group.list_saved(SavedState.OFFLOADED)
-            if group is wanted and group is lane.groups[-1]:
-                self._stats.prefetch_misses += len(waiting)
-            else:
-                group_bytes = sum(saved.size_bytes for saved in (*waiting, *group.list_saved(SavedState.RELOADED)))
-                if not self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes):
-                    break
+        if wanted is not None and wanted is lane.groups[-1]:
+            lane.ahead.pop(wanted, None)
+            if lane.away == len(lane.groups):
+                lane.away -= 1
+                self._stats.prefetch_misses += len(wanted.list_saved(SavedState.OFFLOADED))
+                self._call_back(wanted)
+        ahead_bytes = sum(lane.ahead.values())
+        while lane.away > 0:
+            group = lane.groups[lane.away - 1]
+            away = group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
+            group_bytes = sum(saved.size_bytes for saved in away)
+            if away and not self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes):
+                break
+            lane.away -= 1
+            if away:
+                lane.ahead[group] = group_bytes
                 ahead_bytes += group_bytes
-            if waiting:
-                self._reload(waiting)
+                self._call_back(group)
+
+    def _call_back(self, group: Group) -> None:
+        """Keep on the device what has not left yet, and bring back what has."""
+        for saved in group.list_saved(SavedState.OFFLOADING):
+            self._stats.get_tag(saved.tag).recalled_bytes += saved.moved_bytes
+            saved.recall()
+        waiting = group.list_saved(SavedState.OFFLOADED)
+        if waiting:
+            self._reload(waiting)
 
     def _reload(self, waiting: list[SavedStorage]) -> None:
         for saved in waiting:

@@ -22,11 +22,8 @@ class View(NamedTuple):
     """Bytes from the start of the storage."""
     end: int
     """Bytes from the start of the storage to behind the last byte that the view can reach."""
-
-    @property
-    def dense_bytes(self) -> int:
-        """The bytes of the view's elements packed one behind the other; those of an expanded dimension once."""
-        return _reduce(self).size.numel() * self.dtype.itemsize
+    dense_bytes: int
+    """The bytes of the view's elements packed one behind the other; those of an expanded dimension once."""
 
     @property
     def covered_bytes(self) -> int:
@@ -38,8 +35,11 @@ def get_view(tensor: torch.Tensor) -> View:
     """Return where in its storage the strided, non-empty `tensor` lies."""
     size, stride, itemsize = tensor.size(), tensor.stride(), tensor.dtype.itemsize
     start = int(tensor.storage_offset()) * itemsize
-    reach = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-    return View(tensor.dtype, size, stride, start, start + reach * itemsize)
+    reach = count = 1
+    for n, step in zip(size, stride, strict=True):
+        reach += (n - 1) * step
+        count *= n if step else 1
+    return View(tensor.dtype, size, stride, start, start + reach * itemsize, count * itemsize)
 
 
 def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:

@@ -54,12 +54,12 @@ class Group:
         self._open.clear()
         self.state = GroupState.SPENT
 
-    def list_saved(self, state: SavedState) -> list[SavedStorage]:
-        """Return the saved storages that autograd still wants and that are in `state`, in the order of saving."""
+    def list_saved(self, *states: SavedState) -> list[SavedStorage]:
+        """Return the saved storages that autograd still wants and that are in one of `states`, in the order of saving."""
         found = []
         for reference in self._submitted:
             saved = reference()
-            if saved is not None and saved.state is state:
+            if saved is not None and saved.state in states:
                 found.append(saved)
         return found
 
@@ -71,19 +71,24 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "groups", "label")
+    __slots__ = ("_leftover", "ahead", "away", "groups", "label")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self.label = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
         """As in `mb=2`, with the chunk where it is not the first."""
         self.groups: list[Group] = []
         """Those that backward has not left."""
+        self.away = 0
+        """The first so many of `groups` have not been called back."""
+        self.ahead: dict[Group, int] = {}
+        """Those that were called back before backward came to them, and their bytes."""
         self._leftover: list[Group] = []
 
     def add(self, site: Site) -> Group:
         """Return a new group of `site`, behind the others."""
         group = Group(site, f"{site} {self.label}", position=len(self.groups))
         self.groups.append(group)
+        self.away = len(self.groups)
         return group
 
     def leave(self, position: int) -> list[Group]:
@@ -96,7 +101,9 @@ class Lane:
         if not left:
             return []
         del self.groups[position:]
+        self.away = min(self.away, position)
         for group in left:
             group.spend()
+            self.ahead.pop(group, None)
         leftover, self._leftover = self._leftover, left
         return leftover

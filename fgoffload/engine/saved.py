@@ -123,8 +123,6 @@ class SavedStorage:
         if self.state not in (SavedState.RESIDENT, SavedState.OFFLOADING) or view in self._aliases:
             return
         self._aliases[view] = tensor.detach()
-        if self.state is SavedState.OFFLOADING:
-            return
         self.views.add(view)
         self.start = min(self.start, view.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self.end = max(self.end, view.end)
@@ -149,6 +147,14 @@ class SavedStorage:
         """
         for alias in self._aliases.values():
             check_unchanged(alias, version=self.version, nbytes=self.nbytes, label=self.label, act=act)
+
+    def recall(self) -> None:
+        """Stay after all: backward wants the bytes before their copy to the host is done, and they are still here.
+
+        The host block goes back at once; whoever gets it next writes it on the stream that still writes it now.
+        """
+        self.state = SavedState.RESIDENT
+        self.block = self.d2h_done = None
 
     def drop_aliases(self) -> None:
         """Let go of the device memory: from here on the host block has the bytes."""

@@ -30,6 +30,8 @@ class TagStats:
     """Bytes that left for the host."""
     h2d_bytes: int = 0
     """Bytes that came back."""
+    recalled_bytes: int = 0
+    """Bytes that left and were still on the device when backward wanted them, so that nothing had to come back."""
     held_elsewhere_bytes: int = 0
     """Bytes that left and freed nothing, since something else still held their storage when they came back."""
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -229,3 +229,44 @@ def test_a_kept_graph_gives_device_memory_back_between_two_backwards():
     output.backward()
     del output
     engine.close()
+
+
+def test_what_backward_wants_before_its_copy_is_done_stays_and_does_not_come_back():
+    weights = [weight(seed) for seed in range(4)]
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES))
+    check_same_bits(lambda sites: run_layers(sites, weights, ["a"] * 4), weights, engine)
+    stats = engine.finish_step().tags["a"]
+    assert stats.recalled_bytes == stats.d2h_bytes == 8 * NBYTES
+    assert stats.h2d_bytes == 0
+    engine.close()
+
+
+def test_bytes_that_left_came_back_or_were_recalled():
+    weights = [weight(seed) for seed in range(6)]
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=3 * NBYTES, prefetch_bytes=2 * NBYTES))
+    check_same_bits(lambda sites: run_layers(sites, weights, ["a"] * 6), weights, engine)
+    stats = engine.finish_step().tags["a"]
+    assert stats.recalled_bytes > 0
+    assert stats.h2d_bytes > 0
+    assert stats.d2h_bytes == stats.h2d_bytes + stats.recalled_bytes == 12 * NBYTES
+    engine.close()
+
+
+def test_looking_for_what_to_bring_back_costs_no_more_where_nothing_left():
+    # 400 groups that all stay: each mark of backward must not look at all of them again.
+    looks = []
+
+    class CountingList(list):
+        def __getitem__(self, index):
+            looks.append(index)
+            return super().__getitem__(index)
+
+    engine = make_engine(min_offloaded_numel=1 << 30)
+    sites = Sites(engine)
+    sites.lane.groups = CountingList()
+    h = torch.ones(4, 4, requires_grad=True)
+    for _ in range(400):
+        h = sites(lambda h: h.sin(), h)
+    h.sum().backward()
+    assert len(looks) < 400 * 8
+    engine.close()
