@@ -6,7 +6,8 @@ Every error that a user can cause says three things: the value as it was typed, 
     ├── ConfigError        a flag or an option cannot be what it is (also a ValueError)
     ├── PlanError          a plan does not fit the model, or no plan fits the budget
     ├── IntegrationError   a framework lacks a symbol, or a selected tag found nothing to do
-    ├── StateError         tensors or calls came in a state in which results could not be right
+    ├── StateError         tensors or calls came in a state in which results could not be right (also a RuntimeError,
+    │                      as what torch raises for a saved tensor that was changed in place)
     └── InternalError      a fault of fgoffload itself: please report it
 """
 
@@ -27,7 +28,7 @@ class IntegrationError(OffloadError):
     """A framework lacks a symbol that is needed, or a selected tag found nothing to do."""
 
 
-class StateError(OffloadError):
+class StateError(OffloadError, RuntimeError):
     """Tensors or calls came in a state in which results could not be right."""
 
 

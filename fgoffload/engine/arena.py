@@ -13,11 +13,9 @@ import dataclasses
 import torch
 
 from fgoffload.engine.device import Device, Event, HostSlab
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, round_up
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
-
-ALIGNMENT_BYTES = 512
-"""Offsets in a slab are multiples of this, so that a copy starts where the device's copy engine likes it."""
 
 DEFAULT_SLAB_BYTES = 256 * MIB
 """Bytes. Locking memory costs 0.67 s a GiB (measured, H100 host), so slabs come in pieces that a step can bear."""
@@ -42,7 +40,7 @@ class HostBlock:
 
     def __init__(self, arena: "HostArena", free: _FreeRange, size_bytes: int) -> None:
         self._arena = arena
-        self._slab, self._start, self._end = free.slab, free.start, free.start + _round_up(size_bytes)
+        self._slab, self._start, self._end = free.slab, free.start, free.start + round_up(max(1, size_bytes))
         self.buffer = arena.get_bytes(free.slab, free.start, size_bytes)
         """uint8 `[size_bytes]`, on the host."""
         self.reads_to_wait_for: tuple[Event, ...] = tuple(free.reads)
@@ -97,7 +95,7 @@ class HostArena:
             The block is the caller's until its last reference dies.
         """
         self._collect()
-        needed_bytes = _round_up(size_bytes)
+        needed_bytes = round_up(max(1, size_bytes))
         index = bisect.bisect_left(self._by_size, (needed_bytes, -1, -1))
         if index == len(self._by_size):
             if not self._grow(needed_bytes):
@@ -172,7 +170,3 @@ class HostArena:
         del self._by_size[bisect.bisect_left(self._by_size, (free.size_bytes, free.slab, free.start))]
         del self._by_start[free.slab, free.start]
         del self._by_end[free.slab, free.end]
-
-
-def _round_up(size_bytes: int) -> int:
-    return max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES

@@ -180,6 +180,9 @@ class AcceleratorDevice(Device):
     def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
         return float(start.elapsed_time(end)) / 1e3
 
+    def owns(self, tensor: torch.Tensor) -> bool:  # noqa: D102
+        return tensor.device == self._device
+
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
         with stream:
             destination.copy_(source, non_blocking=True)

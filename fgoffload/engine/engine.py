@@ -56,13 +56,14 @@ class OffloadEngine:
         self.arena = HostArena(
             device, budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes
         )
-        self._transfers = Transfers(device, self.arena, observe=self._observe)
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
         self._lock = threading.RLock()
         self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._stay: dict[int, tuple[StorageRef, KeptReason]] = {}
+        self._stay_limit = 1024
         self._held: list[Group] = []
         self._observers: list[ActivationLedger] = []
+        self._transfers = Transfers(device, self.arena, observers=self._observers)
         self._stats = StepStats()
 
     # Regions: what an integration calls in forward.
@@ -111,7 +112,6 @@ class OffloadEngine:
         with self._lock:
             if group.state is not GroupState.SAVING:
                 raise StateError(f"{group.label} was ended twice. End each region once.")
-            group.streams.add(self.device.current_stream())
             group.end_position = len(lane.groups)
             if is_held:
                 group.state = GroupState.HELD
@@ -144,11 +144,11 @@ class OffloadEngine:
                     stats.add_kept(reason, tensor.numel() * tensor.element_size())
                 return KeptHandle(tensor, label)
             view = get_view(tensor)
-            saved = self._get_saved(tensor, view, label)
+            saved = self._track(tensor, view, label)
             saved.add(tensor, view)
+            saved.streams.add(self.device.current_stream())
             if group is not None:
                 group.add(saved)
-                group.streams.add(self.device.current_stream())
             return Handle(self, saved, view)
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
@@ -158,9 +158,11 @@ class OffloadEngine:
             The current stream waits for the copy to the device, where there was one. The host does not block.
 
         Raises:
-            StateError: The bytes had not left yet, and were changed in place or resized since they were saved.
+            StateError: The bytes were changed in place, or their storage resized, since they were saved.
         """
         with self._lock:
+            if saved.fault is not None:
+                raise StateError(saved.fault)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
                 saved.check_unchanged("backward took it")
@@ -179,7 +181,7 @@ class OffloadEngine:
         """Backward has reached the end mark of `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
             self._leave(lane, group.end_position)
-            self._prefetch(lane, wanted=group if lane.groups else None)
+            self._prefetch(lane, wanted=group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
         """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
@@ -229,7 +231,9 @@ class OffloadEngine:
             return KeptReason.PARAMETER
         if type(tensor) is not torch.Tensor:
             return KeptReason.SUBCLASS
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+            return KeptReason.LAYOUT
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():  # noqa: SLF001 - no public name
             return KeptReason.LAYOUT
         if not self.device.owns(tensor):
             return KeptReason.OTHER_DEVICE
@@ -238,7 +242,7 @@ class OffloadEngine:
         stay = self._stay.get(get_key(tensor))
         return stay[1] if stay else None
 
-    def _get_saved(self, tensor: torch.Tensor, view: View, label: str) -> SavedStorage:
+    def _track(self, tensor: torch.Tensor, view: View, label: str) -> SavedStorage:
         """Return the saved storage that `tensor` looks at: a storage leaves once, however many saves and groups share it.
 
         The address of a storage names it, since a saved storage keeps that address from being used again. Another version of
@@ -250,6 +254,7 @@ class OffloadEngine:
             saved is None
             or saved.version != get_version(tensor)
             or saved.nbytes != tensor.untyped_storage().nbytes()
+            or saved.address != tensor.untyped_storage().data_ptr()
             or not saved.holds(view)
         ):
             saved = SavedStorage(self._transfers, tensor, label)
@@ -258,25 +263,23 @@ class OffloadEngine:
 
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         with self._lock:
-            self._stay = {key: entry for key, entry in self._stay.items() if not entry[0].is_freed}
             for tensor in tensors:
                 reference = StorageRef(tensor)
                 self._stay[reference.key] = (reference, reason)
-
-    def _observe(self, tensor: torch.Tensor) -> None:
-        for ledger in self._observers:
-            ledger.observe(tensor)
+            if len(self._stay) > self._stay_limit:
+                self._stay = {key: entry for key, entry in self._stay.items() if not entry[0].is_freed}
+                self._stay_limit = max(1024, 2 * len(self._stay))
 
     def _submit(self, group: Group) -> None:
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = self._stats.get_tag(group.site.tag)
-        for saved in group.close(GroupState.SUBMITTED):
+        for saved in group.submit():
             block = self._find_block(saved, stats)
             if block is not None:
                 saved.tag = group.site.tag
                 leaving.append((saved, block))
         if leaving:
-            size_bytes = self._transfers.offload(leaving, streams=group.streams, label=group.label)
+            size_bytes = self._transfers.offload(leaving, label=group.label)
             stats.d2h_bytes += size_bytes
             logger.debug("offload %s: %d storages, %s", group.label, len(leaving), format_bytes(size_bytes))
         self._transfers.poll()
@@ -303,9 +306,10 @@ class OffloadEngine:
 
     def _leave(self, lane: Lane, position: int) -> None:
         for group in lane.leave(position):
-            # What a kept graph still wants goes back to being on the host only.
+            # What a kept graph still wants goes back to being on the host only, once no group before this one wants it too.
             for saved in group.list_saved(SavedState.RELOADED):
-                self._transfers.drop_reloaded(saved)
+                if saved.uses <= 0:
+                    self._transfers.drop_reloaded(saved)
         self._transfers.poll()
 
     def _prefetch(self, lane: Lane, *, wanted: Group | None) -> None:
@@ -315,9 +319,9 @@ class OffloadEngine:
             lane: Where backward is.
             wanted: The group whose end mark backward has just reached, if any.
         """
-        if wanted is not None and wanted is lane.groups[-1]:
+        if wanted is not None and wanted.position == lane.end - 1:
             lane.ahead.pop(wanted, None)
-            if lane.away == len(lane.groups):
+            if lane.away == lane.end:
                 lane.away -= 1
                 self._stats.prefetch_misses += len(wanted.list_saved(SavedState.OFFLOADED))
                 self._call_back(wanted)
@@ -325,7 +329,7 @@ class OffloadEngine:
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
             away = group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
-            group_bytes = sum(saved.size_bytes for saved in away)
+            group_bytes = sum(saved.moved_bytes for saved in away)
             if away and not self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes):
                 break
             lane.away -= 1
@@ -348,6 +352,8 @@ class OffloadEngine:
             stats = self._stats.get_tag(saved.tag)
             stats.h2d_bytes += saved.moved_bytes
             if not saved.storage.is_freed:
+                # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
                 stats.held_elsewhere_bytes += saved.size_bytes
+                self._stay[saved.storage.key] = (saved.storage, KeptReason.HELD)
         self._transfers.reload(waiting)
         logger.debug("reload %s: %d storages", waiting[0].label, len(waiting))

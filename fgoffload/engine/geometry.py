@@ -10,6 +10,9 @@ ALIGNMENT_BYTES = 512
 input, and then differ in the last bit; torch's device allocator starts blocks at multiples of 512 bytes, so a tensor that
 comes back has the alignment that it left with."""
 
+PADDING_BYTES = 16
+"""Buffers are whole multiples of this, the size of the largest element, so that they can be looked at as any type."""
+
 
 class View(NamedTuple):
     """One way to look at a storage. Equal views of one storage are the same bytes."""
@@ -51,19 +54,21 @@ def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
 def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
     """Return the tensor that `view` describes, over a copy of its storage's bytes.
 
+    All tensors that are rebuilt over one buffer count changes in place together, as views of one storage do.
+
     Args:
         view: A view of the storage that was copied.
-        buffer: uint8 `[n]`, the copy, from the first byte of its own storage.
+        buffer: uint8 `[n]`, the copy, from the first byte of its own storage; n is a multiple of `PADDING_BYTES`.
         buffer_start: Which byte of the storage the first byte of `buffer` is. A multiple of `ALIGNMENT_BYTES`.
     """
-    tensor = torch.empty(0, dtype=view.dtype, device=buffer.device)
     offset = (view.start - buffer_start) // view.dtype.itemsize
-    return tensor.set_(buffer.untyped_storage(), offset, view.size, view.stride)
+    # Detached, so that what autograd gets has no base of another type.
+    return buffer.view(view.dtype).as_strided(view.size, view.stride, offset).detach()
 
 
 def get_gathered_bytes(views: Sequence[View]) -> int:
     """Return the bytes of all `views` packed one behind the other."""
-    return sum(_round_up(view.dense_bytes) for view in views)
+    return sum(round_up(view.dense_bytes) for view in views)
 
 
 def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> None:
@@ -77,9 +82,8 @@ def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> 
     Streams:
         Runs on the current stream.
     """
-    storage = get_stretch(tensor, start=0, end=tensor.untyped_storage().nbytes())
     for view, values in _pair(views, dense):
-        values.copy_(rebuild(view, storage, buffer_start=0))
+        values.copy_(_look(view, tensor, start=0))
 
 
 def scatter(views: Sequence[View], dense: torch.Tensor, stretch: torch.Tensor, *, stretch_start: int) -> None:
@@ -95,7 +99,13 @@ def scatter(views: Sequence[View], dense: torch.Tensor, stretch: torch.Tensor, *
         Runs on the current stream.
     """
     for view, values in _pair(views, dense):
-        rebuild(view, stretch, buffer_start=stretch_start).copy_(values)
+        _look(view, stretch, start=stretch_start).copy_(values)
+
+
+def _look(view: View, tensor: torch.Tensor, *, start: int) -> torch.Tensor:
+    """Return `view` over the storage of `tensor`, whose first byte is byte `start` of the storage that was saved."""
+    offset = (view.start - start) // view.dtype.itemsize
+    return torch.empty(0, dtype=view.dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, view.size, view.stride)
 
 
 def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, torch.Tensor]]:
@@ -103,7 +113,7 @@ def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, to
     offset = 0
     for view in map(_reduce, views):
         yield view, dense[offset : offset + view.dense_bytes].view(view.dtype).view(view.size)
-        offset += _round_up(view.dense_bytes)
+        offset += round_up(view.dense_bytes)
 
 
 def _reduce(view: View) -> View:
@@ -112,5 +122,6 @@ def _reduce(view: View) -> View:
     return view._replace(size=size)
 
 
-def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def round_up(size_bytes: int, *, to: int = ALIGNMENT_BYTES) -> int:
+    """Return the smallest multiple of `to` that is not below `size_bytes`."""
+    return -(-size_bytes // to) * to

@@ -3,7 +3,6 @@
 import enum
 import weakref
 
-from fgoffload.engine.device import Stream
 from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.plan import Site
 
@@ -20,7 +19,7 @@ class GroupState(enum.Enum):
 class Group:
     """What one execution of a site saves for one microbatch: the tensors that move together."""
 
-    __slots__ = ("__weakref__", "_open", "_submitted", "end_position", "label", "position", "site", "state", "streams")
+    __slots__ = ("__weakref__", "_open", "_submitted", "end_position", "label", "position", "site", "state")
 
     def __init__(self, site: Site, label: str, *, position: int) -> None:
         self.site = site
@@ -31,8 +30,6 @@ class Group:
         """The groups of the lane before this one."""
         self.end_position = position + 1
         """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
-        self.streams: set[Stream] = set()
-        """The compute streams that the group's tensors were used on in forward."""
         self._open: dict[int, SavedStorage] = {}
         self._submitted: list[weakref.ref[SavedStorage]] = []
 
@@ -41,18 +38,26 @@ class Group:
         if self.state is GroupState.SAVING:
             self._open[id(saved)] = saved
 
-    def close(self, state: GroupState) -> list[SavedStorage]:
+    def submit(self) -> list[SavedStorage]:
         """Return what the group saved, and know it only weakly from here on. See [Note: What owns what]."""
-        self.state = state
         saved = list(self._open.values())
+        for storage in saved:
+            storage.uses += 1
         self._submitted = [weakref.ref(storage) for storage in saved]
         self._open.clear()
+        self.state = GroupState.SUBMITTED
         return saved
 
     def spend(self) -> None:
-        """Let go of what has not been submitted: backward has left, and autograd alone decides how long it is wanted."""
+        """Backward has left: autograd alone decides how long the tensors are wanted."""
+        if self.state is GroupState.SAVING:
+            return  # a backward inside of the region, which saves on after it
         self._open.clear()
         self.state = GroupState.SPENT
+        for reference in self._submitted:
+            saved = reference()
+            if saved is not None:
+                saved.uses -= 1
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
         """Return the saved storages that autograd still wants and that are in one of `states`, in the order of saving."""
@@ -71,15 +76,17 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "ahead", "away", "groups", "label")
+    __slots__ = ("_leftover", "ahead", "away", "end", "groups", "label")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self.label = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
         """As in `mb=2`, with the chunk where it is not the first."""
         self.groups: list[Group] = []
-        """Those that backward has not left."""
+        """In the order of forward."""
+        self.end = 0
+        """Backward has left all groups but the first so many."""
         self.away = 0
-        """The first so many of `groups` have not been called back."""
+        """The first so many groups have not been called back."""
         self.ahead: dict[Group, int] = {}
         """Those that were called back before backward came to them, and their bytes."""
         self._leftover: list[Group] = []
@@ -88,19 +95,21 @@ class Lane:
         """Return a new group of `site`, behind the others."""
         group = Group(site, f"{site} {self.label}", position=len(self.groups))
         self.groups.append(group)
-        self.away = len(self.groups)
+        self.end = self.away = len(self.groups)
         return group
 
     def leave(self, position: int) -> list[Group]:
-        """Forget the groups from `position` on, since backward has left them, and return those forgotten the time before.
+        """Take note that backward has left the groups from `position` on, and return those that it left the time before.
 
         One time late, because ops between two regions, as the rotary embedding, may share the storages of the region that
-        backward has just left.
+        backward has just left. A position behind the end means that another backward of the same graph has begun.
         """
-        left = self.groups[position:]
+        if position > self.end:
+            self.end = self.away = position
+        left = self.groups[position : self.end]
         if not left:
             return []
-        del self.groups[position:]
+        self.end = position
         self.away = min(self.away, position)
         for group in left:
             group.spend()

@@ -116,5 +116,13 @@ class Region:
 
 def _add_mark(tensor: torch.Tensor, reach: Callable[[], None]) -> None:
     """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
-    if tensor.requires_grad:
-        tensor.register_hook(lambda gradient: reach())  # type: ignore[no-untyped-call]
+    if not tensor.requires_grad:
+        return
+
+    def reach_once_on_a_leaf(gradient: torch.Tensor) -> None:
+        if tensor_is_leaf:
+            mark.remove()  # a leaf outlives the graph, and would gather the marks of all steps
+        reach()
+
+    tensor_is_leaf = tensor.is_leaf
+    mark = tensor.register_hook(reach_once_on_a_leaf)  # type: ignore[no-untyped-call]

@@ -7,8 +7,9 @@ exception or the end of a scope, gives everything back, in any order, and nothin
 here are detached: one with its `grad_fn` would close a cycle through the graph, and memory would wait for Python's collector.
 """
 
+import dataclasses
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,21 +33,26 @@ class SavedState(enum.Enum):
     RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its event has passed
 
 
-class Reload(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Reload:
     """A device buffer, and the streams that it has to do with."""
 
     buffer: torch.Tensor
-    """uint8 `[n]`: what the host block holds, once `h2d_done` has passed."""
-    h2d_done: Event
-    allocated_on: Stream
+    """uint8 `[n]`: holds the bytes once `filled` has passed."""
+    filled: Event
+    owner: Stream
     """The compute stream that the allocator gave the buffer to."""
-    taken_on: set[Stream]
-    """The compute streams that wait for `h2d_done`, and may read the buffer since."""
+    is_dense: bool
+    """Whether the bytes are gathered views, packed, and not yet each in its place."""
+    taken_on: set[Stream] = dataclasses.field(default_factory=set)
+    """The compute streams that wait for `filled`, and may read the buffer since."""
+    version: int | None = None
+    """Of the buffer when the first tensor was taken from it; None before."""
 
     @property
     def is_ordered(self) -> bool:
         """Return whether the buffer may be dropped as it is: whoever touched it did so in the order of its own stream."""
-        return self.taken_on == {self.allocated_on}
+        return self.taken_on == {self.owner}
 
 
 class SavedStorage:
@@ -56,10 +62,12 @@ class SavedStorage:
         "__weakref__",
         "_aliases",
         "_transfers",
+        "address",
         "block",
         "covered_bytes",
         "d2h_done",
         "end",
+        "fault",
         "gathered",
         "itemsize",
         "label",
@@ -68,8 +76,9 @@ class SavedStorage:
         "start",
         "state",
         "storage",
-        "stretch",
+        "streams",
         "tag",
+        "uses",
         "version",
         "views",
     )
@@ -87,6 +96,8 @@ class SavedStorage:
         self.version: int = get_version(tensor)
         self.nbytes = tensor.untyped_storage().nbytes()
         """Bytes of the storage when it was saved."""
+        self.address = tensor.untyped_storage().data_ptr()
+        """Where its bytes were when it was saved."""
         self.storage = StorageRef(tensor)
         self.start = self.nbytes
         self.end = 0
@@ -99,8 +110,12 @@ class SavedStorage:
         self.block: HostBlock | None = None
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
-        self.stretch: torch.Tensor | None = None
-        """uint8 `[end - start]`, on the device: the reloaded bytes, each in its place; None until the first is taken."""
+        self.streams: set[Stream] = set()
+        """The compute streams on which its tensors were saved."""
+        self.uses = 0
+        """The groups that list it and that backward has not left."""
+        self.fault: str | None = None
+        """Why the bytes cannot be given back any more, if so. Said when somebody wants them, since perhaps nobody does."""
 
     @property
     def size_bytes(self) -> int:
@@ -136,17 +151,27 @@ class SavedStorage:
         """Return one of the saved tensors, while their storage is still there."""
         return next(iter(self._aliases.values()))
 
-    def check_unchanged(self, act: str) -> None:
-        """Refuse bytes that are not those that autograd saved.
+    def find_change(self, act: str) -> str | None:
+        """Return what happened to the bytes since autograd saved them, or None where nothing did.
 
         Args:
-            act: What is about to happen to the bytes, for the error.
+            act: What is about to happen to the bytes.
+        """
+        changes = (
+            find_change(alias, version=self.version, nbytes=self.nbytes, label=self.label, act=act)
+            for alias in self._aliases.values()
+        )
+        return next(filter(None, changes), None)
+
+    def check_unchanged(self, act: str) -> None:
+        """Refuse bytes that are not those that autograd saved.
 
         Raises:
             StateError: A saved tensor was changed in place, or its storage was resized, since it was saved.
         """
-        for alias in self._aliases.values():
-            check_unchanged(alias, version=self.version, nbytes=self.nbytes, label=self.label, act=act)
+        change = self.find_change(act)
+        if change is not None:
+            raise StateError(change)
 
     def recall(self) -> None:
         """Stay after all: backward wants the bytes before their copy to the host is done, and they are still here.
@@ -163,27 +188,36 @@ class SavedStorage:
     def __del__(self) -> None:
         # Any thread may get here, in the middle of anything: only an atomic append. Who runs next orders the streams.
         if self.reload is not None and not self.reload.is_ordered:
-            self._transfers.abandoned.append((self.reload, self.stretch))
+            self._transfers.abandoned.append(self.reload)
 
 
-def check_unchanged(tensor: torch.Tensor, *, version: int, nbytes: int, label: str, act: str) -> None:
-    """Refuse a tensor whose bytes are not those that autograd saved.
+def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, label: str, act: str) -> str | None:
+    """Return what happened to the bytes of `tensor` since autograd saved it, or None where nothing did.
 
-    Raises:
-        StateError: It was changed in place, or its storage was resized, since it was saved.
+    Args:
+        tensor: What was saved.
+        version: Of its bytes, when it was saved.
+        nbytes: Of its storage, when it was saved; None does not ask.
+        label: The group that saved it.
+        act: What is about to happen to the bytes.
     """
-    if get_version(tensor) != version:
-        raise StateError(
-            f"A tensor of shape {list(tensor.shape)} that {label} saved for backward was changed in place before {act}: it is "
-            f"at version {get_version(tensor)}, and was saved at version {version}. Change a clone of it, or keep its tag out."
+    found_version, found_nbytes = get_version(tensor), tensor.untyped_storage().nbytes() if nbytes is not None else None
+    if found_version != version:
+        return (
+            f"{_name(tensor, label)} was changed in place before {act}: it is at version {found_version}, and was saved at "
+            f"version {version}. Change a clone of it, or keep its tag out."
         )
-    found = tensor.untyped_storage().nbytes()
-    if found != nbytes:
-        raise StateError(
-            f"The storage of a tensor of shape {list(tensor.shape)} that {label} saved for backward was resized before {act}: "
-            f"it has {found} bytes, and had {nbytes} when it was saved. Something frees or refills it outside of autograd; "
-            "announce it with `OffloadEngine.keep_recomputed` before it is saved."
+    if found_nbytes != nbytes:
+        return (
+            f"{_name(tensor, label)} lost its storage before {act}: the storage has {found_nbytes} bytes, and had {nbytes} "
+            "when it was saved. Something frees or refills it outside of autograd; announce it with "
+            "`OffloadEngine.keep_recomputed` before it is saved."
         )
+    return None
+
+
+def _name(tensor: torch.Tensor, label: str) -> str:
+    return f"A tensor of shape {list(tensor.shape)} that {label} saved for backward"
 
 
 class Handle:
@@ -207,9 +241,8 @@ class KeptHandle:
     __slots__ = ("_label", "_nbytes", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, label: str) -> None:
-        self._tensor = _detach(tensor)
-        self._version: int = get_version(tensor)
-        self._nbytes = _find_nbytes(tensor)
+        self._tensor, self._nbytes = _hold(tensor)
+        self._version = get_version(self._tensor)
         self._label = label
 
     def take(self) -> torch.Tensor:
@@ -218,25 +251,21 @@ class KeptHandle:
         Raises:
             StateError: It was changed in place, or its storage is not as large as it was.
         """
-        if self._nbytes is not None:
-            check_unchanged(self._tensor, version=self._version, nbytes=self._nbytes, label=self._label, act="backward took it")
+        change = find_change(
+            self._tensor, version=self._version, nbytes=self._nbytes, label=self._label, act="backward took it"
+        )
+        if change is not None:
+            raise StateError(change)
         return self._tensor
 
 
-def _detach(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` without its graph; without its storage too where it has no elements.
-
-    An expert that gets no tokens saves an empty slice of the storage that all experts' tokens lie in, and would hold it.
-    """
-    if _is_plain(tensor) and tensor.numel() == 0:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return tensor.detach()
-
-
-def _find_nbytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes of the tensor's storage, or None where it has none, or none of its own."""
-    return tensor.untyped_storage().nbytes() if _is_plain(tensor) and tensor.numel() else None
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+def _hold(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+    """Return what to hold of a tensor that stays, and the bytes that its storage must keep, if any."""
+    if tensor.is_leaf and tensor.requires_grad:
+        return tensor, None  # as torch does: a leaf has no graph to hold, and whoever gives it other data means it
+    if type(tensor) is not torch.Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+        return tensor.detach(), None
+    if tensor.numel() == 0:
+        # An expert that gets no tokens saves an empty slice of the storage that all experts' tokens lie in, and would hold it.
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device), None
+    return tensor.detach(), tensor.untyped_storage().nbytes()

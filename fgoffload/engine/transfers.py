@@ -1,16 +1,18 @@
 """Copies to the host and back, and the order that keeps them right.
 
 [Note: Ordering of a copy to the host]
-(a) The copy waits for the compute streams that produced and used the source: it must not read bytes that are not there yet.
+(a) The copy waits for the compute streams that produced and used the source, and so does what gathers it: neither must read
+    bytes that are not there yet.
 (b) The copy waits for the copies to the device that still read its host block: it must not overwrite what they read.
-(c) The source is kept alive until the copy is done, and the compute streams wait for it before the source is dropped: the
-    allocator hands freed memory to the next kernel of that stream, which must not overwrite what the copy still reads.
+(c) The source is kept alive until the copy is done, and the compute streams wait for it, and for each other, before the source
+    is dropped: the allocator hands freed memory to the next kernel of one of them, which must not overwrite what the copy, or a
+    kernel of another one, still reads.
 
 [Note: Ordering of a copy to the device]
 (d) The buffer is allocated on the compute stream, and the copy waits for that point: the allocator may have given out memory
     that earlier kernels of that stream still use.
 (e) The copy waits for the storage's own copy to the host: it must not read a block that is not written yet.
-(f) A stream that takes the bytes waits for the copy.
+(f) A stream that takes the bytes waits for the copy, or for what put gathered bytes into their places.
 (g) A buffer that was not taken, or was taken on another stream than its own, is dropped only after its own stream waits for
     the copy and for the other streams: as in (c), the other way round.
 """
@@ -18,16 +20,27 @@
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
 
 from fgoffload.engine.arena import HostArena, HostBlock
 from fgoffload.engine.device import Device, Event, Stream
-from fgoffload.engine.geometry import View, gather, get_gathered_bytes, get_stretch, rebuild, scatter
+from fgoffload.engine.geometry import (
+    PADDING_BYTES,
+    View,
+    gather,
+    get_gathered_bytes,
+    get_stretch,
+    rebuild,
+    round_up,
+    scatter,
+)
+from fgoffload.engine.identity import get_version
+from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.saved import Reload, SavedState, SavedStorage
-from fgoffload.errors import InternalError
+from fgoffload.errors import InternalError, StateError
 
 
 class _InFlight(NamedTuple):
@@ -46,35 +59,37 @@ class Transfers:
     Args:
         device: Where the tensors live.
         arena: Where they go.
-        observe: Called with each device buffer that is made here.
+        observers: Are told of each device buffer that is made here.
     """
 
-    def __init__(self, device: Device, arena: HostArena, *, observe: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger]) -> None:
         self._device = device
         self._arena = arena
-        self._observe = observe
+        self._observers = observers
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self.in_flight_bytes = 0
         """Bytes on their way to the host."""
-        self.abandoned: collections.deque[tuple[Reload, torch.Tensor | None]] = collections.deque()
+        self.abandoned: collections.deque[Reload] = collections.deque()
         """Device buffers that nobody wants any more, and that other streams may still touch."""
 
     def find_block(self, saved: SavedStorage) -> HostBlock | None:
         """Return host memory for what `saved` has to move, or None where the budget does not allow it."""
         return self._arena.find_block(saved.moved_bytes)
 
-    def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, streams: Iterable[Stream], label: str) -> int:
+    def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, label: str) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
 
         Streams:
-            Queued on the device-to-host stream, after what `streams` have queued so far. See [Note: Ordering of a copy to the
-            host]. The host does not block.
+            Queued on the device-to-host stream, after what the streams that saved have queued so far. See [Note: Ordering of a
+            copy to the host]. The host does not block.
 
         Lifetime:
-            The sources live until `release`.
+            The sources live until `release_oldest`.
         """
         device, d2h = self._device, self._device.d2h_stream
-        streams = frozenset(streams)
+        streams = {device.current_stream()}.union(*(saved.streams for saved, _ in leaving))
+        if any(saved.gathered for saved, _ in leaving):
+            self._join(streams)  # (a) and (c): gathering reads what all of them wrote, and its source is dropped right after
         sources = []
         for saved, block in leaving:
             saved.block = block
@@ -92,12 +107,12 @@ class Transfers:
             saved.d2h_done = d2h_done
             saved.state = SavedState.OFFLOADING
             if saved.gathered:
-                # The gathered bytes are a copy in the order of the compute stream: the storage itself may go at once.
+                # The gathered bytes are a copy in the order of the compute streams: the storage itself may go at once.
                 saved.state = SavedState.OFFLOADED
                 saved.drop_aliases()
         size_bytes = sum(source.numel() for source in sources)
         references = tuple(weakref.ref(saved) for saved, _ in leaving)
-        self._in_flight.append(_InFlight(references, tuple(sources), streams, d2h_done, size_bytes))
+        self._in_flight.append(_InFlight(references, tuple(sources), frozenset(streams), d2h_done, size_bytes))
         self.in_flight_bytes += size_bytes
         return size_bytes
 
@@ -106,27 +121,26 @@ class Transfers:
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
             self.release_oldest()
         while self.abandoned:
-            self._drop(*self.abandoned.popleft())
+            self._order(self.abandoned.popleft())
 
     def release_oldest(self) -> None:
         """Let go of the sources of the oldest copies to the host, their device memory with them.
 
         Streams:
             The compute streams wait for these copies. The host does not block.
-
-        Raises:
-            StateError: A source was changed in place, or its storage resized, while it was being copied.
         """
         entry = self._in_flight.popleft()
         self.in_flight_bytes -= entry.size_bytes
-        for stream in entry.streams | {self._device.current_stream()}:
+        living = [saved for saved in (reference() for reference in entry.saved) if saved is not None]
+        streams = {self._device.current_stream(), *entry.streams}.union(*(saved.streams for saved in living))
+        for stream in streams:
             # (c): the next kernel that gets this memory must not write it before the copy has read it. Where the copy is done
             # already this costs nothing; past the window it is where compute waits for the link.
             self._device.wait_event(stream, entry.d2h_done)
-        for reference in entry.saved:
-            saved = reference()
-            if saved is not None and saved.state is SavedState.OFFLOADING:
-                saved.check_unchanged("its copy to the host was done")
+        self._join(streams)  # (c): nor before a kernel of another stream has read it
+        for saved in living:
+            if saved.state is SavedState.OFFLOADING:
+                saved.fault = saved.find_change("its copy to the host was done")
                 saved.drop_aliases()
                 saved.state = SavedState.OFFLOADED
 
@@ -141,18 +155,17 @@ class Transfers:
         """
         device, h2d = self._device, self._device.h2d_stream
         compute = device.current_stream()
-        buffers = [device.allocate_device(saved.moved_bytes) for saved in waiting]
+        buffers = [self._allocate(saved.moved_bytes) for saved in waiting]
         device.wait_event(h2d, device.record_event(compute))  # (d): after earlier users of the buffers' memory
         for saved, buffer in zip(waiting, buffers, strict=True):
-            self._observe(buffer)
             if saved.block is None:
                 raise InternalError(f"What {saved.label} saved is on the host and has no block there.")
             device.wait_event(h2d, saved.d2h_done)  # (e): after the copy that writes the block
             with _label(f"fgoffload::reload ({saved.label})"):
-                device.copy_bytes(destination=buffer, source=saved.block.buffer, stream=h2d)
+                device.copy_bytes(destination=buffer[: saved.moved_bytes], source=saved.block.buffer, stream=h2d)
             h2d_done = device.record_event(h2d)
             saved.block.last_read = h2d_done
-            saved.reload = Reload(buffer, h2d_done, compute, set())
+            saved.reload = Reload(buffer, h2d_done, compute, is_dense=bool(saved.gathered))
             saved.state = SavedState.RELOADED
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
@@ -160,32 +173,37 @@ class Transfers:
 
         Streams:
             The current stream waits for the copy to the device. The host does not block.
+
+        Raises:
+            StateError: Somebody who took it before changed it in place.
         """
         reload = saved.reload
         if reload is None:
             raise InternalError(f"What {saved.label} saved was taken and has no device buffer.")
         stream = self._device.current_stream()
         if stream not in reload.taken_on:
-            self._device.wait_event(stream, reload.h2d_done)  # (f): after the copy that fills the buffer
+            self._device.wait_event(stream, reload.filled)  # (f): after what fills the buffer
             reload.taken_on.add(stream)
-        if saved.stretch is None:
-            saved.stretch = reload.buffer
-            if saved.gathered:
-                saved.stretch = self._device.allocate_device(saved.size_bytes)
-                self._observe(saved.stretch)
-                scatter(saved.gathered, reload.buffer, saved.stretch, stretch_start=saved.start)
-        return rebuild(view, saved.stretch, buffer_start=saved.start)
+        if reload.is_dense:
+            reload = saved.reload = self._put_in_place(saved, reload, stream)
+        if reload.version is None:
+            reload.version = get_version(reload.buffer)
+        elif reload.version != get_version(reload.buffer):
+            raise StateError(_say_changed(saved))
+        return rebuild(view, reload.buffer, buffer_start=saved.start)
 
     def drop_reloaded(self, saved: SavedStorage) -> None:
         """Let go of the device buffer of `saved`; the host block still has the bytes.
 
         Streams:
-            The current stream waits for whoever may still touch the buffer. The host does not block.
+            The buffer's stream waits for whoever may still touch it. The host does not block.
         """
-        if saved.reload is not None:
-            self._drop(saved.reload, saved.stretch)
-            saved.reload = saved.stretch = None
+        reload, saved.reload = saved.reload, None
+        if reload is not None:
             saved.state = SavedState.OFFLOADED
+            if reload.version is not None and reload.version != get_version(reload.buffer):
+                saved.fault = _say_changed(saved)  # the host still has what was saved, and torch would not give it either
+            self._order(reload)
 
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""
@@ -199,18 +217,46 @@ class Transfers:
         tensor = saved.get_any_alias()
         if not saved.gathered:
             return get_stretch(tensor, start=saved.start, end=saved.end)
-        dense = self._device.allocate_device(get_gathered_bytes(saved.gathered))
-        self._observe(dense)
+        dense = self._allocate(get_gathered_bytes(saved.gathered))
         gather(saved.gathered, tensor, dense)
         return dense
 
-    def _drop(self, reload: Reload, stretch: torch.Tensor | None) -> None:
-        """Order the buffer's own stream behind whoever may still touch the buffer: (g)."""
+    def _put_in_place(self, saved: SavedStorage, dense: Reload, stream: Stream) -> Reload:
+        """Return a buffer in which the gathered views lie where they lay in their storage."""
+        stretch = self._allocate(saved.size_bytes)
+        scatter(saved.gathered, dense.buffer, stretch, stretch_start=saved.start)
+        placed = Reload(stretch, self._device.record_event(stream), stream, is_dense=False, taken_on={stream})
+        self._order(dense)
+        return placed
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        buffer = self._device.allocate_device(round_up(size_bytes, to=PADDING_BYTES))
+        for ledger in self._observers:
+            ledger.observe(buffer)
+        return buffer
+
+    def _join(self, streams: Set[Stream]) -> None:
+        """Make each of `streams` wait for what the others have queued so far."""
+        if len(streams) > 1:
+            events = {stream: self._device.record_event(stream) for stream in streams}
+            for stream in streams:
+                for other in streams - {stream}:
+                    self._device.wait_event(stream, events[other])
+
+    def _order(self, reload: Reload) -> None:
+        """Order a buffer's own stream behind whoever may still touch it, so that it can be dropped: (g)."""
         device = self._device
         if not reload.taken_on:
-            device.wait_event(reload.allocated_on, reload.h2d_done)
-        for stream in reload.taken_on - {reload.allocated_on}:
-            device.wait_event(reload.allocated_on, device.record_event(stream))
+            device.wait_event(reload.owner, reload.filled)
+        for stream in reload.taken_on - {reload.owner}:
+            device.wait_event(reload.owner, device.record_event(stream))
+
+
+def _say_changed(saved: SavedStorage) -> str:
+    return (
+        f"A tensor that {saved.label} saved for backward was changed in place by a backward that had taken it. "
+        "Change a clone there."
+    )
 
 
 def _label(name: str) -> contextlib.AbstractContextManager[object]:

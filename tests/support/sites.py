@@ -30,17 +30,22 @@ class Sites:
         self._count = 0
 
     def __call__(
-        self, function: Function, *inputs: torch.Tensor, tag: str = "core_attn", is_held: bool = False
-    ) -> torch.Tensor:
+        self,
+        function: Callable[..., Any],
+        *inputs: torch.Tensor,
+        tag: str = "core_attn",
+        is_held: bool = False,
+        output: Callable[[Any], torch.Tensor] = lambda result: result,
+    ) -> Any:
         self._count += 1
         region = self.engine and self.engine.find_region(Site(chunk=0, layer=self._count, tag=tag), self.lane)
         if not region:
             return function(*inputs)
         region.enter(inputs[0])
         with region.saving():
-            output = function(*inputs)
-        region.end(output, is_held=is_held)
-        return output
+            result = function(*inputs)
+        region.end(output(result), is_held=is_held)
+        return result
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -62,7 +67,7 @@ def get_gradients(forward: Callable[[Sites], torch.Tensor], leaves: Sequence[tor
 def check_same_bits(
     forward: Callable[[Sites], torch.Tensor], leaves: Sequence[torch.Tensor], engine: OffloadEngine | None = None
 ) -> OffloadEngine:
-    """Check that the gradients of `leaves` are equal to the bit with and without `engine`, and that something moved."""
+    """Check that the gradients of `leaves` are equal to the bit with and without `engine`, and return the engine."""
     engine = engine or make_engine()
     expected = get_gradients(forward, leaves, Sites(None))
     found = get_gradients(forward, leaves, Sites(engine))

@@ -270,3 +270,88 @@ def test_looking_for_what_to_bring_back_costs_no_more_where_nothing_left():
     h.sum().backward()
     assert len(looks) < 400 * 8
     engine.close()
+
+
+def test_every_backward_of_a_kept_graph_prefetches_and_gives_device_memory_back():
+    weights = [weight(seed) for seed in range(6)]
+    engine = make_engine(policy=TransferPolicy(prefetch_bytes=2 * NBYTES))
+    output = run_layers(Sites(engine), weights, ["a"] * 6).sum()
+    engine.finish_step()
+    ledger = ActivationLedger(parameters=weights)
+    with engine.observe(ledger):
+        seen = []
+        for _ in range(3):
+            output.backward(retain_graph=True)
+            seen.append((get_resident_bytes(ledger), engine.finish_step().prefetch_misses))
+    assert seen == [(4 * NBYTES, 2)] * 3
+    del output
+    engine.close()
+
+
+def test_a_storage_that_many_groups_save_comes_back_once():
+    x = torch.ones(128, 128, requires_grad=True)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        mask = (x.detach() * 0.5).contiguous()
+        h = x * 2
+        for _ in range(6):
+            h = sites(lambda h: h * mask, h)
+        return h
+
+    engine = check_same_bits(forward, [x])
+    stats = engine.finish_step().tags["core_attn"]
+    assert stats.d2h_bytes == stats.h2d_bytes == NBYTES
+    engine.close()
+
+
+def test_gathered_groups_count_what_moves_for_prefetch():
+    w = weight()
+
+    def forward(sites: Sites) -> torch.Tensor:
+        h = w * 2
+        for _ in range(4):
+            h = sites(lambda h: h[:, ::16].sin().repeat(1, 16), h)
+        return h
+
+    engine = make_engine(policy=TransferPolicy(prefetch_bytes=NBYTES // 4))
+    check_same_bits(forward, [w], engine)
+    stats = engine.finish_step()
+    assert stats.d2h_bytes == 4 * NBYTES // 16
+    assert stats.prefetch_misses == 1
+    engine.close()
+
+
+def test_what_something_else_held_does_not_leave_again():
+    held = torch.ones(128, 128) * 2  # a table that all layers use
+    x = torch.ones(128, 128, requires_grad=True)
+    engine = make_engine()
+    moved = []
+    for _ in range(3):
+        Sites(engine)(lambda h: h * held, x * 2).sum().backward()
+        moved.append(engine.finish_step().tags["core_attn"].d2h_bytes)
+    assert moved == [NBYTES, 0, 0]
+    engine.close()
+
+
+def test_marking_many_tensors_to_stay_costs_the_same_for_each():
+    engine = make_engine()
+    sizes = []
+    for _ in range(5):
+        tensors = [torch.ones(1) for _ in range(1000)]
+        for tensor in tensors:
+            engine.keep([tensor])
+        sizes.append(len(engine._stay))
+    assert max(sizes) <= 4096  # those that died are forgotten now and then, and not at each call
+    engine.close()
+
+
+def test_bytes_come_back_at_the_alignment_that_they_left_with():
+    engine = make_engine()
+    x = torch.randn(4096, requires_grad=True)
+    h = x * 2
+    output = Sites(engine)(lambda h: h[300:3000].sin(), h)  # 1200 bytes into the storage: 176 behind a multiple of 512
+    saved = output.grad_fn._saved_self
+    assert (saved.data_ptr() - saved.untyped_storage().data_ptr()) % 512 == 1200 % 512
+    assert torch.equal(saved, h[300:3000])
+    del output, saved
+    engine.close()

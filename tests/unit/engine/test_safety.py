@@ -5,8 +5,8 @@ import torch
 from support.sites import Sites, check_same_bits, get_gradients, has_hooks, make_engine
 from torch.utils.checkpoint import checkpoint
 
-from fgoffload import StateError
-from fgoffload.engine import DelayedCpuDevice, Lane
+from fgoffload import StateError, TransferPolicy
+from fgoffload.engine import DelayedCpuDevice, KeptReason, Lane
 from fgoffload.plan import Site
 
 
@@ -29,11 +29,8 @@ def test_a_tensor_changed_in_place_before_it_leaves_is_refused_with_its_site():
 
 
 def test_a_tensor_changed_in_place_while_its_copy_is_queued_is_refused():
-    engine = make_engine(DelayedCpuDevice())
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30))
     h = leaf(64, 64) * 2
-    from fgoffload import TransferPolicy
-
-    engine._policy = TransferPolicy(window_bytes=1 << 30)
     output = Sites(engine)(lambda h: h.sin(), h)
     with torch.no_grad():
         h.add_(1)
@@ -81,7 +78,9 @@ def run_with_discarded_output(
 
 def test_a_storage_that_is_emptied_before_its_copy_is_refused():
     x, w = leaf(64, 64), torch.nn.Parameter(leaf(64, 64, seed=1))
-    with pytest.raises(StateError, match=r"was resized before it left for the host: it has 0 bytes, and had 16384"):
+    with pytest.raises(
+        StateError, match=r"lost its storage before it left for the host: the storage has 0 bytes, and had 16384"
+    ):
         run_with_discarded_output(Sites(make_engine()), x, w, announces=False, is_held=True)
 
 
@@ -263,3 +262,135 @@ def test_the_output_of_a_region_may_be_changed_in_place_and_deallocated():
         return h
 
     check_same_bits(forward, [x]).close()
+
+
+class DoublesWhatItSaved(torch.autograd.Function):
+    """Changes its saved tensor in place in backward, as fused losses do with theirs."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.save_for_backward(tensor)
+        return tensor * tensor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        saved.mul_(2)
+        return saved * gradient
+
+
+@pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
+def test_a_backward_that_changes_what_another_op_saved_too_is_refused_as_torch_refuses_it(make_device):
+    for engine in (None, make_engine(make_device())):
+        x = leaf(64, 64)
+        output = Sites(engine)(lambda h: h.cos() + DoublesWhatItSaved.apply(h), x * 2)
+        with pytest.raises(
+            RuntimeError, match="changed in place by a backward" if engine else "modified by an inplace operation"
+        ):
+            output.sum().backward()
+
+
+def test_a_kept_graph_whose_saved_tensor_backward_changed_is_refused_as_torch_refuses_it():
+    for engine in (None, make_engine()):
+        x = leaf(64, 64)
+        sites = Sites(engine)
+        output = sites(DoublesWhatItSaved.apply, sites(lambda h: h.sin(), x * 2)).sum()
+        output.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="changed in place" if engine else "modified by an inplace operation"):
+            output.backward()
+
+
+def test_a_change_in_place_is_said_when_somebody_wants_the_tensor_and_not_before():
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=0))
+    h = leaf(64, 64) * 2
+    output = Sites(engine)(lambda h: h.sin(), h).sum()
+    with torch.no_grad():
+        h.add_(1)
+    engine.close()  # releases the source, and finds the change; torch too says it only in backward
+    with pytest.raises(StateError, match="changed in place before its copy to the host was done"):
+        output.backward()
+
+
+def test_a_storage_that_was_emptied_and_refilled_between_two_saves_is_not_taken_for_the_same():
+    x = leaf(64, 64)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        h = x * 2
+        first = sites(lambda h: h.sin(), h)
+        storage, nbytes = h.untyped_storage(), h.untyped_storage().nbytes()
+        refill = h.detach() + 1
+        storage.resize_(0)
+        elsewhere = torch.empty(64, 64)  # so that the storage does not get the same bytes again
+        storage.resize_(nbytes)
+        h.data.copy_(refill)
+        second = sites(lambda h: h.cos(), h)
+        del first, elsewhere  # the first save is lost, and nobody wants it
+        return second
+
+    check_same_bits(forward, [x]).close()
+
+
+def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
+    gradients = []
+    for engine in (None, make_engine()):
+        x, w = leaf(8, 8), torch.nn.Parameter(torch.eye(8))
+        output = Sites(engine)(lambda h, w=w: h @ w, x * 2)
+        w.data = torch.eye(8) * 5
+        output.sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0][0, 0] == 10
+
+
+def test_a_backward_inside_of_a_region_does_not_end_it():
+    x = leaf(64, 64)
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        y = h.sin()
+        (gradient,) = torch.autograd.grad(y.sum(), h, retain_graph=True)
+        return y * gradient.detach()
+
+    check_same_bits(lambda sites: sites(function, x * 2), [x]).close()
+
+
+def test_kinds_of_tensors_without_plain_bytes_stay():
+    x = leaf(8, 8)
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        return h * torch._efficientzerotensor(8, 8) + h.sin()
+
+    engine = check_same_bits(lambda sites: sites(function, x * 2), [x])
+    assert KeptReason.LAYOUT.value in engine.finish_step().tags["core_attn"].kept_bytes
+    engine.close()
+
+
+def test_a_tensor_subclass_stays():
+    class Marked(torch.Tensor):
+        pass
+
+    engine = make_engine()
+    h = (leaf(64, 64) * 2).as_subclass(Marked)
+    Sites(engine)(lambda h: h.sin(), h).sum().backward()
+    stats = engine.finish_step().tags["core_attn"]
+    assert stats.d2h_bytes == 0
+    assert set(stats.kept_bytes) == {KeptReason.SUBCLASS.value}
+
+
+def test_marks_do_not_pile_up_on_a_leaf():
+    x = leaf(64, 64)
+    engine = make_engine()
+    for _ in range(3):
+        Sites(engine)(lambda h: h.sin(), x).sum().backward()
+    assert not x._backward_hooks
+    engine.close()
+
+
+def test_a_tensor_that_is_kept_and_changed_in_place_is_refused():
+    engine = make_engine()
+    h = leaf(64, 64) * 2
+    engine.keep([h])
+    output = Sites(engine)(lambda h: h.sin(), h)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(StateError, match="changed in place before backward took it"):
+        output.sum().backward()
