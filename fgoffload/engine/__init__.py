@@ -6,7 +6,7 @@ from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSl
 from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
-from fgoffload.engine.region import Region, Saving
+from fgoffload.engine.region import Region, Saving, is_inert
 from fgoffload.engine.stats import KeptReason, StepStats, TagStats
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "StepStats",
     "TagStats",
     "find_device",
+    "is_inert",
 ]

@@ -244,25 +244,75 @@ def test_a_plan_file_says_which_sites_leave(tmp_path, text):
     assert moved == {"core_attn": moved_everywhere["core_attn"] // 4}
 
 
-@pytest.mark.parametrize(
-    ("site", "action", "message"),
-    [
-        (
-            Site(chunk=0, layer=9, tag="core_attn"),
-            Action.OFFLOAD,
-            r"names layers\.9\.core_attn in chunk 0, and the model has no such",
-        ),
-        (Site(chunk=0, layer=1, tag="core_attn"), Action.RECOMPUTE, r"recomputes layers\.1\.core_attn"),
-    ],
-)
-def test_a_plan_that_does_not_fit_the_model_is_refused(site, action, message, tmp_path, text):
+def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp_path, text):
     path = tmp_path / "plan.json"
-    path.write_text(OffloadPlan(actions={site: action}).to_json())
+    sites = (Site(chunk=0, layer=1, tag="core_attn"), Site(chunk=0, layer=9, tag="core_attn"))
+    path.write_text(OffloadPlan(actions=dict.fromkeys(sites, Action.OFFLOAD)).to_json())
     with (
         make_trainer(MOE, text, make_config("core_attn", offload_plan=path)) as trainer,
-        pytest.raises(PlanError, match=message),
+        pytest.raises(PlanError, match=r"names layers\.9\.core_attn in chunk 0, and no rank has such a site"),
     ):
         trainer.run_step()
+
+
+def test_a_plan_that_recomputes_is_refused_before_anything_is_replaced(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(OffloadPlan(actions={Site(chunk=0, layer=1, tag="core_attn"): Action.RECOMPUTE}).to_json())
+    with pytest.raises(PlanError, match=r"recomputes layers\.1\.core_attn; this version can keep and offload only"):
+        megatron.apply(make_config("core_attn", offload_plan=path))
+    megatron.apply(make_config("core_attn")).remove()
+
+
+def test_one_plan_serves_all_pipeline_stages(tmp_path):
+    path = tmp_path / "plan.json"
+    sites = (Site(chunk=0, layer=1, tag="core_attn"), Site(chunk=0, layer=3, tag="mlp_norm"))  # a layer of each stage
+    path.write_text(OffloadPlan(actions=dict.fromkeys(sites, Action.OFFLOAD)).to_json())
+    argv = [
+        *f"{MOE} --global-batch-size 8 --pipeline-model-parallel-size 2 --fine-grained-activation-offloading".split(),
+        *f"--offload-modules core_attn mlp_norm --min-offloaded-tensor-size 64 --offload-plan {path}".split(),
+    ]
+    first, second = run_pipeline(argv, processes=2, steps=1, offload=True)
+    assert {tag for tag, size_bytes in first.transfers.items() if size_bytes} == {"core_attn"}
+    assert {tag for tag, size_bytes in second.transfers.items() if size_bytes} == {"mlp_norm"}
+
+
+def test_recompute_in_backward_invents_no_sites(text):
+    # The experts' forward runs again in backward, when the layer that forward reached last is one without experts.
+    flags = f"{MOE} --moe-layer-freq [1]*3+[0]*1 --recompute-granularity selective --recompute-modules moe"
+    with make_trainer(flags, text, make_config("core_attn")) as trainer:
+        trainer.run_step()
+        sites = trainer.integration._actions
+    assert {site.tag for site in sites} == {"core_attn"}
+    assert len(sites) == 4
+
+
+def test_fused_accumulation_of_weight_gradients_is_refused_by_name(text):
+    with make_trainer(DENSE, text, make_config("core_attn")) as trainer:
+        linear = trainer.chunks[0].decoder.layers[2].self_attention.linear_qkv
+        linear.gradient_accumulation_fusion = True
+        with pytest.raises(
+            IntegrationError, match=r"gradient_accumulation_fusion is on in layers\.2\.self_attention\.linear_qkv"
+        ):
+            trainer.run_step()
+
+
+def test_the_overlap_of_expert_communication_is_refused(text):
+    with (
+        make_trainer(MOE, text, make_config("core_attn")) as trainer,
+        pytest.raises(IntegrationError, match="--overlap-moe-expert-parallel-comm together with activation offload"),
+    ):
+        trainer.chunks[0].build_schedule_plan(None, None, None)
+
+
+def test_cuda_graphs_are_refused():
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+
+    offload = megatron.apply(make_config("core_attn"))
+    with pytest.raises(IntegrationError, match="CUDA graphs together with activation offload"):
+        FineGrainedActivationOffloadingInterface.group_commit(torch.ones(1), name="core_attn", delay_offload=True)
+    with pytest.raises(IntegrationError, match="CUDA graphs together with activation offload"):
+        FineGrainedActivationOffloadingInterface.forward_record(None)
+    offload.remove()
 
 
 def test_a_tag_without_a_site_in_the_model_is_refused_after_the_first_step(text):

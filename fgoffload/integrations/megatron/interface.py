@@ -80,9 +80,11 @@ def _replace_statics(patches: Patches, get_offload: Callable[[], MegatronOffload
     def group_commit(
         tensor: Any, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: Any = None
     ) -> Any:
+        if delay_offload:
+            _refuse_graphs()
         # `forced_released_tensors` are storages that Megatron's own engine empties by force. Ours never resizes what somebody
         # else may hold: the memory goes when the last holder lets go, and what is held elsewhere is counted.
-        get_offload().end_region(name, _find_output(tensor), is_held=bool(delay_offload))
+        get_offload().end_region(name, _find_output(tensor))
         return tensor
 
     def mark_not_offloadable(tensor: torch.Tensor | None) -> None:

@@ -3,11 +3,12 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
 from fgoffload.config import OffloadConfig
-from fgoffload.engine import Lane, OffloadEngine, Region, StepStats
+from fgoffload.engine import Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import IntegrationError, PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.units import format_bytes
@@ -43,9 +44,8 @@ class MegatronOffload:
         self.last_step: StepStats | None = None
         """The numbers of the last whole step on this rank; None before the first."""
         self._undo = undo
-        self._plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
+        self._plan = None if config.offload_plan is None else _load_plan(config.offload_plan)
         self._actions: dict[Site, Action] = {}
-        self._known_chunks: set[int] = set()
         self._fused_tags: set[str] = set()
         self._lane: Lane | None = None
         self._chunk = 0
@@ -74,9 +74,10 @@ class MegatronOffload:
         self._open.clear()  # regions that nobody ended
 
     def abandon_microbatch(self) -> None:
-        """Forward raised: hold nothing of it."""
-        self._lane = None
-        self._open.clear()
+        """Forward raised: hold nothing of it. A recompute that raises in backward, or stops early, has nothing here."""
+        if not is_inert():
+            self._lane = None
+            self._open.clear()
 
     def enter_layer(self, layer: int) -> Lane:
         """Forward reaches the layer with number `layer`, from 0 over the whole model."""
@@ -85,29 +86,23 @@ class MegatronOffload:
         self._layer = layer
         return self._lane or Lane(chunk=self._chunk, microbatch=0)
 
-    def register_chunk(self, chunk: int, layers: Iterable[tuple[int, Iterable[str], Iterable[str]]]) -> None:
-        """Learn the sites of a model chunk and choose an action for each. Later calls for the same chunk do nothing.
+    def register_layers(self, chunk: int, layers: Iterable[tuple[int, Iterable[str], Iterable[str]]]) -> None:
+        """Learn the sites of a block of layers and choose an action for each.
 
         Args:
-            chunk: The virtual pipeline stage.
+            chunk: The virtual pipeline stage that the block belongs to.
             layers: In the order of forward: number, tags that have a site there, selected tags that are fused into another.
-
-        Raises:
-            PlanError: The plan file names a site that the chunk has not, or an action that this version cannot do.
         """
-        if chunk in self._known_chunks:
-            return
-        self._known_chunks.add(chunk)
         sites = []
         for number, tags, fused in layers:
             sites += [Site(chunk=chunk, layer=number, tag=tag) for tag in tags]
             self._fused_tags.update(fused)
         if self._plan is not None:
-            self._actions.update(_check_plan(self._plan, sites, chunk=chunk))
+            self._actions.update((site, self._plan.get_action(site)) for site in sites)
         else:
-            plan = OffloadPlan.from_fraction(sites, self.config.activation_offload_fraction)
-            self._actions.update(plan.actions)
-            logger.info("chunk %d: %d of %d sites are offloaded", chunk, plan.count(Action.OFFLOAD), len(sites))
+            self._actions.update(OffloadPlan.from_fraction(sites, self.config.activation_offload_fraction).actions)
+        offloaded = sum(self._actions[site] is Action.OFFLOAD for site in sites)
+        logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
     # Regions.
 
@@ -116,13 +111,19 @@ class MegatronOffload:
 
         For sites of your own: the tag must be registered and selected.
         """
-        if tag not in self.config.offload_modules or self._lane is None:
+        # Inert first: a recompute in backward comes here too, when forward is somewhere else.
+        if tag not in self.config.offload_modules or self._lane is None or is_inert():
             return None
         site = Site(chunk=self._chunk, layer=self._layer, tag=tag)
-        # A site that no layer listed is one of the user's own, or of a layer outside of the block: selected means offloaded.
-        if self._actions.setdefault(site, Action.OFFLOAD) is not Action.OFFLOAD:
-            return None
-        return self.engine.find_region(site, self._lane)
+        if site not in self._actions:
+            self._actions[site] = self._get_action_of_unlisted(site)
+        return self.engine.find_region(site, self._lane) if self._actions[site] is Action.OFFLOAD else None
+
+    def _get_action_of_unlisted(self, site: Site) -> Action:
+        """Return the action for a site that no block listed: one of the user's own, or of a layer outside of the blocks."""
+        if self._plan is not None:
+            return self._plan.get_action(site)
+        return Action.OFFLOAD if self.config.activation_offload_fraction > 0 else Action.KEEP
 
     def open_region(self, tag: str) -> Region | None:
         """Return a region as `find_region` does, to be ended by `end_region` with the same tag."""
@@ -135,12 +136,12 @@ class MegatronOffload:
         """Leave an open region without an end: forward raised in it. Its tensors stay where they are."""
         self._open = [entry for entry in self._open if entry[1] is not region]
 
-    def end_region(self, tag: str, output: torch.Tensor | None, *, is_held: bool) -> None:
+    def end_region(self, tag: str, output: torch.Tensor | None) -> None:
         """End the region of `tag` that was opened last, if one is open, with its end mark on `output`."""
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == tag:
                 _, region = self._open.pop(index)
-                region.end(output, is_held=is_held)
+                region.end(output)
                 return
 
     # Steps.
@@ -150,6 +151,7 @@ class MegatronOffload:
 
         Raises:
             IntegrationError: A selected tag saved nothing on any rank.
+            PlanError: The plan names a site that no rank has.
         """
         self._microbatches_begun.clear()
         self._open.clear()
@@ -160,11 +162,21 @@ class MegatronOffload:
         )
         if not self._is_first_step_over:
             self._is_first_step_over = True
+            self._check_plan()
             self._check_tags(self.last_step)
 
+    def _check_plan(self) -> None:
+        planned = sorted(self._plan.actions) if self._plan is not None else []
+        # A plan is for all ranks, and each has the sites of its own layers: only together can they tell what none has.
+        for site, (has_site,) in zip(planned, _agree([(int(site in self._actions),) for site in planned]), strict=True):
+            if not has_site:
+                raise PlanError(
+                    f"The plan names {site} in chunk {site.chunk}, and no rank has such a site. Plan for this model."
+                )
+
     def _check_tags(self, step: StepStats) -> None:
-        reports = [self._report(tag, step) for tag in self.config.offload_modules]
-        for tag, report in zip(self.config.offload_modules, _agree(reports), strict=True):
+        rows = _agree([dataclasses.astuple(self._report(tag, step)) for tag in self.config.offload_modules])
+        for tag, report in zip(self.config.offload_modules, (_TagReport(*row) for row in rows), strict=True):
             if not report.sites and report.fused:
                 logger.warning(
                     "--offload-modules %s moved nothing: the module is fused into the linear after it, which saves its input. "
@@ -203,26 +215,23 @@ class MegatronOffload:
         )
 
 
-def _agree(reports: list[_TagReport]) -> list[_TagReport]:
+def _agree(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the greatest of every rank's numbers: one rank that raised alone would leave the others waiting for it."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return reports
-    rows = torch.tensor([dataclasses.astuple(report) for report in reports], dtype=torch.int64)
+    if not rows or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return rows
+    numbers = torch.tensor(rows, dtype=torch.int64)
     if torch.distributed.get_backend() == "nccl":
-        rows = rows.to(torch.device("cuda", torch.cuda.current_device()))
-    torch.distributed.all_reduce(rows, op=torch.distributed.ReduceOp.MAX)
-    return [_TagReport(*row) for row in rows.tolist()]
+        numbers = numbers.to(torch.device("cuda", torch.cuda.current_device()))
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+    return [tuple(row) for row in numbers.tolist()]
 
 
-def _check_plan(plan: OffloadPlan, sites: list[Site], *, chunk: int) -> dict[Site, Action]:
-    planned = {site: action for site, action in plan.actions.items() if site.chunk == chunk}
-    for site, action in planned.items():
+def _load_plan(path: Path) -> OffloadPlan:
+    plan = OffloadPlan.load(path)
+    for site, action in plan.actions.items():
         if action is Action.RECOMPUTE:
             raise PlanError(
-                f"The plan recomputes {site}; this version can keep and offload only. Use Megatron's recompute flags."
+                f"--offload-plan {path} recomputes {site}; this version can keep and offload only. Use Megatron's recompute "
+                "flags."
             )
-        if site not in sites:
-            raise PlanError(
-                f"The plan names {site} in chunk {chunk}, and the model has no such site. Plan again for this model."
-            )
-    return {site: planned.get(site, Action.KEEP) for site in sites}
+    return plan

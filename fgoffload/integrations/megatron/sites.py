@@ -7,6 +7,7 @@
 | `expert_fc1` of sequential experts: the permuted tokens | `SequentialMLP.forward`, each expert's `linear_fc1` | 0.16.1 |
 | `moe_act` of sequential experts: what lies between the linears | each expert's `linear_fc1` and `linear_fc2` | 0.16.1 |
 | storages that a recompute empties and refills | `CheckpointWithoutOutput.checkpoint` | 0.16.1 |
+| refused: the overlap of expert communication, which runs layers in pieces | `GPTModel.build_schedule_plan` | 0.16.1 |
 
 The grouped experts of Transformer Engine and all of attention have call sites of Megatron's own: `interface.py`.
 """
@@ -14,11 +15,12 @@ The grouped experts of Transformer Engine and all of attention have call sites o
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from fgoffload.engine import Region, Saving
+from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.offload import MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches, require_symbol
@@ -27,6 +29,7 @@ LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 EXPERTS = "megatron.core.transformer.moe.experts:SequentialMLP"
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
+MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 GetOffload = Callable[[], MegatronOffload]
 
@@ -45,6 +48,7 @@ def add_sites(patches: Patches, get_offload: GetOffload) -> None:
     _wrap(patches, LAYER, "forward", functools.partial(_wrap_layer, get_offload))
     _wrap(patches, EXPERTS, "forward", functools.partial(_wrap_experts, get_offload, patches))
     _wrap(patches, CHECKPOINT, "checkpoint", functools.partial(_wrap_checkpoint, get_offload))
+    _wrap(patches, MODEL, "build_schedule_plan", lambda original: _refuse_overlap)
 
 
 def find_tags(layer: Any, selected: tuple[str, ...]) -> list[str]:
@@ -54,7 +58,7 @@ def find_tags(layer: Any, selected: tuple[str, ...]) -> list[str]:
     """
     mlp = layer.mlp
     experts = getattr(mlp, "experts", None)
-    is_sequential = isinstance(experts, _load("megatron.core.transformer.moe.experts").SequentialMLP)
+    is_sequential = isinstance(experts, load_module("megatron.core.transformer.moe.experts").SequentialMLP)
     has_site = {
         "attn_norm": getattr(layer, "offload_attn_norm", False),
         "qkv_linear": getattr(layer.self_attention, "offload_qkv_linear", False),
@@ -69,13 +73,28 @@ def find_tags(layer: Any, selected: tuple[str, ...]) -> list[str]:
 
 def find_fused_tags(layer: Any, selected: tuple[str, ...]) -> list[str]:
     """Return those of the norms' tags `selected` that have no module of their own: the linear after them does the norm."""
-    identity = _load("megatron.core.transformer.identity_op").IdentityOp
+    identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
     return [tag for tag, norm in norms.items() if tag in selected and isinstance(norm, identity)]
 
 
-def _load(name: str) -> Any:
-    return load_module(name)
+def check_linears(block: Any) -> None:
+    """Refuse linears that find out through an attribute of their saved weight that its gradient is in place already.
+
+    Raises:
+        IntegrationError: A linear of Megatron's own in `block` fuses the accumulation of its weight's gradient. Under any
+            saved-tensor hooks torch gives a custom function a new tensor for a saved parameter, without its attributes, so
+            `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
+            `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
+    """
+    layers = load_module("megatron.core.tensor_parallel.layers")
+    for name, module in block.named_modules():
+        is_own = type(module) in (layers.ColumnParallelLinear, layers.RowParallelLinear)
+        if is_own and getattr(module, "gradient_accumulation_fusion", False):
+            raise IntegrationError(
+                f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload cannot work "
+                "with it there. Give --no-gradient-accumulation-fusion, or Transformer Engine's layers."
+            )
 
 
 def _wrap(patches: Patches, owner: str, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -85,21 +104,29 @@ def _wrap(patches: Patches, owner: str, name: str, wrap: Callable[[Any], Any]) -
 
 
 def _wrap_block(get_offload: GetOffload, original: Any) -> Any:
+    known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = get_offload()
-        selected = offload.config.offload_modules
-        offload.register_chunk(
-            getattr(self, "vp_stage", None) or 0,
-            (
-                (layer.layer_number - 1, find_tags(layer, selected), find_fused_tags(layer, selected))
-                for layer in self.layers
-                if hasattr(layer, "self_attention")
-            ),
-        )
+        if self not in known:
+            known.add(self)
+            check_linears(self)
+            selected = get_offload().config.offload_modules
+            layers = [layer for layer in self.layers if hasattr(layer, "self_attention")]
+            get_offload().register_layers(
+                getattr(self, "vp_stage", None) or 0,
+                [(layer.layer_number - 1, find_tags(layer, selected), find_fused_tags(layer, selected)) for layer in layers],
+            )
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _refuse_overlap(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise IntegrationError(
+        "--overlap-moe-expert-parallel-comm together with activation offload is not built yet in this version. Leave one of "
+        "them out."
+    )
 
 
 def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
