@@ -18,7 +18,7 @@ from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_gathered_bytes, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.host_memory import get_default_budget_bytes
-from fgoffload.engine.identity import StorageRef, get_key, get_version
+from fgoffload.engine.identity import StorageRef, get_contents, get_key, has_bytes
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.region import Region, SaveHook, Saving, is_inert
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
@@ -231,9 +231,7 @@ class OffloadEngine:
             return KeptReason.PARAMETER
         if type(tensor) is not torch.Tensor:
             return KeptReason.SUBCLASS
-        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
-            return KeptReason.LAYOUT
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():  # noqa: SLF001 - no public name
+        if not has_bytes(tensor):
             return KeptReason.LAYOUT
         if not self.device.owns(tensor):
             return KeptReason.OTHER_DEVICE
@@ -250,13 +248,7 @@ class OffloadEngine:
         """
         key = get_key(tensor)
         saved = self._saved.get(key)
-        if (
-            saved is None
-            or saved.version != get_version(tensor)
-            or saved.nbytes != tensor.untyped_storage().nbytes()
-            or saved.address != tensor.untyped_storage().data_ptr()
-            or not saved.holds(view)
-        ):
+        if saved is None or saved.contents != get_contents(tensor) or not saved.holds(view):
             saved = SavedStorage(self._transfers, tensor, label)
             self._saved[key] = saved
         return saved

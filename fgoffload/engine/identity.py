@@ -1,5 +1,7 @@
 """The identity, version and life of a tensor's bytes, which torch has only private names for."""
 
+from typing import NamedTuple
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -12,6 +14,33 @@ def get_version(tensor: torch.Tensor) -> int:
 def get_key(tensor: torch.Tensor) -> int:
     """Return the address that names the storage of `tensor`, for as long as the storage or a `StorageRef` to it lives."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the only name
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of `tensor` lie as they are, by strides, in a storage of its own kind."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    # Conjugated and negated tensors are read with a change of sign; a zero tensor has no memory at all.
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())  # noqa: SLF001 - the only name
+
+
+class Contents(NamedTuple):
+    """What names the bytes of a storage at one moment: equal contents of one storage are the same bytes.
+
+    But for writes that torch does not see: through `tensor.data`, or from outside of torch.
+    """
+
+    version: int
+    """How often they were changed in place."""
+    address: int
+    """Where they lie. Who empties a storage and fills it again gets other memory, mostly."""
+    nbytes: int
+
+
+def get_contents(tensor: torch.Tensor) -> Contents:
+    """Return what names the bytes of the storage of `tensor` now."""
+    storage = tensor.untyped_storage()
+    return Contents(get_version(tensor), storage.data_ptr(), storage.nbytes())
 
 
 class StorageRef:

@@ -16,7 +16,7 @@ import torch
 from fgoffload.engine.arena import HostBlock
 from fgoffload.engine.device import Event, Stream
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, get_gathered_bytes
-from fgoffload.engine.identity import StorageRef, get_version
+from fgoffload.engine.identity import StorageRef, get_contents, get_version, has_bytes
 from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class SavedStorage:
         "__weakref__",
         "_aliases",
         "_transfers",
-        "address",
         "block",
+        "contents",
         "covered_bytes",
         "d2h_done",
         "end",
@@ -71,7 +71,6 @@ class SavedStorage:
         "gathered",
         "itemsize",
         "label",
-        "nbytes",
         "reload",
         "start",
         "state",
@@ -79,7 +78,6 @@ class SavedStorage:
         "streams",
         "tag",
         "uses",
-        "version",
         "views",
     )
 
@@ -93,13 +91,10 @@ class SavedStorage:
         self.itemsize = tensor.element_size()
         """Bytes of an element of the first save, by which the minimum size counts."""
         self.state = SavedState.RESIDENT
-        self.version: int = get_version(tensor)
-        self.nbytes = tensor.untyped_storage().nbytes()
-        """Bytes of the storage when it was saved."""
-        self.address = tensor.untyped_storage().data_ptr()
-        """Where its bytes were when it was saved."""
+        self.contents = get_contents(tensor)
+        """What its bytes were when it was saved."""
         self.storage = StorageRef(tensor)
-        self.start = self.nbytes
+        self.start = self.contents.nbytes
         self.end = 0
         """The stretch `[start, end)` of the storage that all saved views lie in, in bytes."""
         self.views: set[View] = set()
@@ -158,7 +153,7 @@ class SavedStorage:
             act: What is about to happen to the bytes.
         """
         changes = (
-            find_change(alias, version=self.version, nbytes=self.nbytes, label=self.label, act=act)
+            find_change(alias, version=self.contents.version, nbytes=self.contents.nbytes, label=self.label, act=act)
             for alias in self._aliases.values()
         )
         return next(filter(None, changes), None)
@@ -196,17 +191,18 @@ def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, label
 
     Args:
         tensor: What was saved.
-        version: Of its bytes, when it was saved.
-        nbytes: Of its storage, when it was saved; None does not ask.
+        version: Of its bytes then.
+        nbytes: Of its storage then; None does not ask.
         label: The group that saved it.
         act: What is about to happen to the bytes.
     """
-    found_version, found_nbytes = get_version(tensor), tensor.untyped_storage().nbytes() if nbytes is not None else None
+    found_version = get_version(tensor)
     if found_version != version:
         return (
             f"{_name(tensor, label)} was changed in place before {act}: it is at version {found_version}, and was saved at "
             f"version {version}. Change a clone of it, or keep its tag out."
         )
+    found_nbytes = nbytes if nbytes is None else tensor.untyped_storage().nbytes()
     if found_nbytes != nbytes:
         return (
             f"{_name(tensor, label)} lost its storage before {act}: the storage has {found_nbytes} bytes, and had {nbytes} "
@@ -260,10 +256,10 @@ class KeptHandle:
 
 
 def _hold(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-    """Return what to hold of a tensor that stays, and the bytes that its storage must keep, if any."""
+    """Return what to hold of a tensor that stays, and the bytes that its storage must still have then, if it has any."""
     if tensor.is_leaf and tensor.requires_grad:
         return tensor, None  # as torch does: a leaf has no graph to hold, and whoever gives it other data means it
-    if type(tensor) is not torch.Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+    if type(tensor) is not torch.Tensor or not has_bytes(tensor):
         return tensor.detach(), None
     if tensor.numel() == 0:
         # An expert that gets no tokens saves an empty slice of the storage that all experts' tokens lie in, and would hold it.

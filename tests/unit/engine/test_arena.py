@@ -71,6 +71,17 @@ def test_who_writes_a_range_next_gets_the_reads_that_are_still_under_way():
     assert arena.find_block(4 * 512).reads_to_wait_for == ()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_range_that_is_joined_keeps_the_reads_of_both_neighbours(order):
+    arena = make_arena(budget_bytes=3 * 512, slab_bytes=3 * 512, device=Pending())
+    blocks = [arena.find_block(512) for _ in range(3)]
+    for index in (0, 1):
+        blocks[index].last_read = [f"read {index}"]
+    for index in order:
+        blocks[index] = None
+    assert sorted(arena.find_block(2 * 512).reads_to_wait_for) == [["read 0"], ["read 1"]]
+
+
 def test_closing_with_a_block_in_use_is_a_fault_of_ours():
     arena = make_arena()
     block = arena.find_block(512)

@@ -150,13 +150,26 @@ def test_beyond_the_host_budget_tensors_stay_and_bits_are_the_same():
 def test_tensors_marked_to_stay_and_parameters_never_move():
     w = weight()
     engine = make_engine()
-    kept = torch.ones(128, 128) * 3
-    engine.keep([kept])
-    sites = Sites(engine)
-    sites(lambda h: h @ w + w.t() @ kept, kept[:]).sum().backward()
+    kept = (torch.ones(128, 128) * 3).requires_grad_()
+    h = kept * 2
+    engine.keep([h])
+    Sites(engine)(lambda h: h @ w.t(), h[:]).sum().backward()  # saves the marked storage, and a view of the parameter
+    stats = engine.finish_step().tags["core_attn"]
+    assert stats.saved_tensors == 2
+    assert stats.d2h_bytes == 0
+    assert stats.kept_bytes == {KeptReason.MARKED.value: NBYTES}
+    engine.close()
+
+
+def test_tensors_of_another_device_stay():
+    class Elsewhere(CpuDevice):
+        type = "elsewhere"
+
+    engine = make_engine(Elsewhere())
+    Sites(engine)(lambda h: h.sin(), torch.ones(128, 128, requires_grad=True) * 2).sum().backward()
     stats = engine.finish_step().tags["core_attn"]
     assert stats.d2h_bytes == 0
-    assert stats.kept_bytes == {KeptReason.MARKED.value: 2 * NBYTES}
+    assert stats.kept_bytes == {KeptReason.OTHER_DEVICE.value: NBYTES}
     engine.close()
 
 
@@ -354,4 +367,17 @@ def test_bytes_come_back_at_the_alignment_that_they_left_with():
     assert (saved.data_ptr() - saved.untyped_storage().data_ptr()) % 512 == 1200 % 512
     assert torch.equal(saved, h[300:3000])
     del output, saved
+    engine.close()
+
+
+def test_what_was_called_back_stays_although_its_copy_finishes_before_it_is_taken():
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=0))
+    sites = Sites(engine)
+    output = sites(lambda h: h.sin(), torch.ones(128, 128, requires_grad=True) * 2)
+    engine.approach_backward(sites.lane, sites.lane.groups[-1])
+    engine.close()  # finishes all copies
+    output.sum().backward()
+    stats = engine.finish_step()
+    assert stats.tags["core_attn"].recalled_bytes == NBYTES
+    assert stats.h2d_bytes == stats.prefetch_misses == 0
     engine.close()

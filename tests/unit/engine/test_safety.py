@@ -330,6 +330,21 @@ def test_a_storage_that_was_emptied_and_refilled_between_two_saves_is_not_taken_
     check_same_bits(forward, [x]).close()
 
 
+def test_a_storage_that_was_changed_in_place_between_two_saves_is_not_taken_for_the_same():
+    x = leaf(64, 64)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        h = x * 2
+        first = sites(lambda h: h.sin(), h)
+        with torch.no_grad():
+            h.add_(1)
+        second = sites(lambda h: h.cos(), h)
+        del first  # the first save is lost, and nobody wants it
+        return second
+
+    check_same_bits(forward, [x]).close()
+
+
 def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
     gradients = []
     for engine in (None, make_engine()):

@@ -77,6 +77,22 @@ def test_strides_and_offset_of_what_comes_back_are_those_of_what_was_saved():
     assert without == with_engine
 
 
+def test_views_of_one_storage_with_elements_of_different_sizes_come_back():
+    class SaveBoth(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            ctx.save_for_backward(tensor[:8], tensor.view(torch.uint8)[:61])  # ends within an element of the other
+            return tensor.sin()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            numbers, octets = ctx.saved_tensors
+            return gradient * numbers.sum() * octets.sum()
+
+    x = leaf(64)
+    check_same_bits(lambda sites: sites(SaveBoth.apply, x * 2), [x]).close()
+
+
 def test_a_storage_that_two_ops_save_moves_once():
     x = leaf(64, 64)
     engine = check_same_bits(lambda sites: sites(lambda h: h.sin() * h.cos() * h.detach(), x * 2), [x])
