@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.sites import Sites, check_same_bits, make_engine
 
-from fgoffload import TransferPolicy
+from fgoffload import Site, TransferPolicy
 from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice, HostSlab, KeptReason
 
 NBYTES = 128 * 128 * 4
@@ -380,4 +380,39 @@ def test_what_was_called_back_stays_although_its_copy_finishes_before_it_is_take
     stats = engine.finish_step()
     assert stats.tags["core_attn"].recalled_bytes == NBYTES
     assert stats.h2d_bytes == stats.prefetch_misses == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("min_offloaded_numel", [0, 1 << 20])
+def test_a_saved_output_does_not_hold_the_graph_that_made_it(min_offloaded_numel):
+    engine = make_engine(DelayedCpuDevice(), min_offloaded_numel=min_offloaded_numel)
+    x = torch.ones(128, 128, requires_grad=True)
+    ledger = ActivationLedger(parameters=[x])
+    with engine.observe(ledger), ledger.watch():
+        output = Sites(engine)(lambda h: h.exp(), x * 2)  # saves what it returns
+    assert get_resident_bytes(ledger) == NBYTES
+    del output
+    engine.close()
+    assert get_resident_bytes(ledger) == 0
+
+
+def test_a_group_that_ends_after_others_does_not_count_them_as_left():
+    x = torch.ones(128, 128, requires_grad=True)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        h = x * 2
+        for layer in range(3):
+            if sites.engine is None:
+                h = h.sin().cos() + h
+                continue
+            norm = sites.engine.find_region(Site(chunk=0, layer=layer, tag="mlp_norm"), sites.lane)
+            norm.enter(h)
+            with norm.saving():
+                normed = h.sin()
+            h = sites(lambda h: h.cos(), normed, tag="expert_fc1") + h
+            norm.end(h)  # after the residual was added, and with it after the experts
+        return h
+
+    engine = check_same_bits(forward, [x], make_engine(policy=TransferPolicy(prefetch_bytes=1 << 30)))
+    assert engine.finish_step().prefetch_misses == 0
     engine.close()
