@@ -12,7 +12,7 @@ from support.pipeline import run_pipeline
 from support.sites import has_hooks
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
-from fgoffload.engine import ActivationLedger
+from fgoffload.engine import ActivationLedger, Group
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.data import Batches, TextData
@@ -384,6 +384,20 @@ def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right(text
         gc.collect()  # the exception and its frames, which held the first graph, are a cycle of Python's
         assert trainer.integration.engine.arena.used_bytes == 0
     assert [(r.losses, r.gradient_digests) for r in results] == expected
+
+
+def test_after_an_exception_nothing_of_the_microbatch_is_held(text):
+    def fail(module, args):
+        raise ValueError("the user's own")
+
+    with make_trainer(DENSE, text, make_config(*DENSE_TAGS)) as trainer:
+        hook = trainer.chunks[0].decoder.layers[2].self_attention.linear_proj.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="the user's own"):
+            trainer.run_step()
+        hook.remove()
+        gc.collect()  # the exception and its frames, which held the graph, are a cycle of Python's
+        assert not [item for item in gc.get_objects() if type(item) is Group]
+        assert trainer.integration.engine.arena.used_bytes == 0
 
 
 def test_a_users_own_site_with_a_tag_of_their_own_moves(text):

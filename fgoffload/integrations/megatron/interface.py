@@ -64,8 +64,6 @@ def _replace_context(patches: Patches, get_offload: Callable[[], MegatronOffload
         site: _Site = self.site
         if site.saving is not None:
             site.saving.__exit__(kind, error, trace)
-        if kind is not None and site.region is not None:
-            get_offload().forget_region(site.region)
 
     for name, value in (("__init__", initialize), ("__enter__", enter), ("__exit__", leave)):
         patches.replace(INTERFACE, name, value)

@@ -132,10 +132,6 @@ class MegatronOffload:
             self._open.append((tag, region))
         return region
 
-    def forget_region(self, region: Region) -> None:
-        """Leave an open region without an end: forward raised in it. Its tensors stay where they are."""
-        self._open = [entry for entry in self._open if entry[1] is not region]
-
     def end_region(self, tag: str, output: torch.Tensor | None) -> None:
         """End the region of `tag` that was opened last, if one is open, with its end mark on `output`."""
         for index in range(len(self._open) - 1, -1, -1):
