@@ -282,6 +282,7 @@ class OffloadEngine:
     def _find_block(self, saved: SavedStorage, stats: TagStats) -> HostBlock | None:
         """Return host memory for `saved`, or None where it stays, or has left with another group."""
         if saved.state is not SavedState.RESIDENT:
+            stats.shared_bytes += saved.size_bytes
             return None
         saved.check_unchanged("it left for the host")
         if saved.covered_bytes < self._min_offloaded_numel * saved.itemsize:

@@ -31,6 +31,8 @@ class TagStats:
     """Bytes that left for the host."""
     h2d_bytes: int = 0
     """Bytes that came back."""
+    shared_bytes: int = 0
+    """Bytes that had left already, with a group that saved the same storage before."""
     recalled_bytes: int = 0
     """Bytes that left and were still on the device when backward wanted them, so that nothing had to come back."""
     held_elsewhere_bytes: int = 0

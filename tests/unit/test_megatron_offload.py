@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import torch
 from support.pipeline import run_pipeline
 from support.sites import has_hooks
 
-from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
+from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site, Tag, default_tags
 from fgoffload.engine import ActivationLedger, Group
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.arguments import parse_arguments
@@ -336,6 +337,37 @@ def test_a_tag_whose_tensors_are_all_too_small_is_named_in_one_warning(text, cap
     assert "below the minimum size" in warnings[0]
 
 
+def test_a_tag_whose_storages_left_with_another_tag_is_not_warned_about(text, caplog):
+    # qkv_linear saves the norm's output, and so does a tag of the user's own around the same linear.
+    tags = default_tags().with_tag(Tag(name="again", saves="what qkv_linear saves"))
+    config = make_config("qkv_linear", "again", tags=tags)
+    with make_trainer(DENSE, text, config) as trainer, caplog.at_level(logging.WARNING):
+        for layer in trainer.chunks[0].decoder.layers:
+            linear = layer.self_attention.linear_proj
+            linear.forward = functools.partial(save_again, trainer.integration, layer.self_attention, linear.forward)
+        for layer in trainer.chunks[0].decoder.layers:
+            layer.self_attention.linear_qkv.register_forward_pre_hook(remember_input)
+        trainer.run_step()
+        again = trainer.integration.last_step.tags["again"]
+    assert again.d2h_bytes == 0
+    assert again.shared_bytes == 4 * 3 * HIDDEN_BYTES
+    assert "moved nothing" not in caplog.text
+
+
+def remember_input(linear: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    linear.last_input = args[0]
+
+
+def save_again(offload: megatron.MegatronOffload, attention: torch.nn.Module, forward, *args):
+    """Run `forward`, and save the input of the query-key-value linear once more, in a region of the tag `again`."""
+    region = offload.find_region("again")
+    with region.saving():
+        again = attention.linear_qkv.last_input.square().sum()
+    region.end(again)
+    output, bias = forward(*args)
+    return output + 0 * again, bias
+
+
 def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -401,8 +433,6 @@ def test_after_an_exception_nothing_of_the_microbatch_is_held(text):
 
 
 def test_a_users_own_site_with_a_tag_of_their_own_moves(text):
-    from fgoffload import Tag, default_tags
-
     config = make_config("loss_head", tags=default_tags().with_tag(Tag(name="loss_head", saves="the final hidden states")))
     offload = megatron.apply(config)
     try:

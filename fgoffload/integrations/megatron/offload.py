@@ -207,7 +207,7 @@ class MegatronOffload:
             planned=actions.count(Action.OFFLOAD),
             fused=int(tag in self._fused_tags),
             saved_tensors=stats.saved_tensors if stats else 0,
-            moved_bytes=stats.d2h_bytes if stats else 0,
+            moved_bytes=stats.d2h_bytes + stats.shared_bytes if stats else 0,
         )
 
 

@@ -112,6 +112,7 @@ def test_a_storage_that_two_groups_save_moves_once_and_is_freed_when_both_let_go
     stats = engine.finish_step()
     assert stats.tags["core_attn"].d2h_bytes == 64 * 64 * 4
     assert stats.tags["attn_proj"].d2h_bytes == 0
+    assert stats.tags["attn_proj"].shared_bytes == 64 * 64 * 4
     engine.close()
 
 
