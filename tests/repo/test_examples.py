@@ -1,0 +1,42 @@
+"""Every example runs and prints what its top says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXPECTED_LINES = {
+    "01_plain_pytorch.py": [
+        r"gradients equal to the bit: True",
+        r"to the host 8\.00 MiB, back .+, called back before they had left .+",
+        r"host memory in use: 0 B",
+    ],
+    "02_megatron_in_code.py": [
+        *(rf"step {step}: loss \d\.\d+" for step in (1, 2, 3)),
+        *(rf"{tag}: .+ to the host, .+ back" for tag in ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")),
+        *(rf"{tag}: .+ to the host, .+ back" for tag in ("expert_fc1", "moe_act")),
+    ],
+}
+
+
+def test_the_list_of_examples_is_whole():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED_LINES)
+
+
+@pytest.mark.parametrize("name", EXPECTED_LINES)
+def test_an_example_prints_what_its_top_says(name):
+    path = ROOT / "examples" / name
+    assert "What you should see:" in path.read_text(encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, env=environment, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(EXPECTED_LINES[name])
+    for line, pattern in zip(lines, EXPECTED_LINES[name], strict=True):
+        assert re.fullmatch(pattern, line), line
