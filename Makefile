@@ -1,5 +1,5 @@
 # `make train` trains a tiny MoE GPT without and with offload, and shows that the results are equal to the bit.
-# Needs Python 3.10 or newer and make. Everything else goes into .venv. A CUDA GPU is used when there is one.
+# Needs Python 3.10 to 3.13 and make. Everything else goes into .venv. A CUDA GPU is used when there is one.
 
 PYTHON ?= python3
 ARGUMENTS ?= arguments/tiny_moe.sh
@@ -31,7 +31,7 @@ check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/mypy
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is %s. Give one, as in: make PYTHON=python3.12" % sys.version.split()[0])'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "Python 3.10 to 3.13 is needed, this is %d.%d. Give one, as in: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml .ci/constraints.txt | $(BIN)/python

@@ -106,8 +106,9 @@ class OffloadPlan:
         """
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"--offload-plan {path}: {error.strerror}. Give the path of a plan file.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise PlanError(f"--offload-plan {path}: {reason}. Give the path of a plan file.") from error
         return cls.from_json(text, source=f"--offload-plan {path}")
 
 
@@ -120,7 +121,11 @@ def _enumerate_rows(document: Mapping[str, Any], source: str) -> Iterable[tuple[
 
 def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:
     try:
-        return Site(chunk=int(row["chunk"]), layer=int(row["layer"]), tag=str(row["tag"])), Action(row["action"])
+        chunk, layer = row["chunk"], row["layer"]
+        # By type: int() takes 1.9 for 1 and "3" for 3, and JSON's true is an int in Python.
+        if type(chunk) is not int or type(layer) is not int:
+            raise TypeError("chunk and layer are whole numbers")
+        return Site(chunk=chunk, layer=layer, tag=str(row["tag"])), Action(row["action"])
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
             f"{source}: row {number} of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "

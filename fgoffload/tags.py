@@ -83,7 +83,10 @@ class TagRegistry:
         for tag in self.tags:
             if tag.name == name:
                 return tag
-        nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.4)
+        if "," in name:
+            separated = " ".join(name.replace(",", " ").split())
+            raise ConfigError(f"{flag} {name!r} is not a tag: separate tags with blanks, as in {flag} {separated}.")
+        nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.6)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
 

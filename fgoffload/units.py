@@ -28,6 +28,8 @@ def parse_bytes(text: str, *, name: str) -> int:
     Raises:
         ConfigError: `text` is no size, its unit is unknown, or it is no whole number of bytes.
     """
+    if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
+        raise ConfigError(f"{name} {text!r} is below 0, and sizes cannot be negative. Give 0 or a size like 512MiB.")
     match = _SIZE.fullmatch(text)
     if match is None or match["unit"].upper() not in _BYTES_PER_UNIT:
         raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB.")

@@ -6,24 +6,27 @@ the C handler through a pipe, and ends the process when the main thread has not 
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 GRACE_SECONDS = 1.0
 """How long the main thread may take to close what is open. Half of the two seconds within which the process has to be gone."""
 
 
 @contextlib.contextmanager
-def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
+def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None] = lambda: None) -> Iterator[None]:
     """End the process with `exit_code` when the body has not ended `GRACE_SECONDS` after Ctrl-C.
 
     Outside the main thread, where Python delivers no signals, this does nothing.
 
     Args:
         exit_code: Of the process, when it has to be ended.
+        on_interrupt: Called in the main thread before KeyboardInterrupt is raised there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -34,14 +37,25 @@ def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
     earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     watcher = threading.Thread(target=_watch, args=(read_end, body_ended, exit_code), name="fgoffload-interrupt", daemon=True)
     watcher.start()
+    earlier_handler = signal.getsignal(signal.SIGINT)
+    # A process that ignores the signal, as jobs in the background do, goes on ignoring it.
+    if earlier_handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, functools.partial(_interrupt, on_interrupt))
     try:
         yield
     finally:
+        if earlier_handler is signal.default_int_handler:
+            signal.signal(signal.SIGINT, earlier_handler)
         body_ended.set()
         signal.set_wakeup_fd(earlier_fd)
         os.close(write_end)  # the watcher reads the end of the pipe and returns
         watcher.join()
         os.close(read_end)
+
+
+def _interrupt(on_interrupt: Callable[[], None], number: int, frame: FrameType | None) -> None:
+    on_interrupt()
+    signal.default_int_handler(number, frame)
 
 
 def _watch(read_end: int, body_ended: threading.Event, exit_code: int) -> None:

@@ -3,25 +3,32 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from fgoffload.cli.comparison import MemorySample, RunRecord, StepRecord, TagTransfer, Transfers
+from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.report import Setting
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
-from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.errors import InternalError, OffloadError
+from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
+from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
+from fgoffload.integrations.megatron.flags import to_flag
+from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+from fgoffload.plan import OffloadPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """What is trained: the same each time, seed and data included."""
 
+    arguments_file: str
+    """As the user named it."""
     arguments: TrainingArguments
     text: TextData
     """What it is trained on."""
@@ -29,24 +36,55 @@ class Training:
     """Optimizer steps, at least 1."""
 
 
-def load_training(flags: Sequence[str], *, source: str, data: Path | None, steps: int | None) -> Training:
-    """Return the training that `flags` describe.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSource:
+    """What a training is loaded from."""
 
-    Args:
-        flags: Megatron's, those of the file before those of the command line.
-        source: Where they came from, for errors.
-        data: A text, or a folder of them; None takes Python's standard library.
-        steps: How many, or None for what the flags say.
+    arguments_file: str
+    """As the user named it, for errors."""
+    file_flags: Sequence[str]
+    """Megatron's flags in that file."""
+    typed_flags: Sequence[str]
+    """Megatron's flags on the command line; they win."""
+    own_flags: Sequence[str]
+    """The flags of the command itself, to be suggested for one typed wrongly."""
+    data: Path | None
+    """A text, or a folder of them; None takes Python's standard library."""
+    steps: int | None
+    """How many, or None for what the flags say."""
+
+
+def load_training(source: TrainingSource) -> Training:
+    """Return the training that `source` describes, with everything checked that can be before a model is built.
 
     Raises:
         ConfigError: A flag or the text cannot be what it is.
+        PlanError: The plan file cannot be read.
     """
-    arguments = parse_arguments(flags, source=source, world_size=1)
-    if steps is not None:
-        arguments = dataclasses.replace(arguments, train_iters=steps)
-    text = TextData.load(data)
+    arguments = parse_arguments(
+        source.file_flags, source=source.arguments_file, typed=source.typed_flags, known_elsewhere=source.own_flags
+    )
+    _refuse_more_processes(arguments)
+    if source.steps is not None:
+        arguments = dataclasses.replace(arguments, train_iters=source.steps)
+    # What the second training needs is checked here too: a fault found there would cost the whole first one.
+    for offload in (None, arguments.offload):
+        build_transformer_config(arguments, offload=offload)
+    if arguments.offload is not None and arguments.offload.offload_plan is not None:
+        OffloadPlan.load(arguments.offload.offload_plan)
+    text = TextData.load(source.data)
     text.check_length(arguments.seq_length)
-    return Training(arguments=arguments, text=text, steps=arguments.train_iters)
+    return Training(arguments_file=source.arguments_file, arguments=arguments, text=text, steps=arguments.train_iters)
+
+
+def _refuse_more_processes(arguments: TrainingArguments) -> None:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size = arguments.transformer.get(name, 1)
+        if size > 1:
+            raise arguments.source.refuse(
+                f"{to_flag(name)} {size} needs {size} processes, and `fgoffload train` runs one process in this version: "
+                "give 1."
+            )
 
 
 @contextlib.contextmanager
@@ -62,10 +100,10 @@ def process_groups(training: Training) -> Iterator[None]:
 def describe_setting(training: Training) -> Setting:
     """Return what the table and the plot say about `training`."""
     return Setting(
-        arguments_file=training.arguments.source,
+        arguments_file=training.arguments_file,
         layers=training.arguments.transformer["num_layers"],
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        versions=f"torch {torch.__version__}, megatron-core {metadata.version('megatron-core')}",
+        device="CPU" if needs_cpu_support() else torch.cuda.get_device_name(),
+        versions=f"torch {torch.__version__}, megatron-core {load_module('megatron.core').__version__}",
         offload=training.arguments.offload,
     )
 
@@ -79,25 +117,57 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
         training: What to train. Needs `process_groups`. Its model is built anew, and gone when this function returns or raises.
         offload: The options, or None to train without offload.
         on_step: Called after every step with its mean loss.
+
+    Raises:
+        ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
+        InternalError: It did so with offload alone.
     """
-    with contextlib.closing(Trainer(training.arguments, training.text, offload=offload)) as trainer:
-        if torch.cuda.is_available():
+    with _explain_refusal(training, offload, "while the model was built"):
+        trainer = Trainer(training.arguments, training.text, offload=offload)
+    with contextlib.closing(trainer):
+        if not needs_cpu_support():
             torch.cuda.reset_peak_memory_stats()
-        records = []
-        for _ in range(training.steps - 1):
-            records.append(_read_step(trainer.run_step()))
-            on_step(records[-1].loss)
         ledger = ActivationLedger(parameters=trainer.parameters())
-        with _observe(trainer, ledger), ledger.watch():
-            records.append(_read_step(trainer.run_step()))
-        on_step(records[-1].loss)
+        records = []
+        for number in range(1, training.steps + 1):
+            with contextlib.ExitStack() as around:
+                if number == 1:
+                    around.enter_context(_explain_refusal(training, offload, "in the first step"))
+                if number == training.steps:
+                    around.enter_context(_observe(trainer, ledger))
+                    around.enter_context(ledger.watch())
+                records.append(_read_step(trainer.run_step()))
+            on_step(records[-1].loss)
         return RunRecord(
             steps=tuple(records),
             activation_peak_bytes=ledger.peak_bytes,
             samples=tuple(MemorySample(sample.position, sample.resident_bytes) for sample in ledger.samples),
-            allocator_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            allocator_peak_bytes=None if needs_cpu_support() else torch.cuda.max_memory_allocated(),
             transfers=_read_transfers(trainer),
         )
+
+
+@contextlib.contextmanager
+def _explain_refusal(training: Training, offload: OffloadConfig | None, when: str) -> Iterator[None]:
+    """Turn what Megatron-Core raises over arguments that no check of ours knows into an error of one line.
+
+    Only for building and the first step, which run every layer once: what a later step raises is no matter of arguments.
+    """
+    try:
+        yield
+    except (OffloadError, BrokenPipeError):
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".rstrip(". ")
+        see = f"Set {TRACEBACK_VARIABLE}=1 to see the traceback"
+        if offload is None:
+            raise training.arguments.source.refuse(
+                f"Megatron-Core refused these arguments {when}: {text}. Change the flags that this names. {see}."
+            ) from error
+        raise InternalError(
+            f"{training.arguments.source}: offload failed {when}, and without offload the same arguments trained: {text}. "
+            f"{see}, and report it with the argument file."
+        ) from error
 
 
 @contextlib.contextmanager

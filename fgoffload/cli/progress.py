@@ -3,8 +3,9 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from fgoffload.cli.console import PipeConsole
 
 
 class TrainingProgress:
@@ -39,7 +40,7 @@ class TrainingProgress:
 @contextlib.contextmanager
 def show_progress() -> Iterator[TrainingProgress]:
     """Show what goes on until the body ends. The bars stay when all went well, and go when it did not."""
-    console = Console(stderr=True)
+    console = PipeConsole(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

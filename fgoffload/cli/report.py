@@ -89,7 +89,8 @@ def write_memory_plot(path: Path, records: dict[str, RunRecord], setting: Settin
     for (label, record), color in zip(records.items(), ("#8a8f98", "#1f77b4"), strict=False):
         x, y = _step_curve(record)
         peak_mib = record.activation_peak_bytes / MIB
-        axes.plot(x, y, drawstyle="steps-post", color=color, linewidth=1.6, label=f"{label}: peak {peak_mib:.1f} MiB")
+        peak = format_bytes(record.activation_peak_bytes)  # as in the table
+        axes.plot(x, y, drawstyle="steps-post", color=color, linewidth=1.6, label=f"{label}: peak {peak}")
         axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
         axes.axhline(peak_mib, color=color, linewidth=0.8, linestyle="--")
     axes.set_xlim(0, 100)
@@ -104,7 +105,7 @@ def write_memory_plot(path: Path, records: dict[str, RunRecord], setting: Settin
 
 def _start_table(setting: Setting, *columns: str, record: RunRecord) -> Table:
     measured = len(record.steps)
-    timed = f"; step time: median of steps 2 to {measured - 1}" if record.timed_steps else ""
+    timed = f"; step time: {_name_timed_steps(len(record.timed_steps))}" if record.timed_steps else ""
     table = Table(
         title=setting.title,
         caption=f"{setting.versions}\nmemory and bytes: step {measured}{timed}",
@@ -115,6 +116,10 @@ def _start_table(setting: Setting, *columns: str, record: RunRecord) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
+
+
+def _name_timed_steps(count: int) -> str:
+    return "step 2" if count == 1 else f"median of steps 2 to {count + 1}"
 
 
 def _loss_column(record: RunRecord) -> tuple[list[str], list[str]]:

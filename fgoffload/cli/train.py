@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.comparison import Comparison, RunRecord
+from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ DESCRIPTION = (
     "losses and gradients are equal to the bit, and what memory and time differ by."
 )
 USAGE = "fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE] [MEGATRON FLAGS]"
+EXAMPLE = "fgoffload train arguments/tiny_moe.sh"
+EXAMPLE_VALUES = {"--steps": "10", "--data": "text.txt", "--plot": "memory.png"}
+"""Of our own flags, for errors."""
 WITHOUT, WITH = "without offload", "with offload"
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -47,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", default="memory.png", help="where the plot of memory over one step goes (default: memory.png)"
     )
-    parser.epilog = "Any other flag goes to Megatron, after those of the file."
+    parser.epilog = (
+        "Any other flag goes to Megatron, after those of the file. "
+        f"Errors are one line; set {TRACEBACK_VARIABLE}=1 to see their traceback."
+    )
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> TrainOptions:
@@ -56,20 +64,24 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     Raises:
         ConfigError: An option cannot be what it is.
     """
-    if options.arguments_file is None:
+    if not options.arguments_file:
         raise ConfigError(
             "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload train arguments/x.sh."
         )
-    arguments_file = Path(options.arguments_file)
-    if not arguments_file.is_file():
-        reason = "is a folder" if arguments_file.is_dir() else "does not exist"
-        raise ConfigError(f"argument file {options.arguments_file!r} {reason}. Give a file, before any Megatron flag.")
+    # os.path here and below: Path.is_file raises where a name is too long.
+    if not os.path.isfile(options.arguments_file):
+        raise ConfigError(
+            f"argument file {options.arguments_file!r} {_say_why_no_file(options.arguments_file)}. "
+            "Give a file, before any Megatron flag."
+        )
+    if options.data == "":
+        raise ConfigError("--data '' names nothing. Give a text file or a folder of them, or leave --data out.")
     return TrainOptions(
-        arguments_file=arguments_file,
+        arguments_file=Path(options.arguments_file),
         megatron_flags=tuple(megatron_flags),
         steps=None if options.steps is None else _read_steps(options.steps),
-        data=None if options.data is None else Path(options.data),
-        plot=_check_plot(Path(options.plot)),
+        data=None if options.data is None else Path(os.path.expanduser(options.data)),
+        plot=_check_plot(os.path.expanduser(options.plot)),
     )
 
 
@@ -78,25 +90,43 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     checked = check_options(options, megatron_flags)
     from fgoffload.integrations.megatron.argument_files import read_argument_file
 
-    flags = (*read_argument_file(checked.arguments_file, variables=os.environ), *checked.megatron_flags)
-    records, setting = _measure(checked, flags)
-    from fgoffload.cli.report import write_memory_plot
-
-    exit_code = _print_results(records, setting)
-    write_memory_plot(checked.plot, records, setting)
+    file_flags = read_argument_file(checked.arguments_file, variables=os.environ)
+    records, setting = _measure(checked, file_flags)
+    try:
+        exit_code = _print_results(records, setting)
+    finally:
+        # Also when nobody reads the table to its end, as after `| head -2`.
+        _write_plot(checked.plot, records, setting)
     print(f"Memory over one step: {checked.plot}")
     return exit_code
 
 
-def _measure(checked: TrainOptions, flags: Sequence[str]) -> tuple[dict[str, RunRecord], "Setting"]:
+def _measure(checked: TrainOptions, file_flags: Sequence[str]) -> tuple[dict[str, RunRecord], "Setting"]:
     """Train without and, where the flags ask for it, with offload. Returns what was measured, by label, and what was run."""
     from fgoffload.cli.progress import show_progress
 
     with show_progress() as progress:
         # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
-        from fgoffload.cli.measurement import describe_setting, load_training, measure_training, process_groups
+        from fgoffload.integrations.megatron.imports import require_torch
 
-        training = load_training(flags, source=str(checked.arguments_file), data=checked.data, steps=checked.steps)
+        require_torch()
+        from fgoffload.cli.measurement import (
+            TrainingSource,
+            describe_setting,
+            load_training,
+            measure_training,
+            process_groups,
+        )
+
+        source = TrainingSource(
+            arguments_file=str(checked.arguments_file),
+            file_flags=file_flags,
+            typed_flags=checked.megatron_flags,
+            own_flags=tuple(EXAMPLE_VALUES),
+            data=checked.data,
+            steps=checked.steps,
+        )
+        training = load_training(source)
         offload = training.arguments.offload
         records = {}
         with process_groups(training):
@@ -106,12 +136,20 @@ def _measure(checked: TrainOptions, flags: Sequence[str]) -> tuple[dict[str, Run
     return records, describe_setting(training)
 
 
-def _print_results(records: dict[str, RunRecord], setting: "Setting") -> int:
-    from rich.console import Console
+def _write_plot(path: Path, records: dict[str, RunRecord], setting: "Setting") -> None:
+    from fgoffload.cli.report import write_memory_plot
 
+    try:
+        write_memory_plot(path, records, setting)
+    except OSError as error:
+        raise ConfigError(f"--plot {str(path)!r} cannot be written: {error.strerror}. Give another file.") from error
+
+
+def _print_results(records: dict[str, RunRecord], setting: "Setting") -> int:
+    from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.report import build_comparison_table, build_single_table, describe_differences
 
-    console = Console()
+    console = PipeConsole()
     if WITH not in records:
         console.print(build_single_table(records[WITHOUT], setting))
         print("Trained once: offload is off. Switch it on with --fine-grained-activation-offloading.")
@@ -124,20 +162,39 @@ def _print_results(records: dict[str, RunRecord], setting: "Setting") -> int:
 
 
 def _read_steps(text: str) -> int:
-    try:
-        steps = int(text)
-    except ValueError:
-        raise ConfigError(f"--steps {text!r} is not a whole number. Give one from 1, as in 10.") from None
+    # Not int() alone, which takes ` 1_0 ` too, and refuses thousands of digits in its own words.
+    if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
+        raise ConfigError(f"--steps {text!r} is not a whole number. Give one from 1, as in 10.")
+    steps = int(text)
     if steps < 1:
         raise ConfigError(f"--steps {steps} is below 1. Give 1 or more; 3 or more to see a step time.")
     return steps
 
 
-def _check_plot(path: Path) -> Path:
+def _check_plot(name: str) -> Path:
+    """Return where the plot goes, after checking that it can be written there: it is written only after all training."""
+    path = Path(name)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise ConfigError(f"--plot {str(path)!r} is no picture's name. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {str(path)!r}: folder {str(path.parent)!r} does not exist. Make it or give another.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"--plot {str(path)!r} cannot be written. Give a file in a folder that you may write to.")
+        raise ConfigError(f"--plot {name!r} is no picture's name. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
+    existed = os.path.exists(name)
+    if existed and not os.path.isfile(name):
+        raise ConfigError(f"--plot {name!r} {_say_why_no_file(name)}. Give a file, as in memory.png.")
+    if not os.path.isdir(path.absolute().parent):
+        raise ConfigError(f"--plot {name!r}: folder {str(path.parent)!r} does not exist. Make it or give another.")
+    try:
+        # Permission bits do not tell of read-only file systems and names that are too long.
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.resolve().unlink()  # resolved: where `path` is a link to nothing, its target was made
+    except OSError as error:
+        raise ConfigError(
+            f"--plot {name!r} cannot be written: {error.strerror}. Give a file in a folder that you may write to."
+        ) from error
     return path
+
+
+def _say_why_no_file(name: str) -> str:
+    if os.path.isdir(name):
+        return "is a folder"
+    return "is no regular file" if os.path.exists(name) else "does not exist"

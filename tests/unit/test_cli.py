@@ -1,37 +1,58 @@
-import contextlib
+import logging
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.command import ARGUMENTS, OFF, assert_messages
 
 import fgoffload
 from fgoffload.cli import main
 
-ARGUMENTS = str(Path(__file__).parents[2] / "arguments" / "tiny_moe.sh")
-OFF = (
-    "#!/usr/bin/env bash\nARGS=(--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1)\n"
-)
-INTERRUPT_SECONDS = 2.0
-
 BEFORE_TORCH = [
-    ((), "the following arguments are required: COMMAND"),
+    ((), "COMMAND is missing. Give one, as in: fgoffload train arguments/tiny_moe.sh."),
     (("train",), "ARGUMENTS.sh is missing. Give a Megatron argument file first"),
-    (("trian",), "invalid choice: 'trian'"),
+    (("train", ""), "ARGUMENTS.sh is missing. Give a Megatron argument file first"),
+    (("trian",), "COMMAND 'trian' is not one of: train. Give one, as in: fgoffload train"),
+    (("train", os.devnull), f"argument file '{os.devnull}' is no regular file. Give a file"),
+    (("train", "x" * 5000), "does not exist. Give a file"),
     (("train", "none.sh"), "argument file 'none.sh' does not exist. Give a file"),
     (("train", "."), "argument file '.' is a folder. Give a file"),
     (("train", ARGUMENTS, "--steps", "x"), "--steps 'x' is not a whole number. Give one from 1, as in 10."),
     (("train", ARGUMENTS, "--steps", "0"), "--steps 0 is below 1. Give 1 or more"),
     (("train", ARGUMENTS, "--steps", "-3"), "--steps -3 is below 1. Give 1 or more"),
-    (("train", ARGUMENTS, "--steps"), "argument --steps: expected one argument"),
+    (("train", ARGUMENTS, "--steps", "1_0"), "--steps '1_0' is not a whole number. Give one from 1, as in 10."),
+    (("train", ARGUMENTS, "--steps"), "--steps expected one argument. Give it after the flag, as in --steps 10."),
+    (("train", ARGUMENTS, "--data", ""), "--data '' names nothing. Give a text file"),
+    (("train", ARGUMENTS, "--plot", ""), "--plot '' is no picture's name. End it with one of .png"),
+    (("train", ARGUMENTS, "--plot", "~nobody-of-this-name/memory.png"), "does not exist. Make it or give another."),
+    (("train", ARGUMENTS, "--plot", f"{'x' * 300}.png"), "cannot be written: File name too long. Give a file"),
     (("train", ARGUMENTS, "--plot", "memory.txt"), "--plot 'memory.txt' is no picture's name. End it with one of .png"),
     (("train", ARGUMENTS, "--plot", "none/memory.png"), "--plot 'none/memory.png': folder 'none' does not exist."),
 ]
 
 AFTER_TORCH = [
+    (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4. Give --moe-router-topk 4 or less"),
+    (("--num-experts", "1"), "--moe-router-topk 2 is above --num-experts 1."),
+    (("--moe-router-topk", "0"), "the command line: --moe-router-topk 0 is below 1. Give 1 or more."),
+    (("--lr", "-1"), "error: the command line: --lr -1.0 is no learning rate. Give a finite number from 0"),
+    (("--seed", "9" * 20), f"error: the command line: --seed {'9' * 20} is outside 0 to 4294967295."),
+    (("--vocab-size", "100", "--make-vocab-size-divisible-by", "1"), "--vocab-size 100, padded to 100 by"),
+    (("--kv-channels", "0"), "error: the command line: --kv-channels 0 is below 1."),
+    (("--kv-channels", "7"), "--kv-channels 7 is odd, and --position-embedding-type rope turns pairs"),
+    (
+        ("--group-query-attention", "--num-query-groups", "3"),
+        f"{ARGUMENTS} and the command line: --num-query-groups 3 does not divide --num-attention-heads 8.",
+    ),
+    (("--expert-tensor-parallel-size", "2"), "--expert-tensor-parallel-size above 1 is not built yet"),
+    (("--offload-prefetch", "-1MiB"), "--offload-prefetch '-1MiB' is below 0, and sizes cannot be negative."),
+    (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
+    (("--offload-plan", "short.txt"), "--offload-plan short.txt is not JSON"),
+    (("--step", "3"), "the command line: --step is not a flag that this version knows. Did you mean --steps?"),
+    (("--offload-modules", "core_attn,attn_proj"), "separate tags with blanks, as in --offload-modules core_attn attn_proj."),
+    (("--data", os.devnull), f"--data {os.devnull} is no regular file. Give a text file"),
+    (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size 2 needs 2 processes, and `fgoffload train`"),
+    (("--context-parallel-size", "2"), "runs one process in this version: give 1."),
+    (("--window-size", "3"), "error: the command line: --window-size '3' is not two whole numbers."),
     (("--min-offloaded-tensor-size", "many"), "--min-offloaded-tensor-size 'many' is not a whole number."),
     (("--activation-offload-fraction", "1.5"), "--activation-offload-fraction 1.5 is outside 0 to 1."),
     (("--offload-window", "60GB"), "--offload-window '60GB' is not a size."),
@@ -43,7 +64,7 @@ AFTER_TORCH = [
     (("--data", "short.txt"), "--data short.txt has 3 bytes and --seq-length"),
     (("--micro-batch-size", "0"), "--micro-batch-size 0 is below 1. Give 1 or more."),
     (("--num-layer", "4"), "--num-layer is not a flag that this version knows. Did you mean --num-layers?"),
-    (("--tensor-model-parallel-size", "2"), "and there are 1. Start a multiple of 2."),
+    (("--tensor-model-parallel-size", "2"), "runs one process in this version: give 1."),
     (("extra",), "'extra' stands where a flag should."),
 ]
 
@@ -67,7 +88,9 @@ def run_and_refuse(arguments, capsys):
     return lines[0]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BEFORE_TORCH, ids=[" ".join(case[0][1:]) or "none" for case in BEFORE_TORCH])
+@pytest.mark.parametrize(
+    ("arguments", "message"), BEFORE_TORCH, ids=[" ".join(case[0][1:])[-80:] or "none" for case in BEFORE_TORCH]
+)
 def test_bad_input_ends_with_code_2_and_one_line(arguments, message, capsys):
     assert message in run_and_refuse(arguments, capsys)
 
@@ -106,7 +129,7 @@ def test_version_is_the_packages(capsys):
 def test_a_training_with_offload_is_compared_and_drawn(capsys):
     assert main(["train", ARGUMENTS, "--steps", "3"]) == 0
     shown, said = capsys.readouterr()
-    assert said == "training without offload: 3 steps\ntraining with offload: 3 steps\n"
+    assert_messages(said, "training without offload: 3 steps", "training with offload: 3 steps")
     for row in ("losses equal to the bit", "gradients equal to the bit"):
         assert [line.split("│")[3].strip() for line in shown.splitlines() if row in line] == ["yes"]
     assert Path("memory.png").read_bytes().startswith(b"\x89PNG")
@@ -140,71 +163,145 @@ def test_a_gradient_that_differs_ends_with_code_1_and_names_the_parameter(capsys
     assert f"The gradients differ: first in step 2, {first}." in capsys.readouterr().out
 
 
-def start(*arguments):
-    # A shell that runs jobs in the background has them ignore SIGINT, and children inherit that; a user's terminal does not.
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, earlier)
+def test_a_plot_that_cannot_be_written_is_refused_before_training(capsys):
+    Path("folder.png").mkdir()
+    assert "--plot 'folder.png' is a folder." in run_and_refuse(("train", ARGUMENTS, "--plot", "folder.png"), capsys)
+    os.mkfifo("pipe.png")
+    assert "--plot 'pipe.png' is no regular file." in run_and_refuse(("train", ARGUMENTS, "--plot", "pipe.png"), capsys)
 
 
-def interrupt(process):
-    """Send what Ctrl-C sends, and return exit code, seconds until the end, stdout and stderr."""
-    started = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    try:
-        out, err = process.communicate(timeout=20)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, time.monotonic() - started, out, err
+def test_checking_where_the_plot_goes_changes_no_file(capsys):
+    Path("memory.png").write_bytes(b"earlier")
+    run_and_refuse(("train", ARGUMENTS, "--lr", "-1"), capsys)
+    assert Path("memory.png").read_bytes() == b"earlier"
 
 
-@pytest.mark.parametrize("delay_seconds", [0.5, 2, 6, 9])
-def test_ctrl_c_ends_a_training_within_two_seconds_and_leaves_nothing(delay_seconds):
-    process = start("-m", "fgoffload", "train", ARGUMENTS, "--steps", "100000")
-    time.sleep(delay_seconds)
-    code, seconds, out, err = interrupt(process)
-    assert code == 130
-    assert seconds < INTERRUPT_SECONDS
-    assert out == ""
-    assert err.splitlines()[-1] == "fgoffload: interrupted"
-    assert "Traceback" not in err
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
-    assert list(Path().iterdir()) == []
+def test_a_plot_that_fails_while_it_is_written_ends_with_one_line_after_the_table(capsys, monkeypatch):
+    def fail(path, records, setting):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fgoffload.cli.report.write_memory_plot", fail)
+    Path("off.sh").write_text(OFF, encoding="utf-8")
+    assert main(["train", "off.sh", "--steps", "1"]) == 2
+    shown, said = capsys.readouterr()
+    assert "activations at peak" in shown
+    assert_messages(
+        said,
+        "training without offload: 1 step",
+        "fgoffload: error: --plot 'memory.png' cannot be written: No space left on device. Give another file.",
+    )
 
 
-def test_ctrl_c_ends_a_body_that_does_not_listen():
-    code = """
-import time
-from fgoffload.cli.interrupt import end_soon_after_interrupt
-with end_soon_after_interrupt(130):
-    while True:
-        try:
-            print("started", flush=True)
-            time.sleep(60)
-        except KeyboardInterrupt:
-            pass
-"""
-    process = start("-c", code)
-    assert process.stdout.readline() == "started\n"
-    code, seconds, _, err = interrupt(process)
-    assert (code, err) == (130, "fgoffload: interrupted\n")
-    assert seconds < INTERRUPT_SECONDS
+def test_a_tilde_is_the_home_folder(capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    Path("home").mkdir()
+    Path("home/text.txt").write_bytes(bytes(range(256)) * 4)
+    Path("off.sh").write_text(OFF, encoding="utf-8")
+    assert main(["train", "off.sh", "--steps", "1", "--data", "~/text.txt", "--plot", "~/memory.svg"]) == 0
+    assert Path("home/memory.svg").is_file()
+    capsys.readouterr()
 
 
-def test_after_a_command_signals_are_as_before(capsys):
-    before = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(before)
+def test_what_a_launcher_left_in_the_environment_is_not_looked_at(capsys, monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "7"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    Path("off.sh").write_text(OFF, encoding="utf-8")
+    assert main(["train", "off.sh", "--steps", "1"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("failing_call", "when"), [("__init__", "while the model was built"), ("run_step", "in the first step")]
+)
+def test_what_megatron_raises_at_first_is_one_line_that_says_how_to_see_more(failing_call, when, capsys, monkeypatch):
+    def fail(self, *args, **kwargs):
+        raise IndexError("index 7 is out of range")
+
+    monkeypatch.setattr(f"fgoffload.cli.measurement.Trainer.{failing_call}", fail)
+    assert main(["train", ARGUMENTS, "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"{ARGUMENTS}: Megatron-Core refused these arguments {when}: IndexError: index 7 is out of range." in said
+    assert "Set FGOFFLOAD_TRACEBACK=1 to see the traceback." in said
+    assert "Traceback" not in said
+
+    monkeypatch.setenv("FGOFFLOAD_TRACEBACK", "1")
+    assert main(["train", ARGUMENTS, "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "in fail" in said  # the original is chained
+
+
+@pytest.mark.parametrize("failing_step", [2, 3])
+def test_a_fault_of_a_later_step_is_not_hidden(failing_step, capsys, monkeypatch):
+    from fgoffload.cli import measurement
+
+    run_step = measurement.Trainer.run_step
+    steps = []
+
+    def run_and_fail(trainer):
+        steps.append(trainer)
+        if len(steps) == failing_step:
+            raise IndexError("later")
+        return run_step(trainer)
+
+    monkeypatch.setattr(measurement.Trainer, "run_step", run_and_fail)
+    with pytest.raises(IndexError, match="later"):
+        main(["train", ARGUMENTS, "--steps", "3"])
+    capsys.readouterr()
+
+
+def test_a_fault_with_offload_alone_is_not_blamed_on_the_arguments(capsys, monkeypatch):
+    from fgoffload.cli import measurement
+
+    run_step = measurement.Trainer.run_step
+
+    def run_or_fail(trainer):
+        if trainer.integration is not None:
+            raise IndexError("ours")
+        return run_step(trainer)
+
+    monkeypatch.setattr(measurement.Trainer, "run_step", run_or_fail)
+    assert main(["train", ARGUMENTS, "--steps", "1"]) == 2
+    assert "offload failed in the first step, and without offload the same arguments trained: IndexError: ours." in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_combination_that_megatron_refuses_with_offload_is_found_before_the_first_training(capsys, monkeypatch):
+    from fgoffload.cli import measurement
+
+    build = measurement.build_transformer_config
+
+    def refuse(arguments, *, offload):
+        if offload is not None:
+            raise arguments.source.refuse("--offload-modules moe_act is refused.")
+        return build(arguments, offload=offload)
+
+    monkeypatch.setattr(measurement, "build_transformer_config", refuse)
+    assert "tiny_moe.sh: --offload-modules moe_act is refused." in run_and_refuse(("train", ARGUMENTS), capsys)
+
+
+def test_a_warning_of_the_library_is_shown_once_as_ours(capsys):
+    assert main(["train", ARGUMENTS, "--steps", "1", "--activation-offload-fraction", "0"]) == 0
+    assert_messages(
+        capsys.readouterr().err,
+        "fgoffload: warning: --activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above "
+        "0, or --no-fine-grained-activation-offloading.",
+        "training without offload: 1 step",
+        "training with offload: 1 step",
+    )
+
+
+def test_after_a_command_the_librarys_loggers_are_as_before(capsys):
+    logger = logging.getLogger("fgoffload")
+    before = (logger.level, list(logger.handlers))
     main(["train"])
     capsys.readouterr()
-    after = signal.set_wakeup_fd(before)
-    assert after == before
+    assert (logger.level, list(logger.handlers)) == before
+
+
+def test_offload_can_be_switched_off_on_the_command_line(capsys):
+    assert main(["train", ARGUMENTS, "--steps", "1", "--no-fine-grained-activation-offloading"]) == 0
+    shown, said = capsys.readouterr()
+    assert "Trained once: offload is off." in shown
+    assert_messages(said, "training without offload: 1 step")

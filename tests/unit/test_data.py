@@ -1,5 +1,6 @@
 """Text becomes microbatches: the same arguments give the same bits, and a text that cannot serve is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,48 @@ def test_the_default_text_is_pythons_own_library() -> None:
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c.txt").write_bytes(b"third")
+    (tmp_path / "b" / "a.txt").write_bytes(b"second, ")
+    (tmp_path / "c.txt").write_bytes(b"fourth")
     (tmp_path / "a.txt").write_bytes(b"first, ")
+    text = TextData.load(tmp_path)
+    whole = Batches(seq_length=len(text) - 1, micro_batch_size=1, seed=1)
 
-    assert len(TextData.load(tmp_path)) == len(b"first, third")
+    assert bytes(text.get_microbatch(whole, step=0, microbatch=0).tokens[0].tolist()) == b"first, second, thirdfourt"
+
+
+def test_a_file_is_read_only_as_far_as_it_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "large.txt"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a file of 1 TiB that takes no space: no machine could read it whole
+
+    assert len(TextData.load(path)) == LARGEST_TEXT_BYTES
+
+
+def test_what_comes_after_the_used_part_of_a_folder_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(LARGEST_TEXT_BYTES))
+    (tmp_path / "b").mkdir()
+    listed = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+
+    assert len(TextData.load(tmp_path)) == LARGEST_TEXT_BYTES
+    assert listed == [tmp_path]
+
+
+def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"once")
+    (tmp_path / "again").symlink_to(tmp_path)
+
+    assert len(TextData.load(tmp_path)) == len(b"once")
+
+
+def test_a_pipe_is_refused_and_left_out_of_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text").write_bytes(b"text")
+
+    with pytest.raises(ConfigError, match=r"--data .*pipe is no regular file. Give a text file"):
+        TextData.load(tmp_path / "pipe")
+    assert len(TextData.load(tmp_path)) == len(b"text")
 
 
 def test_a_text_of_exactly_one_sequence_serves() -> None:

@@ -92,6 +92,9 @@ def test_a_plan_without_a_list_of_sites_is_refused(sites):
         "core_attn",
         {"chunk": 0, "layer": 1, "tag": "core_attn"},
         {"chunk": "x", "layer": 1, "tag": "core_attn", "action": "keep"},
+        {"chunk": 0, "layer": 1.9, "tag": "core_attn", "action": "keep"},
+        {"chunk": 0, "layer": "1", "tag": "core_attn", "action": "keep"},
+        {"chunk": True, "layer": 1, "tag": "core_attn", "action": "keep"},
         {"chunk": 0, "layer": 1, "tag": "core_attn", "action": "drop"},
     ],
 )
@@ -103,6 +106,14 @@ def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
         f"plan.json: row 1 of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "
         "(keep, recompute, offload)."
     )
+
+
+def test_a_plan_file_that_is_no_text_is_refused_with_its_flag(tmp_path):
+    path = tmp_path / "binary.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError) as caught:
+        OffloadPlan.load(path)
+    assert str(caught.value) == f"--offload-plan {path}: not UTF-8 text. Give the path of a plan file."
 
 
 def test_a_plan_file_that_does_not_exist_is_refused_with_its_flag(tmp_path):

@@ -91,6 +91,11 @@ def test_a_device_with_an_allocator_gets_a_row_for_it():
     assert rows["allocator at peak"] == ["100.00 MiB", "90.00 MiB"]
 
 
+def test_three_steps_have_one_that_is_timed_and_the_caption_says_which():
+    _, shown = read_rows(build_single_table(make_run(10, steps=3), SETTING))
+    assert " ".join(shown.split()).endswith("memory and bytes: step 3; step time: step 2")
+
+
 def test_two_steps_show_that_a_step_time_needs_three():
     rows, _ = read_rows(build_single_table(make_run(10, steps=2), SETTING))
     assert rows["step time"] == ["needs 3 steps"]
@@ -125,5 +130,5 @@ def test_the_plot_names_both_trainings_their_peaks_and_the_model(tmp_path):
     path = tmp_path / "memory.svg"
     write_memory_plot(path, {"without offload": make_run(10), "with offload": make_run(6)}, SETTING)
     shown = path.read_text(encoding="utf-8")
-    for text in ("without offload: peak 10.0 MiB", "with offload: peak 6.0 MiB", "arguments/x.sh: 4 layers on CPU"):
+    for text in ("without offload: peak 10.00 MiB", "with offload: peak 6.00 MiB", "arguments/x.sh: 4 layers on CPU"):
         assert f"<!-- {text} -->" in shown

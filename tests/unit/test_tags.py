@@ -45,6 +45,15 @@ def test_an_unknown_tag_that_is_near_to_none_gets_no_hint():
     assert str(caught.value) == f"--mine 'zzz' is not a tag. Valid tags: {' '.join(NAMES)}."
 
 
+@pytest.mark.parametrize("name", ["core_attn,attn_proj", "core_attn, attn_proj", "core_attn,attn_proj,"])
+def test_tags_that_commas_separate_are_refused_with_how_to_write_them(name):
+    with pytest.raises(ConfigError) as caught:
+        default_tags().get(name)
+    assert str(caught.value) == (
+        f"--offload-modules {name!r} is not a tag: separate tags with blanks, as in --offload-modules core_attn attn_proj."
+    )
+
+
 def test_check_returns_the_tags_in_the_order_in_which_they_were_named():
     assert [tag.name for tag in default_tags().check(["attn_proj", "core_attn"])] == ["attn_proj", "core_attn"]
 

@@ -133,6 +133,7 @@ def test_close_puts_everything_back(text: TextData) -> None:
     ("flags", "message"),
     [
         (f"{MOE_FLAGS} --expert-model-parallel-size 2", "--expert-model-parallel-size above 1 is not built yet"),
+        (f"{MOE_FLAGS} --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size above 1 is not built yet"),
         (f"{MOE_FLAGS} --moe-grouped-gemm", "--moe-grouped-gemm, which needs Transformer Engine, is not built yet"),
         (f"{DENSE_FLAGS} --fp16", "--fp16, which needs loss scaling, is not built yet in this version: give --bf16"),
         (f"{DENSE_FLAGS} --transformer-impl transformer_engine", "--transformer-impl other than local is not built yet"),
@@ -145,6 +146,13 @@ def test_close_puts_everything_back(text: TextData) -> None:
 def test_what_is_not_built_is_refused(flags: str, message: str, text: TextData) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(parse_arguments(flags.split(), source="test"), text, offload=None)
+
+
+def test_a_process_group_of_another_size_is_refused() -> None:
+    arguments = parse_arguments(DENSE_FLAGS.split(), source="test", world_size=2)
+
+    with pytest.raises(ConfigError, match=r"the arguments are for 2 process\(es\), and the process group has 1. Call torch"):
+        Trainer.initialize_parallel(arguments)
 
 
 def test_data_parallel_training_is_refused(text: TextData) -> None:

@@ -27,12 +27,21 @@ def test_a_decimal_fraction_of_a_unit_is_read(text, size_bytes):
     assert parse_bytes(text, name="--size") == size_bytes
 
 
-@pytest.mark.parametrize("text", ["60GB", "60G", "1e9", "-1GiB", "GiB", "", "60 Gi B", "1,5GiB", "nan", "inf"])
+@pytest.mark.parametrize("text", ["60GB", "60G", "1e9", "--1GiB", "GiB", "", "60 Gi B", "1,5GiB", "nan", "inf"])
 def test_text_that_is_no_size_is_refused_with_flag_value_and_units(text):
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text, name="--offload-window")
     assert str(caught.value) == (
         f"--offload-window {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB."
+    )
+
+
+@pytest.mark.parametrize("text", ["-1MiB", "-1", " -0.5 GiB"])
+def test_a_size_below_zero_is_refused_as_that(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text, name="--offload-window")
+    assert str(caught.value) == (
+        f"--offload-window {text!r} is below 0, and sizes cannot be negative. Give 0 or a size like 512MiB."
     )
 
 

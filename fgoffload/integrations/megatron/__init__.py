@@ -11,23 +11,32 @@ Apply before or after the model is built. Megatron's layers read from their `Tra
 """
 
 import logging
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fgoffload.config import OffloadConfig
-from fgoffload.engine import Device, OffloadEngine, find_device
 from fgoffload.errors import IntegrationError
-from fgoffload.integrations.megatron.interface import is_replaced, replace_interface
-from fgoffload.integrations.megatron.offload import MegatronOffload
-from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.sites import add_sites
+from fgoffload.integrations.megatron.imports import require_torch
+
+if TYPE_CHECKING:
+    from fgoffload.engine import Device
+    from fgoffload.integrations.megatron.offload import MegatronOffload
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["MegatronOffload", "apply"]
 
 
-def apply(config: OffloadConfig, *, device: Device | None = None) -> MegatronOffload:
+def __getattr__(name: str) -> Any:
+    # Importing this package must not import torch: the modules that read argument files lie in it and need no torch.
+    if name == "MegatronOffload":
+        require_torch()
+        from fgoffload.integrations.megatron.offload import MegatronOffload
+
+        return MegatronOffload
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "MegatronOffload":
     """Let our engine answer Megatron-Core's offload sites, and add sites where it has none.
 
     Args:
@@ -38,9 +47,17 @@ def apply(config: OffloadConfig, *, device: Device | None = None) -> MegatronOff
         The integration: it holds the engine, and `remove` undoes everything.
 
     Raises:
-        IntegrationError: Megatron-Core lacks a symbol, or offload is applied already.
+        IntegrationError: torch or Megatron-Core is not installed, Megatron-Core lacks a symbol, or offload is applied already.
         PlanError: The plan file cannot be read.
     """
+    require_torch()
+    from fgoffload.engine import OffloadEngine, find_device
+    from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
+    from fgoffload.integrations.megatron.interface import is_replaced, replace_interface
+    from fgoffload.integrations.megatron.offload import MegatronOffload
+    from fgoffload.integrations.megatron.patches import Patches
+    from fgoffload.integrations.megatron.sites import add_sites
+
     if is_replaced():
         raise IntegrationError(
             "Activation offload is applied already in this process. Call `remove` on what `apply` returned first."
@@ -51,7 +68,7 @@ def apply(config: OffloadConfig, *, device: Device | None = None) -> MegatronOff
         replace_interface(patches, lambda: found[0])
         add_sites(patches, lambda: found[0])
         engine = OffloadEngine(
-            device=device or find_device("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device or find_device("cpu" if needs_cpu_support() else "cuda"),
             policy=config.transfer_policy,
             min_offloaded_numel=config.min_offloaded_tensor_size,
             host_budget_bytes=config.offload_host_budget_bytes,

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE, FlagSources
 from fgoffload.integrations.megatron.flags import FlagParser, add_field_flags, number, to_flag, whole_number
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
@@ -62,7 +63,10 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
     """
     group = parser.add_argument_group("fine-grained activation offload")
     flags: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("--fine-grained-activation-offloading", {"action": "store_true", "default": False, "help": "switch offload on"}),
+        (
+            "--fine-grained-activation-offloading",
+            {"action": argparse.BooleanOptionalAction, "default": False, "help": "switch offload on"},
+        ),
         ("--offload-modules", {"nargs": "*", "default": [], "metavar": "TAG", "help": "modules whose saved tensors leave"}),
         (
             "--min-offloaded-tensor-size",
@@ -96,29 +100,45 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
     return parser
 
 
-def parse_arguments(argv: Sequence[str], *, source: str, world_size: int | None = None) -> TrainingArguments:
+def parse_arguments(
+    argv: Sequence[str],
+    *,
+    source: str,
+    world_size: int | None = None,
+    typed: Sequence[str] = (),
+    known_elsewhere: Collection[str] = (),
+) -> TrainingArguments:
     """Return the training that `argv` describes.
 
     Args:
         argv: Flags as Megatron-LM takes them; a later one wins over an earlier one.
         source: Where they came from, for errors.
         world_size: Processes of the training; None takes what one copy of the model needs.
+        typed: Further flags, from the command line; they win over those of `argv`.
+        known_elsewhere: Flags of the command line that are read by others, to be suggested for one typed wrongly.
 
     Raises:
         ConfigError: A flag is unknown or has a value that it cannot have; the error names source, flag, value and fix.
     """
-    values = _build_parser(source).parse_flags(argv)
+    parser, typed_parser = _build_parser(source), _build_parser(COMMAND_LINE, known_elsewhere)
+    values = typed_parser.parse_flags(typed, earlier=parser.parse_flags(argv))
+    given = {flag: source for flag in parser.find_given(argv)} | {flag: COMMAND_LINE for flag in typed_parser.find_given(typed)}
+    sources = FlagSources((source, COMMAND_LINE) if typed else (source,), MappingProxyType(given))
     try:
         offload = OffloadConfig.from_flags(argparse.Namespace(**values))
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    _warn_of_flags_without_effect(values, offload)
+        raise sources.refuse(str(error)) from error
+    _warn_of_flags_without_effect(values, offload, is_switched="--fine-grained-activation-offloading" in given)
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     training = {name: value for name, value in values.items() if name in names}
-    transformer = _collect_transformer_fields(values, source)
-    for name, given in (("seq_length", training), ("micro_batch_size", training), *((n, transformer) for n in _REQUIRED)):
-        if name not in given:
-            raise ConfigError(f"{source}: {to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
+    transformer = _collect_transformer_fields(values, sources)
+    for name, given_fields in (
+        ("seq_length", training),
+        ("micro_batch_size", training),
+        *((n, transformer) for n in _REQUIRED),
+    ):
+        if name not in given_fields:
+            raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
     world_size = max(1, _count_model_parallel(transformer)) if world_size is None else world_size
     training.setdefault("max_position_embeddings", training["seq_length"])
     # One microbatch a step on every data-parallel rank, as Megatron-LM defaults.
@@ -127,7 +147,7 @@ def parse_arguments(argv: Sequence[str], *, source: str, world_size: int | None 
         max(1, training["micro_batch_size"]) * max(1, world_size // max(1, _count_model_parallel(transformer))),
     )
     return TrainingArguments(
-        transformer=MappingProxyType(transformer), offload=offload, source=source, world_size=world_size, **training
+        transformer=MappingProxyType(transformer), offload=offload, source=sources, world_size=world_size, **training
     )
 
 
@@ -165,7 +185,7 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
         with ignore_expected_warnings():
             return config_class(**fields)
     except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
-        raise ConfigError(f"{arguments.source}: Megatron-Core refuses this combination of flags: {error}") from error
+        raise arguments.source.refuse(f"Megatron-Core refuses this combination of flags: {error}") from error
 
 
 _EXAMPLES: Mapping[str, int] = {
@@ -178,10 +198,10 @@ _EXAMPLES: Mapping[str, int] = {
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def _build_parser(source: str) -> FlagParser:
+def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagParser:
     module = load_module(_CONFIG_MODULE)
     model_fields = {field.name for field in dataclasses.fields(module.TransformerConfig)}
-    parser = FlagParser(source=source)
+    parser = FlagParser(source=source, known_elsewhere=known_elsewhere)
     add_fine_grained_offload_args(parser)
     add_field_flags(parser, TrainingArguments, leave_out=("transformer", "offload", "source", "world_size"))
     # BooleanOptionalAction gives each spelling its --no- form, as Megatron-LM writes most booleans that are on by default.
@@ -194,7 +214,7 @@ def _build_parser(source: str) -> FlagParser:
     return parser
 
 
-def _collect_transformer_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources) -> dict[str, Any]:
     """Return the fields of Megatron's config that `values` gives, with Megatron-LM's flags translated."""
     module = load_module(_CONFIG_MODULE)
     known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
@@ -205,33 +225,33 @@ def _collect_transformer_fields(values: Mapping[str, Any], source: str) -> dict[
             fields |= preset
     fields |= {name: value for name, value in values.items() if name in (known | latent_only) - _OFFLOAD_FIELDS}
     if (latent := latent_only & fields.keys()) and not fields.get("multi_latent_attention"):
-        raise ConfigError(
-            f"{source}: {to_flag(min(latent))} has no effect without --multi-latent-attention. Add that or leave it out."
+        raise sources.refuse(
+            f"{to_flag(min(latent))} has no effect without --multi-latent-attention. Add that or leave it out."
         )
     if values["group_query_attention"]:
         fields.setdefault("num_query_groups", 1)
     elif "num_query_groups" in fields:
-        raise ConfigError(
-            f"{source}: --num-query-groups {fields['num_query_groups']} has no effect without --group-query-attention. "
+        raise sources.refuse(
+            f"--num-query-groups {fields['num_query_groups']} has no effect without --group-query-attention. "
             "Add that or leave it out."
         )
     if "num_layers_per_virtual_pipeline_stage" in values:
-        fields["virtual_pipeline_model_parallel_size"] = _count_chunks(values, fields, source)
+        fields["virtual_pipeline_model_parallel_size"] = _count_chunks(values, fields, sources)
     if (fields.get("virtual_pipeline_model_parallel_size") or 1) > 1 and fields.get("pipeline_model_parallel_size", 1) < 2:
-        raise ConfigError(
-            f"{source}: the interleaved schedule (virtual pipeline) needs 2 stages or more. "
+        raise sources.refuse(
+            "the interleaved schedule (virtual pipeline) needs 2 stages or more. "
             "Give --pipeline-model-parallel-size 2 or leave the virtual pipeline out."
         )
     return fields
 
 
-def _count_chunks(values: Mapping[str, Any], fields: Mapping[str, Any], source: str) -> int | None:
+def _count_chunks(values: Mapping[str, Any], fields: Mapping[str, Any], sources: FlagSources) -> int | None:
     """Return the virtual pipeline size that `--num-layers-per-virtual-pipeline-stage` stands for."""
     per_chunk = int(values["num_layers_per_virtual_pipeline_stage"])
     layers, stages = int(fields.get("num_layers", 0)), int(fields.get("pipeline_model_parallel_size", 1))
     if per_chunk < 1 or stages < 1 or layers % (stages * per_chunk):
-        raise ConfigError(
-            f"{source}: --num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide --num-layers "
+        raise sources.refuse(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide --num-layers "
             f"{layers}. Give a number of layers per chunk that divides the {layers // max(1, stages)} layers of a stage."
         )
     return layers // (stages * per_chunk)
@@ -243,10 +263,22 @@ def _count_model_parallel(transformer: Mapping[str, Any]) -> int:
     return tensor * pipeline * context
 
 
-def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None) -> None:
-    if offload is None and values.get("offload_modules"):
+def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None, *, is_switched: bool) -> None:
+    """Say which flags change nothing, and why.
+
+    Args:
+        values: Of all flags.
+        offload: What they mean; None where offload is off.
+        is_switched: Whether a flag says so itself, in which case being off is no oversight.
+    """
+    if offload is None and values.get("offload_modules") and not is_switched:
         _logger.warning(
             "--offload-modules has no effect without --fine-grained-activation-offloading: nothing leaves. Add that flag."
+        )
+    if offload is not None and offload.activation_offload_fraction == 0:
+        _logger.warning(
+            "--activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above 0, or "
+            "--no-fine-grained-activation-offloading."
         )
 
 

@@ -79,10 +79,11 @@ class TextData:
         if path is None:
             library = Path(sysconfig.get_path("stdlib"))
             return cls(_read(_find_library_files(library)), name="Python standard library")
-        if not path.exists():
+        if not os.path.exists(path):
             raise ConfigError(f"--data {path} does not exist. Give a text file or a folder of them, or leave --data out.")
-        files = iter([path]) if path.is_file() else _find_files(path)
-        text = _read(files)
+        if not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"--data {path} is no regular file. Give a text file or a folder of them, or leave --data out.")
+        text = _read(iter([path]) if path.is_file() else _find_files(path))
         if not text:
             raise ConfigError(f"--data {path} holds no bytes. Give a text file or a folder of them, or leave --data out.")
         return cls(text, name=str(path))
@@ -137,19 +138,28 @@ def _find_library_files(library: Path) -> Iterator[Path]:
 
 
 def _find_files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """Yield the regular files under `folder` in the order of their names, each folder listed only when its turn comes."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ConfigError(f"--data {folder} cannot be read: {error.strerror}. Make it readable or leave it out.") from error
+    for entry in entries:
+        if entry.is_file():
+            yield Path(entry.path)
+        # Not through links: one that leads upwards would never end.
+        elif entry.is_dir(follow_symlinks=False):
+            yield from _find_files(Path(entry.path))
 
 
 def _read(files: Iterator[Path]) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
+    """Return the first `LARGEST_TEXT_BYTES` of `files`; what comes after is neither opened nor read."""
+    text = bytearray()
     for path in files:
         try:
-            piece = path.read_bytes()
+            with path.open("rb") as file:
+                text += file.read(LARGEST_TEXT_BYTES - len(text))
         except OSError as error:
             raise ConfigError(f"--data {path} cannot be read: {error.strerror}. Make it readable or leave it out.") from error
-        pieces.append(piece)
-        size += len(piece)
-        if size >= LARGEST_TEXT_BYTES:
+        if len(text) >= LARGEST_TEXT_BYTES:
             break
-    return b"".join(pieces)[:LARGEST_TEXT_BYTES]
+    return bytes(text)

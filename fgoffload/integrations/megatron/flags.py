@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import enum
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,18 +22,25 @@ LONGEST_PATTERN = 10_000
 """Elements. A layer pattern such as `[0]*1+[1]*3` may be this long; the deepest models have a few hundred layers."""
 
 
+NEAREST_CUTOFF = 0.75
+"""From 0 to 1, as `difflib` measures. `--num-layer` is 0.96 near to `--num-layers`; below 0.75 the hint misleads."""
+
+_VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
+"""`-1e-3` and `-1MiB` are values that are out of range, not flags; argparse knows `-1` and `-.5` alone."""
+
+
 def whole_number(text: str) -> int:
-    """Return the whole number that `text` is, for argparse."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Give one, as in 4.") from None
+    """Return the whole number that `text` is, for argparse: decimal digits, without the `_` and blanks that Python takes."""
+    # The length: Python refuses to read thousands of digits, and no flag has a use for a hundred.
+    if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Give one, as in 4.")
+    return int(text)
 
 
 def number(text: str) -> float:
     """Return the finite number that `text` is, for argparse."""
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
@@ -64,16 +72,19 @@ def _compute(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _compute(node.left), _compute(node.right)
         if isinstance(node.op, ast.Add) and type(left) is type(right):
-            return _check_length(len(left) + len(right)) and left + right if isinstance(left, list) else left + right
+            if isinstance(left, list):
+                _check_length(len(left) + len(right))
+            return left + right
         if isinstance(node.op, ast.Mult) and isinstance(right, int):
-            return _check_length(len(left) * right) and left * right if isinstance(left, list) else left * right
+            if isinstance(left, list):
+                _check_length(len(left) * right)
+            return left * right
     raise ValueError("not a number or a list of them")
 
 
-def _check_length(length: int) -> bool:
+def _check_length(length: int) -> None:
     if not 0 < length <= LONGEST_PATTERN:
         raise ValueError("an empty list, or one too long for a model")
-    return True
 
 
 def one_of(choices: Collection[str]) -> Callable[[str], str]:
@@ -98,21 +109,39 @@ def size_pair(text: str) -> tuple[int, int]:
 class FlagParser(argparse.ArgumentParser):
     """A parser for flags from a file or a command line: it raises ConfigError and never prints nor exits."""
 
-    def __init__(self, *, source: str) -> None:
+    def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
+        """Make a parser without flags.
+
+        Args:
+            source: Where the words come from, for errors.
+            known_elsewhere: Flags that something else reads from the same place, to be suggested for one typed wrongly.
+        """
         # Absent flags leave no attribute, so that a config class keeps its own default. Abbreviations would hide typing errors.
         super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.source = source
+        self._known_elsewhere = tuple(known_elsewhere)
+        self._negative_number_matcher = _VALUE_THAT_BEGINS_WITH_MINUS
 
-    def parse_flags(self, words: Sequence[str]) -> dict[str, Any]:
+    def parse_flags(self, words: Sequence[str], *, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the values of the flags in `words`; a flag that is absent has no entry unless it has a default.
+
+        Args:
+            words: Flags and their values.
+            earlier: Values from before, over which those of `words` win.
 
         Raises:
             ConfigError: A flag is unknown, lacks its value, or has one that it cannot have.
         """
-        values, unknown = self.parse_known_args(list(words))
+        values, unknown = self.parse_known_args(list(words), argparse.Namespace(**(earlier or {})))
         if unknown:
             self._refuse_unknown(unknown[0])
         return vars(values)
+
+    def find_given(self, words: Sequence[str]) -> dict[str, str]:
+        """Return the flags that `words` gives, in all their spellings, with the names of their fields."""
+        actions = self._option_string_actions
+        given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
+        return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse found as a ConfigError."""
@@ -125,7 +154,8 @@ class FlagParser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
             raise ConfigError(f"{self.source}: {word!r} stands where a flag should. Flags begin with --.")
-        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        known = (*self._option_string_actions, *self._known_elsewhere)
+        nearest = difflib.get_close_matches(flag, known, n=1, cutoff=NEAREST_CUTOFF)
         hint = f"Did you mean {nearest[0]}?" if nearest else "Leave it out."
         raise ConfigError(f"{self.source}: {flag} is not a flag that this version knows. {hint}")
 

@@ -37,6 +37,20 @@ def ignore_expected_warnings() -> Iterator[None]:
         yield
 
 
+def require_torch() -> None:
+    """Check that torch can be imported, and import it.
+
+    Raises:
+        IntegrationError: It cannot; the error says how to install it.
+    """
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
+        raise IntegrationError(
+            f"torch cannot be imported: {error}. Install torch 2.9 or newer: pip install 'fgoffload[megatron]'."
+        ) from error
+
+
 def load_module(name: str) -> Any:
     """Import the module called `name`, quietly, and return it.
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
@@ -22,7 +21,7 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
         with ignore_expected_warnings():
             return [_build_chunk(arguments, config, vp_stage) for vp_stage in (range(count) if count else (None,))]
     except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{arguments.source}: Megatron-Core cannot build this model: {error}") from error
+        raise arguments.source.refuse(f"Megatron-Core cannot build this model: {error}") from error
 
 
 def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None) -> Any:

@@ -152,9 +152,10 @@ class Trainer:
 
     @staticmethod
     def initialize_parallel(arguments: TrainingArguments) -> None:
-        """Make the process groups: one process by itself, or those that torchrun started.
+        """Make the process groups: for this process by itself, or within the process group that exists already.
 
-        A process group that exists already is used as it is.
+        What a launcher left in the environment (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`) is not looked at: a training of one
+        process must not wait for others.
 
         Raises:
             ConfigError: The sizes do not fit the number of processes.
@@ -165,8 +166,8 @@ class Trainer:
         world_size = torch.distributed.get_world_size()
         if world_size != arguments.world_size:
             raise ConfigError(
-                f"{arguments.source}: the arguments are for {arguments.world_size} process(es) and {world_size} run. "
-                f"Start {arguments.world_size}, as in torchrun --nproc-per-node {arguments.world_size}."
+                f"{arguments.source}: the arguments are for {arguments.world_size} process(es), and the process group has "
+                f"{world_size}. Call torch.distributed.init_process_group in {arguments.world_size} process(es) first."
             )
         _refuse_what_is_not_built(arguments)
         parallel_state.initialize_model_parallel(
@@ -263,6 +264,7 @@ def _refuse_what_is_not_built(arguments: TrainingArguments) -> None:
     for flag, is_given, instead in (
         ("data-parallel training", arguments.data_parallel_size > 1, "start as many processes as one copy of the model needs"),
         ("--context-parallel-size above 1", given.get("context_parallel_size", 1) > 1, "leave it at 1"),
+        ("--expert-tensor-parallel-size above 1", (given.get("expert_tensor_parallel_size") or 1) > 1, "leave it at 1"),
         ("--expert-model-parallel-size above 1", given.get("expert_model_parallel_size", 1) > 1, "leave it at 1"),
         ("--tensor-model-parallel-size above 1", arguments.tensor_parallel_size > 1, "leave it at 1"),
         ("--fp16, which needs loss scaling,", given.get("fp16", False), "give --bf16"),
@@ -278,28 +280,21 @@ def _refuse_what_is_not_built(arguments: TrainingArguments) -> None:
         ("--transformer-impl other than local", given.get("transformer_impl", "local") != "local", "give local"),
     ):
         if is_given:
-            raise ConfigError(f"{arguments.source}: {flag} is not built yet in this version: {instead}.")
+            raise arguments.source.refuse(f"{flag} is not built yet in this version: {instead}.")
     # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for what computed that
     # parameter: the recompute in backward runs into itself until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
     if recomputes_mlp and given.get("add_bias_linear", True):
-        raise ConfigError(
-            f"{arguments.source}: --recompute-modules mlp never ends in backward where linear layers have biases "
+        raise arguments.source.refuse(
+            "--recompute-modules mlp never ends in backward where linear layers have biases "
             "(megatron-core 0.16.1). Add --disable-bias-linear or leave mlp out."
         )
 
 
 def _initialize_distributed() -> None:
-    is_cuda = not needs_cpu_support()
-    if is_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if is_cuda else "gloo"
-    if "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        torch.distributed.init_process_group(backend)
-    else:
-        # One process by itself needs no port that something else could hold.
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    # A store of its own needs no port that something else could hold, and reads nothing from the environment.
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo" if needs_cpu_support() else "nccl", store=store, rank=0, world_size=1)
 
 
 def _get_device() -> torch.device:

@@ -1,12 +1,23 @@
 """A training as Megatron's flags describe it, checked for what Megatron's own config does not check."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flag_sources import FlagSources
 from fgoffload.integrations.megatron.flags import to_flag
+
+BYTE_VALUES = 256
+"""The text is read byte by byte, and each value of a byte is a token."""
+
+DEFAULT_ROUTER_TOPK = 2
+"""Experts of a token where no flag says so. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
+
+LARGEST_SEED = 2**32 - 1
+"""The largest that every generator of random numbers takes; NumPy's takes no larger one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +28,7 @@ class TrainingArguments:
     """Fields of Megatron's TransformerConfig that were given; the rest keep their defaults."""
     offload: OffloadConfig | None
     """Fine-grained activation offload, or None where it is off."""
-    source: str
+    source: FlagSources
     """Where the flags came from, for errors."""
     world_size: int
     """Processes of the training."""
@@ -54,27 +65,14 @@ class TrainingArguments:
         Raises:
             ConfigError: With the flag, the value, the limit and the fix.
         """
-        self._check_sizes()
-        self._check_layer_pattern()
-        if self.world_size % self.model_parallel_size:
-            raise ConfigError(
-                f"{self.source}: one copy of the model takes {self.model_parallel_size} processes (tensor x pipeline x context "
-                f"parallel sizes), and there are {self.world_size}. Start a multiple of {self.model_parallel_size}."
-            )
-        one_microbatch = self.micro_batch_size * self.data_parallel_size
-        if self.global_batch_size % one_microbatch:
-            raise ConfigError(
-                f"{self.source}: --global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{self.micro_batch_size} x data-parallel size {self.data_parallel_size} = {one_microbatch}. "
-                f"Give {max(1, self.global_batch_size // one_microbatch) * one_microbatch}."
-            )
-        if self.seq_length > self.max_position_embeddings:
-            raise ConfigError(
-                f"{self.source}: --seq-length {self.seq_length} is above --max-position-embeddings "
-                f"{self.max_position_embeddings}. Give --max-position-embeddings {self.seq_length} or more."
-            )
+        for check in (self._check_sizes, self._check_ranges, self._check_attention, self._check_experts, self._check_fit):
+            for fault in check():
+                raise self.source.refuse(fault)
         if self.offload is not None and self.transformer.get("recompute_granularity") == "selective":
-            self.offload.check_recompute(self.transformer.get("recompute_modules") or ("core_attn",))
+            try:
+                self.offload.check_recompute(self.transformer.get("recompute_modules") or ("core_attn",))
+            except ConfigError as error:
+                raise self.source.refuse(str(error)) from error
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -112,27 +110,98 @@ class TrainingArguments:
         multiple = self.make_vocab_size_divisible_by * self.tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
-    def _check_sizes(self) -> None:
-        required = ("num_layers", "hidden_size", "num_attention_heads")
+    # Each check yields what it finds wrong; the first fault of all is raised.
+
+    def _check_sizes(self) -> Iterator[str]:
         training = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "vocab_size")
-        optional = (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "moe_layer_freq",
-        )
-        sizes = {name: getattr(self, name) for name in (*training, "make_vocab_size_divisible_by")}
-        sizes |= {name: self.transformer.get(name, 0) for name in required}
-        sizes |= {name: self.transformer[name] for name in optional if name in self.transformer}
+        sizes = {name: getattr(self, name) for name in (*training, "make_vocab_size_divisible_by", "rotary_base")}
+        sizes |= {name: self.transformer.get(name, 0) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+        others = ("kv_channels", "num_query_groups", "num_moe_experts", "moe_router_topk", "moe_layer_freq")
+        sizes |= {name: size for name, size in self.transformer.items() if name.endswith("_size") or name in others}
         for name, size in (*sizes.items(), ("world_size", self.world_size)):
             if isinstance(size, int) and size < 1:
-                raise ConfigError(f"{self.source}: {to_flag(name)} {size} is below 1. Give 1 or more.")
+                yield f"{_spell(name)} {size} is below 1. Give 1 or more."
 
-    def _check_layer_pattern(self) -> None:
+    def _check_ranges(self) -> Iterator[str]:
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            yield f"--lr {self.lr} is no learning rate. Give a finite number from 0, as in 1e-3."
+        if not 0 <= self.seed <= LARGEST_SEED:
+            yield f"--seed {self.seed} is outside 0 to {LARGEST_SEED}. Give a number in between, as in 1234."
+        if not 0 < self.rotary_percent <= 1:
+            yield f"--rotary-percent {self.rotary_percent} is no part of a head. Give a number above 0 and up to 1, as in 0.5."
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= self.transformer.get(name, 0) <= 1:
+                yield f"{to_flag(name)} {self.transformer[name]} is outside 0 to 1. Give a probability, as in 0.1."
+        if self.padded_vocab_size < BYTE_VALUES:
+            yield (
+                f"--vocab-size {self.vocab_size}, padded to {self.padded_vocab_size} by --make-vocab-size-divisible-by "
+                f"{self.make_vocab_size_divisible_by}, is below the {BYTE_VALUES} values of a byte, which are the tokens of "
+                f"the text. Give --vocab-size {BYTE_VALUES}."
+            )
+
+    def _check_attention(self) -> Iterator[str]:
+        heads, hidden = self.transformer["num_attention_heads"], self.transformer["hidden_size"]
+        groups = self.transformer.get("num_query_groups")
+        if groups is not None and heads % groups:
+            yield (
+                f"--num-query-groups {groups} does not divide --num-attention-heads {heads}. Give a number of groups that does."
+            )
+        channels = self.transformer.get("kv_channels")
+        if channels is None and hidden < heads:
+            yield (
+                f"--hidden-size {hidden} is below --num-attention-heads {heads}: a head would have no channel. "
+                f"Give --hidden-size {heads} or more, or --kv-channels."
+            )
+        is_rotary = self.position_embedding_type == "rope" and not self.transformer.get("multi_latent_attention")
+        if is_rotary and channels is not None and channels % 2:
+            yield (
+                f"--kv-channels {channels} is odd, and --position-embedding-type rope turns pairs of channels. "
+                f"Give --kv-channels {channels + 1}."
+            )
+        if is_rotary and channels is None and hidden // heads % 2:
+            yield (
+                f"--hidden-size {hidden} over --num-attention-heads {heads} gives a head {hidden // heads} channels, an odd "
+                "number, and --position-embedding-type rope turns pairs of them. "
+                f"Give --hidden-size {heads * (hidden // heads + 1)}, or an even --kv-channels."
+            )
+
+    def _check_experts(self) -> Iterator[str]:
+        experts = self.transformer.get("num_moe_experts")
+        topk = self.transformer.get("moe_router_topk", DEFAULT_ROUTER_TOPK)
+        if experts is not None and topk > experts:
+            default = "" if "moe_router_topk" in self.transformer else " (the default)"
+            yield (
+                f"--moe-router-topk {topk}{default} is above --num-experts {experts}. "
+                f"Give --moe-router-topk {experts} or less, or more experts."
+            )
         pattern, layers = self.transformer.get("moe_layer_freq"), self.transformer["num_layers"]
         if isinstance(pattern, list) and (len(pattern) != layers or not set(pattern) <= {0, 1}):
-            raise ConfigError(
-                f"{self.source}: --moe-layer-freq {pattern} has {len(pattern)} entries for --num-layers {layers}. "
+            yield (
+                f"--moe-layer-freq {pattern} has {len(pattern)} entries for --num-layers {layers}. "
                 "Give one entry a layer: 1 for experts, 0 for dense."
             )
+
+    def _check_fit(self) -> Iterator[str]:
+        """Yield what does not fit the number of processes, the batch or the positions."""
+        if self.world_size % self.model_parallel_size:
+            yield (
+                f"one copy of the model takes {self.model_parallel_size} processes (tensor x pipeline x context "
+                f"parallel sizes), and there are {self.world_size}. Start a multiple of {self.model_parallel_size}."
+            )
+        one_microbatch = self.micro_batch_size * self.data_parallel_size
+        if self.global_batch_size % one_microbatch:
+            yield (
+                f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
+                f"{self.micro_batch_size} x data-parallel size {self.data_parallel_size} = {one_microbatch}. "
+                f"Give {max(1, self.global_batch_size // one_microbatch) * one_microbatch}."
+            )
+        if self.seq_length > self.max_position_embeddings:
+            yield (
+                f"--seq-length {self.seq_length} is above --max-position-embeddings "
+                f"{self.max_position_embeddings}. Give --max-position-embeddings {self.seq_length} or more."
+            )
+
+
+def _spell(name: str) -> str:
+    # As Megatron-LM spells it, which is what users type.
+    return "--num-experts" if name == "num_moe_experts" else to_flag(name)

@@ -1,0 +1,74 @@
+"""What goes to the terminal around the results: library messages, and a reader that stops reading."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+_LIBRARY = "fgoffload"
+_SHOWN_INFO = "fgoffload.integrations.megatron.cpu_support"
+"""The logger whose INFO is shown too: it says that symbols of torch and Megatron-Core are replaced."""
+
+
+class LibraryLog(logging.Handler):
+    """Shows the library's warnings on stderr as messages of this program, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: set[str] = set()
+        self._is_silent = False
+
+    def silence(self) -> None:
+        """Show nothing from now on: after Ctrl-C, what is left unfinished is no news."""
+        self._is_silent = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show `record` unless it was shown before."""
+        message = " ".join(record.getMessage().split())
+        is_warning = record.levelno >= logging.WARNING
+        if self._is_silent or message in self._shown or not (is_warning or record.name == _SHOWN_INFO):
+            return
+        self._shown.add(message)
+        # `sys.stderr` at this moment: while bars are shown it is the progress console's, which prints above them.
+        print(f"fgoffload: {'warning: ' if is_warning else ''}{message}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Show messages until the body ends."""
+        logger = logging.getLogger(_LIBRARY)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def flush_at_end() -> Iterator[None]:
+    """Write out what is buffered when the body ends, so that a reader that has gone is noticed here.
+
+    Raises:
+        BrokenPipeError: Nobody reads any more, as after `| head -2`.
+    """
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # None where the shell closed it
+                stream.flush()
+
+
+def drop_unread_output() -> None:
+    """Discard what nobody reads: Python flushes at exit, and would report the broken pipe again."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except BrokenPipeError:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, stream.fileno())
+            os.close(devnull)

@@ -1,0 +1,150 @@
+"""How the command line ends when something else than its input is at fault: packages, readers, Ctrl-C."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.command import ARGUMENTS, OFF, assert_messages
+
+from fgoffload.cli import main
+
+INTERRUPT_SECONDS = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _work_in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run_without(package, *arguments):
+    code = f"import sys; sys.modules[{package!r}] = None; from fgoffload.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("package", "named"), [("torch", "torch"), ("megatron", "megatron")])
+def test_a_package_that_is_not_installed_is_named_with_how_to_install_it(package, named):
+    ended = run_without(package, "train", ARGUMENTS)
+    assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1), ended.stderr
+    assert ended.stderr.startswith(f"fgoffload: error: {named}")
+    assert "pip install 'fgoffload[megatron]'" in ended.stderr
+
+
+def test_the_argument_file_is_read_before_torch_is_asked_for():
+    Path("run.sh").write_text("ARGS=($(date))\n", encoding="utf-8")
+    assert "run.sh, line 1: command substitution" in run_without("torch", "train", "run.sh").stderr
+
+
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(stderr):
+    Path("off.sh").write_text(OFF, encoding="utf-8")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(
+        [sys.executable, "-m", "fgoffload", "train", "off.sh", "--steps", "1"],
+        stdout=write_end,
+        stderr=stderr,
+        text=True,
+        check=False,
+        # Buffered, as for users: what Python has not written yet it would try again at exit.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    os.close(write_end)
+    assert process.returncode == 141
+    if stderr == subprocess.PIPE:
+        assert_messages(process.stderr, "training without offload: 1 step")
+        assert Path("memory.png").is_file()
+
+
+def test_ctrl_c_during_the_training_with_offload_says_no_more_than_that(capsys, monkeypatch):
+    from fgoffload.cli import measurement
+
+    forward = measurement.Trainer._forward_step
+
+    def forward_and_interrupt(trainer, microbatches, chunk):
+        result = forward(trainer, microbatches, chunk)
+        if trainer.integration is not None:
+            signal.raise_signal(signal.SIGINT)  # the graph of this forward is alive and wants its tensors back
+        return result
+
+    monkeypatch.setattr(measurement.Trainer, "_forward_step", forward_and_interrupt)
+    assert main(["train", ARGUMENTS, "--steps", "1"]) == 130
+    shown, said = capsys.readouterr()
+    assert shown == ""
+    assert_messages(said, "training without offload: 1 step", "training with offload: 1 step", "fgoffload: interrupted")
+
+
+def start(*arguments):
+    # A shell that runs jobs in the background has them ignore SIGINT, and children inherit that; a user's terminal does not.
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+
+
+def interrupt(process):
+    """Send what Ctrl-C sends, and return exit code, seconds until the end, stdout and stderr."""
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        out, err = process.communicate(timeout=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, time.monotonic() - started, out, err
+
+
+@pytest.mark.parametrize("delay_seconds", [0.5, 2, 6, 9])
+def test_ctrl_c_ends_a_training_within_two_seconds_and_leaves_nothing(delay_seconds):
+    process = start("-m", "fgoffload", "train", ARGUMENTS, "--steps", "100000")
+    time.sleep(delay_seconds)
+    code, seconds, out, err = interrupt(process)
+    assert code == 130
+    assert seconds < INTERRUPT_SECONDS
+    assert out == ""
+    assert err.splitlines()[-1] == "fgoffload: interrupted"
+    assert "Traceback" not in err
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    assert list(Path().iterdir()) == []
+
+
+def test_ctrl_c_ends_a_body_that_does_not_listen():
+    code = """
+import time
+from fgoffload.cli.interrupt import end_soon_after_interrupt
+with end_soon_after_interrupt(130):
+    while True:
+        try:
+            print("started", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+"""
+    process = start("-c", code)
+    assert process.stdout.readline() == "started\n"
+    code, seconds, _, err = interrupt(process)
+    assert (code, err) == (130, "fgoffload: interrupted\n")
+    assert seconds < INTERRUPT_SECONDS
+
+
+def test_after_a_command_signals_are_as_before(capsys):
+    handler = signal.getsignal(signal.SIGINT)
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    main(["train"])
+    capsys.readouterr()
+    after = signal.set_wakeup_fd(before)
+    assert after == before
+    assert signal.getsignal(signal.SIGINT) is handler
