@@ -8,7 +8,7 @@ TREE = {
     "ConfigError": (errors.OffloadError, ValueError),
     "PlanError": (errors.OffloadError,),
     "IntegrationError": (errors.OffloadError,),
-    "StateError": (errors.OffloadError,),
+    "StateError": (errors.OffloadError, RuntimeError),
     "InternalError": (errors.OffloadError,),
 }
 
