@@ -119,10 +119,11 @@ def _add_mark(tensor: torch.Tensor, reach: Callable[[], None]) -> None:
     if not tensor.requires_grad:
         return
 
-    def reach_once_on_a_leaf(gradient: torch.Tensor) -> None:
-        if tensor_is_leaf:
+    is_leaf = tensor.is_leaf
+
+    def on_gradient(gradient: torch.Tensor) -> None:
+        if is_leaf:
             mark.remove()  # a leaf outlives the graph, and would gather the marks of all steps
         reach()
 
-    tensor_is_leaf = tensor.is_leaf
-    mark = tensor.register_hook(reach_once_on_a_leaf)  # type: ignore[no-untyped-call]
+    mark = tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]

@@ -387,9 +387,9 @@ def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
     assert [dict(vars(owner)) for owner in owners] != before
     with pytest.raises(IntegrationError, match="applied already in this process"):
         megatron.apply(make_config("core_attn"))
-    offload.remove()
+    megatron.remove(offload)
     assert [dict(vars(owner)) for owner in owners] == before
-    offload.remove()
+    megatron.remove(offload)  # does no harm
 
 
 def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right(text):

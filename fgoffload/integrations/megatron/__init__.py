@@ -5,7 +5,7 @@
 
     offload = megatron.apply(OffloadConfig(offload_modules=("core_attn", "attn_proj", "expert_fc1")))
     ...  # build the model with `fine_grained_activation_offloading=True` and the same `offload_modules`, and train
-    offload.remove()
+    megatron.remove(offload)
 
 Apply before or after the model is built. Megatron's layers read from their `TransformerConfig` which of their sites are on.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["MegatronOffload", "apply"]
+__all__ = ["MegatronOffload", "apply", "remove"]
 
 
 def __getattr__(name: str) -> Any:
@@ -83,3 +83,8 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
         len(patches.names),
     )
     return found[0]
+
+
+def remove(offload: "MegatronOffload") -> None:
+    """Undo what `apply` did: Megatron's own symbols are back, and so is all memory but what a graph still wants."""
+    offload.remove()
