@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fgoffload.errors import PlanError
@@ -16,11 +16,13 @@ def make_sites(count):
     return [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(count)]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(PLANS)
 def test_a_plan_comes_back_from_its_json_as_it_was(plan):
     assert OffloadPlan.from_json(plan.to_json(), source="test") == plan
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(PLANS)
 def test_equal_plans_have_equal_json_in_whatever_order_they_were_filled(plan):
     turned = OffloadPlan(actions=dict(reversed(plan.actions.items())))
@@ -44,12 +46,14 @@ def test_a_fraction_offloads_exactly_that_many_sites_and_no_part_of_one(fraction
     assert plan.count(Action.KEEP) == count - offloaded
 
 
+@settings(deadline=None)
 @given(hundredths=st.integers(0, 100), hundreds=st.integers(1, 20))
 def test_hundredths_of_hundreds_are_exact_for_every_fraction(hundredths, hundreds):
     plan = OffloadPlan.from_fraction(make_sites(100 * hundreds), float(f"{hundredths / 100:.2f}"))
     assert plan.count(Action.OFFLOAD) == hundredths * hundreds
 
 
+@settings(deadline=None)
 @given(count=st.integers(0, 60), fraction=st.floats(0, 1))
 def test_the_sites_that_a_fraction_keeps_are_the_last_of_forward(count, fraction):
     sites = make_sites(count)
