@@ -57,7 +57,7 @@ def test_the_loss_falls_over_ten_steps(flags: str, text: TextData) -> None:
     results = train(flags, text, steps=10)
     means = [sum(result.losses) / len(result.losses) for result in results]
 
-    assert means[0] == pytest.approx(5.5, abs=0.4)  # ln 256 = 5.545: nothing is known yet
+    assert 5.1 < means[0] < 5.9  # ln 256 = 5.545: nothing is known yet
     assert means[-1] < means[0] - 0.5
     assert [result.step for result in results] == list(range(10))
 
