@@ -8,14 +8,16 @@ part that needs them: `fgoffload.engine` needs torch, `fgoffload.integrations.me
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError, IntegrationError, InternalError, OffloadError, PlanError, StateError
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.policy import TransferPolicy
+from fgoffload.policy import HostMemory, TransferPolicy
 from fgoffload.tags import Tag, TagRegistry, default_tags
+from fgoffload.transfer_config import TransferConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
     "ConfigError",
+    "HostMemory",
     "IntegrationError",
     "InternalError",
     "OffloadConfig",
@@ -26,6 +28,7 @@ __all__ = [
     "StateError",
     "Tag",
     "TagRegistry",
+    "TransferConfig",
     "TransferPolicy",
     "default_tags",
 ]

@@ -4,6 +4,7 @@ Both rules count bytes, never tensors or groups: groups of one model differ in s
 """
 
 import dataclasses
+import enum
 
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, MIB
@@ -14,6 +15,13 @@ waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/how_it_
 
 DEFAULT_PREFETCH_BYTES = 512 * MIB
 """Bytes. At 50 GB/s to device this is 11 ms ahead of backward, more than the largest group of the reference workloads."""
+
+
+class HostMemory(enum.Enum):
+    """What offloaded bytes lie in on the host."""
+
+    PINNED = "pinned"  # locked: copies run at the link's rate, and beside compute
+    PAGEABLE = "pageable"  # not locked: slower, and the host waits for each copy to it, but the system may swap it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

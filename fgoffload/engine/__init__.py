@@ -5,6 +5,7 @@ from fgoffload.engine.delayed import DelayedCpuDevice
 from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSlab, find_device
 from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, GroupState, Lane
+from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
 from fgoffload.engine.region import Region, Saving, is_inert
 from fgoffload.engine.stats import KeptReason, StepStats, TagStats
@@ -17,6 +18,7 @@ __all__ = [
     "Device",
     "Group",
     "GroupState",
+    "Hazard",
     "HostArena",
     "HostBlock",
     "HostSlab",

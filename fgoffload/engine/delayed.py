@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from fgoffload.engine.device import CpuDevice, CpuStream, Event, HostSlab, Stream
+from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import get_key
 
 POISON = 0xFF
@@ -42,7 +43,7 @@ class DelayedCpuDevice(CpuDevice):
         queue = self._queues.get(stream)
         return _Point(stream, 0 if queue is None else self._done[stream] + len(queue))
 
-    def wait_event(self, stream: Stream, event: Event) -> None:  # noqa: D102
+    def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
         if stream in self._queues:
             self._queues[stream].append(lambda: self._run_until(event))
         else:

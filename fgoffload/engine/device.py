@@ -20,7 +20,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fgoffload.engine.hazards import Hazard
 from fgoffload.errors import InternalError, StateError
+from fgoffload.policy import HostMemory
 from fgoffload.units import format_bytes
 
 Stream: TypeAlias = Any
@@ -70,8 +72,8 @@ class Device(abc.ABC):
         """Return an event that passes when all work queued on `stream` so far is done."""
 
     @abc.abstractmethod
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        """Make what is queued on `stream` from now on wait for `event`. The host does not block."""
+    def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:
+        """Make what is queued on `stream` from now on wait for `event`, to prevent `hazard`. The host does not block."""
 
     @abc.abstractmethod
     def is_done(self, event: Event) -> bool:
@@ -125,7 +127,7 @@ class CpuDevice(Device):
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
         return time.perf_counter()
 
-    def wait_event(self, stream: Stream, event: Event) -> None:  # noqa: D102
+    def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
         pass
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
@@ -150,11 +152,12 @@ class CpuDevice(Device):
 class AcceleratorDevice(Device):
     """The accelerator that `torch.accelerator` finds; CUDA first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
         device = torch.accelerator.current_accelerator()
         if device is None:
             raise StateError("torch.accelerator finds no accelerator. Use CpuDevice, or a torch build for your accelerator.")
         self.type = device.type
+        self._host_memory = host_memory
         self._index = torch.accelerator.current_device_index()
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
@@ -168,7 +171,7 @@ class AcceleratorDevice(Device):
         event.record(stream)
         return event
 
-    def wait_event(self, stream: Stream, event: Event) -> None:  # noqa: D102
+    def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
         stream.wait_event(event)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
@@ -191,6 +194,8 @@ class AcceleratorDevice(Device):
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
+        if self._host_memory is HostMemory.PAGEABLE:
+            return HostSlab(torch.empty(size_bytes, dtype=torch.uint8), free=lambda: None)
         if self.type == "cuda":
             return _register_host(size_bytes)
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), free=lambda: None)
@@ -222,15 +227,19 @@ def _register_host(size_bytes: int) -> HostSlab:
     return HostSlab(buffer, free)
 
 
-def find_device(device_type: str) -> Device:
+def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED) -> Device:
     """Return the device for tensors whose `device.type` is `device_type`.
+
+    Args:
+        device_type: As in `cuda` or `cpu`.
+        host_memory: What the host memory of an accelerator is; on the CPU all memory is pageable.
 
     Raises:
         StateError: No such device is here.
     """
     if device_type == "cpu":
         return CpuDevice()
-    device = AcceleratorDevice()
+    device = AcceleratorDevice(host_memory=host_memory)
     if device.type != device_type:
         raise StateError(f"Asked for a {device_type!r} device and the accelerator here is {device.type!r}. Use that one.")
     return device

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -20,7 +20,7 @@ from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.host_memory import get_default_budget_bytes
 from fgoffload.engine.identity import StorageRef, get_contents, get_key, has_bytes
 from fgoffload.engine.ledger import ActivationLedger
-from fgoffload.engine.region import Region, SaveHook, Saving, is_inert
+from fgoffload.engine.region import Region, SaveHook, Saving, is_in_backward, is_inert
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
 from fgoffload.engine.stats import KeptReason, StepStats, TagStats
 from fgoffload.engine.transfers import Transfers
@@ -39,6 +39,8 @@ class OffloadEngine:
         device: Where the tensors live.
         policy: Window and prefetch.
         min_offloaded_numel: Elements. What all saves of a storage cover together stays when it is smaller.
+        min_offloaded_bytes: The same in bytes; both must be reached.
+        keep: The user's filter: a saved tensor for which it returns true stays.
         host_budget_bytes: The most host memory; None takes a share of what is free now.
     """
 
@@ -48,11 +50,15 @@ class OffloadEngine:
         device: Device,
         policy: TransferPolicy | None = None,
         min_offloaded_numel: int = 0,
+        min_offloaded_bytes: int = 0,
+        keep: Callable[[torch.Tensor], bool] | None = None,
         host_budget_bytes: int | None = None,
     ) -> None:
         self.device = device
         self._policy = policy or TransferPolicy()
         self._min_offloaded_numel = min_offloaded_numel
+        self._min_offloaded_bytes = min_offloaded_bytes
+        self._keep = keep
         self.arena = HostArena(
             device, budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes
         )
@@ -149,10 +155,12 @@ class OffloadEngine:
             saved.streams.add(self.device.current_stream())
             if group is not None:
                 group.add(saved)
-            return Handle(self, saved, view)
+            return Handle(self, saved, view, lane=lane, group=group)
 
-    def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
+    def take(self, saved: SavedStorage, view: View, *, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return what `view` saw when it was saved.
+
+        A group that has no end mark is reached by the first tensor that backward takes of it.
 
         Streams:
             The current stream waits for the copy to the device, where there was one. The host does not block.
@@ -163,6 +171,8 @@ class OffloadEngine:
         with self._lock:
             if saved.fault is not None:
                 raise StateError(saved.fault)
+            if group is not None and lane.away > group.position and is_in_backward():
+                self.approach_backward(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
                 saved.check_unchanged("backward took it")
@@ -238,7 +248,9 @@ class OffloadEngine:
         if tensor.numel() == 0:
             return KeptReason.EMPTY
         stay = self._stay.get(get_key(tensor))
-        return stay[1] if stay else None
+        if stay is not None:
+            return stay[1]
+        return KeptReason.FILTERED if self._keep is not None and self._keep(tensor) else None
 
     def _track(self, tensor: torch.Tensor, view: View, label: str) -> SavedStorage:
         """Return the saved storage that `tensor` looks at: a storage leaves once, however many saves and groups share it.
@@ -285,7 +297,7 @@ class OffloadEngine:
             stats.shared_bytes += saved.size_bytes
             return None
         saved.check_unchanged("it left for the host")
-        if saved.covered_bytes < self._min_offloaded_numel * saved.itemsize:
+        if saved.covered_bytes < max(self._min_offloaded_numel * saved.itemsize, self._min_offloaded_bytes):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
         if 2 * saved.covered_bytes < saved.size_bytes:

@@ -49,9 +49,14 @@ class SaveHook:
         return tensor
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a node of a backward now."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name
+
+
 def is_inert() -> bool:
     """Return whether a region that began here would have to leave everything alone. See [Note: When a region is inert]."""
-    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - no public name
+    if not torch.is_grad_enabled() or is_in_backward():
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001 - no public name
     return hooks is not None and not isinstance(hooks[0], (SaveHook, LedgerHook))

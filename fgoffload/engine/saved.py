@@ -21,6 +21,7 @@ from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine
+    from fgoffload.engine.group import Group, Lane
     from fgoffload.engine.transfers import Transfers
 
 
@@ -219,16 +220,20 @@ def _name(tensor: torch.Tensor, label: str) -> str:
 class Handle:
     """What a saved tensor is packed into, where its storage may move."""
 
-    __slots__ = ("_engine", "_saved", "_view")
+    __slots__ = ("_engine", "_group", "_lane", "_saved", "_view")
 
-    def __init__(self, engine: "OffloadEngine", saved: SavedStorage, view: View) -> None:
+    def __init__(
+        self, engine: "OffloadEngine", saved: SavedStorage, view: View, *, lane: "Lane", group: "Group | None"
+    ) -> None:
         self._engine = engine
         self._saved = saved
         self._view = view
+        self._lane = lane
+        self._group = group
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd, its bytes as they were saved."""
-        return self._engine.take(self._saved, self._view)
+        return self._engine.take(self._saved, self._view, lane=self._lane, group=self._group)
 
 
 class KeptHandle:

@@ -9,6 +9,7 @@ class KeptReason(enum.Enum):
 
     PARAMETER = "a parameter or a view of one"
     MARKED = "marked to stay"
+    FILTERED = "the user's filter kept it"
     RECOMPUTED = "its storage belongs to a recompute, which empties and refills it"
     HELD = "something else holds its storage"
     OTHER_DEVICE = "not in the memory of the engine's device"

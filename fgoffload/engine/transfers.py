@@ -1,20 +1,6 @@
 """Copies to the host and back, and the order that keeps them right.
 
-[Note: Ordering of a copy to the host]
-(a) The copy waits for the compute streams that produced and used the source, and so does what gathers it: neither must read
-    bytes that are not there yet.
-(b) The copy waits for the copies to the device that still read its host block: it must not overwrite what they read.
-(c) The source is kept alive until the copy is done, and the compute streams wait for it, and for each other, before the source
-    is dropped: the allocator hands freed memory to the next kernel of one of them, which must not overwrite what the copy, or a
-    kernel of another one, still reads.
-
-[Note: Ordering of a copy to the device]
-(d) The buffer is allocated on the compute stream, and the copy waits for that point: the allocator may have given out memory
-    that earlier kernels of that stream still use.
-(e) The copy waits for the storage's own copy to the host: it must not read a block that is not written yet.
-(f) A stream that takes the bytes waits for the copy, or for what put gathered bytes into their places.
-(g) A buffer that was not taken, or was taken on another stream than its own, is dropped only after its own stream waits for
-    the copy and for the other streams: as in (c), the other way round.
+Every wait names the hazard that it prevents; the notes in `hazards.py` explain them together.
 """
 
 import collections
@@ -37,6 +23,7 @@ from fgoffload.engine.geometry import (
     round_up,
     scatter,
 )
+from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import get_version
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.saved import Reload, SavedState, SavedStorage
@@ -89,16 +76,17 @@ class Transfers:
         device, d2h = self._device, self._device.d2h_stream
         streams = {device.current_stream()}.union(*(saved.streams for saved, _ in leaving))
         if any(saved.gathered for saved, _ in leaving):
-            self._join(streams)  # (a) and (c): gathering reads what all of them wrote, and its source is dropped right after
+            # What all of them wrote is read here, and the source is dropped right after.
+            self._join(streams, Hazard.GATHER_UNWRITTEN)
         sources = []
         for saved, block in leaving:
             saved.block = block
             sources.append(self._get_source(saved))
         for stream in streams:
-            device.wait_event(d2h, device.record_event(stream))  # (a): after the kernels that wrote the sources
+            device.wait_event(d2h, device.record_event(stream), Hazard.SOURCE_UNWRITTEN)
         for _, block in leaving:
             for event in block.reads_to_wait_for:
-                device.wait_event(d2h, event)  # (b): after the copies that read the block's last contents
+                device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
         with _label(f"fgoffload::offload ({label})"):
             for (_, block), source in zip(leaving, sources, strict=True):
                 device.copy_bytes(destination=block.buffer, source=source, stream=d2h)
@@ -134,10 +122,9 @@ class Transfers:
         living = [saved for saved in (reference() for reference in entry.saved) if saved is not None]
         streams = {self._device.current_stream(), *entry.streams}.union(*(saved.streams for saved in living))
         for stream in streams:
-            # (c): the next kernel that gets this memory must not write it before the copy has read it. Where the copy is done
-            # already this costs nothing; past the window it is where compute waits for the link.
-            self._device.wait_event(stream, entry.d2h_done)
-        self._join(streams)  # (c): nor before a kernel of another stream has read it
+            # Where the copy is done already this costs nothing; past the window it is where compute waits for the link.
+            self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
+        self._join(streams, Hazard.SOURCE_STILL_USED)
         for saved in living:
             if saved.state is SavedState.OFFLOADING:
                 saved.fault = saved.find_change("its copy to the host was done")
@@ -156,11 +143,11 @@ class Transfers:
         device, h2d = self._device, self._device.h2d_stream
         compute = device.current_stream()
         buffers = [self._allocate(saved.moved_bytes) for saved in waiting]
-        device.wait_event(h2d, device.record_event(compute))  # (d): after earlier users of the buffers' memory
+        device.wait_event(h2d, device.record_event(compute), Hazard.BUFFER_STILL_USED)
         for saved, buffer in zip(waiting, buffers, strict=True):
             if saved.block is None:
                 raise InternalError(f"What {saved.label} saved is on the host and has no block there.")
-            device.wait_event(h2d, saved.d2h_done)  # (e): after the copy that writes the block
+            device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
             with _label(f"fgoffload::reload ({saved.label})"):
                 device.copy_bytes(destination=buffer[: saved.moved_bytes], source=saved.block.buffer, stream=h2d)
             h2d_done = device.record_event(h2d)
@@ -182,7 +169,7 @@ class Transfers:
             raise InternalError(f"What {saved.label} saved was taken and has no device buffer.")
         stream = self._device.current_stream()
         if stream not in reload.taken_on:
-            self._device.wait_event(stream, reload.filled)  # (f): after what fills the buffer
+            self._device.wait_event(stream, reload.filled, Hazard.BUFFER_UNFILLED)
             reload.taken_on.add(stream)
         if reload.is_dense:
             reload = saved.reload = self._put_in_place(saved, reload, stream)
@@ -235,21 +222,21 @@ class Transfers:
             ledger.observe(buffer)
         return buffer
 
-    def _join(self, streams: Set[Stream]) -> None:
+    def _join(self, streams: Set[Stream], hazard: Hazard) -> None:
         """Make each of `streams` wait for what the others have queued so far."""
         if len(streams) > 1:
             events = {stream: self._device.record_event(stream) for stream in streams}
             for stream in streams:
                 for other in streams - {stream}:
-                    self._device.wait_event(stream, events[other])
+                    self._device.wait_event(stream, events[other], hazard)
 
     def _order(self, reload: Reload) -> None:
-        """Order a buffer's own stream behind whoever may still touch it, so that it can be dropped: (g)."""
+        """Order a buffer's own stream behind whoever may still touch it, so that it can be dropped."""
         device = self._device
         if not reload.taken_on:
-            device.wait_event(reload.owner, reload.filled)
+            device.wait_event(reload.owner, reload.filled, Hazard.BUFFER_STILL_FILLED)
         for stream in reload.taken_on - {reload.owner}:
-            device.wait_event(reload.owner, device.record_event(stream))
+            device.wait_event(reload.owner, device.record_event(stream), Hazard.BUFFER_STILL_READ)
 
 
 def _say_changed(saved: SavedStorage) -> str:

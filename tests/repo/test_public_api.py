@@ -8,6 +8,7 @@ import fgoffload
 PUBLIC = [
     "Action",
     "ConfigError",
+    "HostMemory",
     "IntegrationError",
     "InternalError",
     "OffloadConfig",
@@ -18,6 +19,7 @@ PUBLIC = [
     "StateError",
     "Tag",
     "TagRegistry",
+    "TransferConfig",
     "TransferPolicy",
     "default_tags",
 ]

@@ -59,7 +59,7 @@ class ClockedCpuDevice(CpuDevice):
     def record_event(self, stream, *, is_timed=False):
         return self.queue(stream)
 
-    def wait_event(self, stream, event):
+    def wait_event(self, stream, event, hazard):
         clock = self._clocks.setdefault(stream, {})
         for other, count in event.clock.items():
             clock[other] = max(clock.get(other, 0), count)

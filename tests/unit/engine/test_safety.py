@@ -317,11 +317,13 @@ def test_a_storage_that_was_emptied_and_refilled_between_two_saves_is_not_taken_
     def forward(sites: Sites) -> torch.Tensor:
         h = x * 2
         first = sites(lambda h: h.sin(), h)
-        storage, nbytes = h.untyped_storage(), h.untyped_storage().nbytes()
+        storage, nbytes, address = h.untyped_storage(), h.untyped_storage().nbytes(), h.data_ptr()
         refill = h.detach() + 1
-        storage.resize_(0)
-        elsewhere = torch.empty(64, 64)  # so that the storage does not get the same bytes again
-        storage.resize_(nbytes)
+        elsewhere = []
+        while storage.data_ptr() in (0, address):  # the same bytes again would not be told from the first ones
+            storage.resize_(0)
+            elsewhere.append(torch.empty(64, 64))
+            storage.resize_(nbytes)
         h.data.copy_(refill)
         second = sites(lambda h: h.cos(), h)
         del first, elsewhere  # the first save is lost, and nobody wants it

@@ -1,0 +1,31 @@
+"""What the waits of the engine prevent, by name. Every wait that it queues on a stream carries one of these.
+
+[Note: Ordering of a copy to the host]
+The copy reads its source while compute goes on, and writes a host block that an earlier copy to the device may still read. The
+source is kept alive until the copy is done; the compute streams wait for that copy, and for each other, before the source is
+dropped, since the allocator hands freed memory to the next kernel of one of them.
+
+[Note: Ordering of a copy to the device]
+The buffer is allocated on the compute stream, so that the allocator reuses it in that stream's order, and filled on the copy
+stream. Whoever takes the bytes waits for the copy; a buffer that was not taken, or was taken on another stream than its own,
+is dropped only after its own stream waits for whoever may still touch it.
+"""
+
+import enum
+
+
+class Hazard(enum.Enum):
+    """The access that would come too early or too late without the wait; the value says it in a sentence."""
+
+    # A copy to the host.
+    SOURCE_UNWRITTEN = "the copy to the host reads its source before the kernels of a compute stream have written it"
+    GATHER_UNWRITTEN = "gathering reads its source before the kernels of another compute stream have written it"
+    BLOCK_STILL_READ = "the copy to the host writes a block that a copy to the device still reads"
+    SOURCE_STILL_COPIED = "a kernel gets the memory of a source that the copy to the host still reads"
+    SOURCE_STILL_USED = "a kernel gets the memory of a source that a kernel of another compute stream still uses"
+    # A copy to the device.
+    BUFFER_STILL_USED = "the copy to the device writes memory that kernels queued before the buffer's allocation still use"
+    BLOCK_UNWRITTEN = "the copy to the device reads a block that its own copy to the host has not written"
+    BUFFER_UNFILLED = "a kernel takes a buffer that the copy to the device has not filled"
+    BUFFER_STILL_FILLED = "a kernel gets the memory of a buffer that nobody took and that the copy to the device still fills"
+    BUFFER_STILL_READ = "a kernel gets the memory of a buffer that a kernel of another stream still reads"
