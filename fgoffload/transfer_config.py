@@ -28,7 +28,7 @@ class TransferConfig:
     host_memory: HostMemory = HostMemory.PINNED
     """Pinned is faster; pageable where the limit of locked memory is low."""
     keep: Callable[[Any], bool] | None = None
-    """Your own filter: a saved `torch.Tensor` for which it returns true stays. Called for each saved tensor that could leave."""
+    """Your own filter: a saved `torch.Tensor` for which it returns true stays. Called for each tensor that could leave."""
 
     def __post_init__(self) -> None:
         """Check every field.
