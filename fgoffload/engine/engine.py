@@ -18,11 +18,13 @@ from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_gathered_bytes, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.host_memory import get_default_budget_bytes
-from fgoffload.engine.identity import StorageRef, get_contents, get_key, has_bytes
+from fgoffload.engine.identity import Contents, StorageRef, has_bytes, identify
 from fgoffload.engine.ledger import ActivationLedger
-from fgoffload.engine.region import Region, SaveHook, Saving, is_in_backward, is_inert
+from fgoffload.engine.place import Place
+from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
-from fgoffload.engine.stats import KeptReason, StepStats, TagStats
+from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
+from fgoffload.engine.timing import NoStopWatch, StopWatch
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
@@ -42,6 +44,7 @@ class OffloadEngine:
         min_offloaded_bytes: The same in bytes; both must be reached.
         keep: The user's filter: a saved tensor for which it returns true stays.
         host_budget_bytes: The most host memory; None takes a share of what is free now.
+        is_timed: Measure copies and waits. It costs a few events more for each group, and `finish_step` waits for them.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class OffloadEngine:
         min_offloaded_bytes: int = 0,
         keep: Callable[[torch.Tensor], bool] | None = None,
         host_budget_bytes: int | None = None,
+        is_timed: bool = False,
     ) -> None:
         self.device = device
         self._policy = policy or TransferPolicy()
@@ -64,13 +68,17 @@ class OffloadEngine:
         )
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
         self._lock = threading.RLock()
-        self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._saved: dict[int, weakref.ref[SavedStorage]] = {}
+        self._saved_limit = 1024
         self._stay: dict[int, tuple[StorageRef, KeptReason]] = {}
         self._stay_limit = 1024
         self._held: list[Group] = []
         self._observers: list[ActivationLedger] = []
-        self._transfers = Transfers(device, self.arena, observers=self._observers)
-        self._stats = StepStats()
+        self._watch = StopWatch(device) if is_timed else NoStopWatch()
+        self._transfers = Transfers(device, self.arena, observers=self._observers, watch=self._watch)
+        self._counters = Counters()
+        self._watched = TagStats()
+        """Of what is saved between the regions and moves with none of them: nobody asks for it."""
 
     # Regions: what an integration calls in forward.
 
@@ -82,8 +90,9 @@ class OffloadEngine:
         if is_inert():
             return None
         with self._lock:
-            self._stats.get_tag(site.tag).groups += 1
-            return Region(self, lane, lane.add(site))
+            stats = self._counters.get_tag(site.tag)
+            stats.groups += 1
+            return Region(self, lane, lane.add(site, stats))
 
     def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
         """Return a context whose saves join the group whose storage they share, and stay where there is none.
@@ -92,7 +101,7 @@ class OffloadEngine:
         share a storage with the value that core attention keeps. Were it not watched, its save would hold the storage, and
         offloading would free nothing.
         """
-        return contextlib.nullcontext() if is_inert() else Saving(SaveHook(self, lane, None))
+        return contextlib.nullcontext() if is_inert() else Saving(self, lane, None)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`, as long as they live."""
@@ -117,7 +126,7 @@ class OffloadEngine:
         """
         with self._lock:
             if group.state is not GroupState.SAVING:
-                raise StateError(f"{group.label} was ended twice. End each region once.")
+                raise StateError(f"{group.place} was ended twice. End each region once.")
             group.end_position = len(lane.groups)
             if is_held:
                 group.state = GroupState.HELD
@@ -138,19 +147,23 @@ class OffloadEngine:
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
         with self._lock:
-            label = group.label if group else lane.label
-            stats = self._stats.get_tag(group.site.tag) if group else None
-            if stats:
+            place, stats = lane.place, None
+            if group is not None:
+                place, stats = group.place, group.stats
                 stats.saved_tensors += 1
             for ledger in self._observers:
-                ledger.count_save(tensor)
-            reason = self._find_reason_to_keep(tensor)
+                ledger.count_save(tensor, place=place)
+            reason = self._find_kind_to_keep(tensor)
             if reason is not None:
-                if stats and reason is not KeptReason.PARAMETER:
-                    stats.add_kept(reason, tensor.numel() * tensor.element_size())
-                return KeptHandle(tensor, label)
+                return _make_kept_handle(tensor, reason, place, stats)
+            key, contents = identify(tensor)
+            reason = self._find_wish_to_keep(tensor, key)
+            if reason is not None:
+                return _make_kept_handle(tensor, reason, place, stats)
             view = get_view(tensor)
-            saved = self._track(tensor, view, label)
+            saved = self._find_saved(key, contents, view)
+            if saved is None:
+                saved = self._track(key, SavedStorage(self._transfers, tensor, contents, place, stats or self._watched))
             saved.add(tensor, view)
             saved.streams.add(self.device.current_stream())
             if group is not None:
@@ -175,37 +188,45 @@ class OffloadEngine:
                 self.approach_backward(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
-                saved.check_unchanged("backward took it")
+                saved.check_unchanged("backward took it", view)
                 return saved.get_alias(view)
             if saved.state is SavedState.OFFLOADED:
-                self._stats.prefetch_misses += 1
-                self._reload([saved])
+                saved.stats.prefetch_misses += 1
+                self._reload([saved], saved.place)
             return self._transfers.take(saved, view)
 
-    def count_take(self) -> None:
-        """Tell the observers that autograd has taken a tensor back."""
+    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+        """Return the tensor of `handle`: the unpack hook."""
+        tensor = handle.take()
         for ledger in self._observers:
-            ledger.count_take()
+            ledger.count_take(place=handle.place)
+        return tensor
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
         """Backward has reached the end mark of `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
             self._leave(lane, group.end_position)
-            self._prefetch(lane, wanted=group)
+            if lane.away > 0 or lane.ahead:
+                self._prefetch(lane, wanted=group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
         """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
         with self._lock:
             self._leave(lane, group.position)
-            self._prefetch(lane, wanted=None)
+            if lane.away > 0:
+                self._prefetch(lane, wanted=None)
 
     # The life of an engine.
 
     def finish_step(self) -> StepStats:
-        """Return the numbers since the last call, and start from nought."""
+        """Return the numbers since the last call, and start from nought.
+
+        Where times are measured, the host blocks until the copies so far are done.
+        """
         with self._lock:
             self._transfers.poll()
-            stats, self._stats = self._stats, StepStats()
+            self._watch.collect()
+            stats = self._counters.finish()
             stats.host_bytes = self.arena.used_bytes
             stats.host_peak_bytes = self.arena.peak_bytes
             stats.host_reserved_bytes = self.arena.reserved_bytes
@@ -236,33 +257,40 @@ class OffloadEngine:
             else:
                 self.arena.close()
 
-    def _find_reason_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
-            return KeptReason.PARAMETER
+    def _find_kind_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
+        """Return why a tensor of this kind cannot leave, or None where it can."""
         if type(tensor) is not torch.Tensor:
-            return KeptReason.SUBCLASS
+            return KeptReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeptReason.SUBCLASS
+        if isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
+            return KeptReason.PARAMETER
         if not has_bytes(tensor):
             return KeptReason.LAYOUT
         if not self.device.owns(tensor):
             return KeptReason.OTHER_DEVICE
-        if tensor.numel() == 0:
-            return KeptReason.EMPTY
-        stay = self._stay.get(get_key(tensor))
+        return KeptReason.EMPTY if tensor.numel() == 0 else None
+
+    def _find_wish_to_keep(self, tensor: torch.Tensor, key: int) -> KeptReason | None:
+        """Return why somebody wants this tensor, on the storage named `key`, to stay, or None where nobody does."""
+        stay = self._stay.get(key)
         if stay is not None:
             return stay[1]
         return KeptReason.FILTERED if self._keep is not None and self._keep(tensor) else None
 
-    def _track(self, tensor: torch.Tensor, view: View, label: str) -> SavedStorage:
-        """Return the saved storage that `tensor` looks at: a storage leaves once, however many saves and groups share it.
+    def _find_saved(self, key: int, contents: Contents, view: View) -> SavedStorage | None:
+        """Return the saved storage that has these bytes: one leaves once, however many saves and groups share it.
 
         The address of a storage names it, since a saved storage keeps that address from being used again. Another version of
         the bytes, or bytes outside of what has left already, are a saved storage of their own.
         """
-        key = get_key(tensor)
-        saved = self._saved.get(key)
-        if saved is None or saved.contents != get_contents(tensor) or not saved.holds(view):
-            saved = SavedStorage(self._transfers, tensor, label)
-            self._saved[key] = saved
+        reference = self._saved.get(key)
+        saved = None if reference is None else reference()
+        return saved if saved is not None and saved.contents == contents and saved.holds(view) else None
+
+    def _track(self, key: int, saved: SavedStorage) -> SavedStorage:
+        self._saved[key] = weakref.ref(saved)
+        if len(self._saved) > self._saved_limit:
+            self._saved = {key: reference for key, reference in self._saved.items() if reference() is not None}
+            self._saved_limit = max(1024, 2 * len(self._saved))
         return saved
 
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
@@ -276,19 +304,20 @@ class OffloadEngine:
 
     def _submit(self, group: Group) -> None:
         leaving: list[tuple[SavedStorage, HostBlock]] = []
-        stats = self._stats.get_tag(group.site.tag)
+        stats = group.stats
         for saved in group.submit():
             block = self._find_block(saved, stats)
             if block is not None:
-                saved.tag = group.site.tag
+                saved.stats = stats
                 leaving.append((saved, block))
         if leaving:
-            size_bytes = self._transfers.offload(leaving, label=group.label)
+            size_bytes = self._transfers.offload(leaving, place=group.place, stats=stats)
             stats.d2h_bytes += size_bytes
-            logger.debug("offload %s: %d storages, %s", group.label, len(leaving), format_bytes(size_bytes))
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
         self._transfers.poll()
         while self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
-            self._stats.window_waits += 1
+            self._counters.window_waits += 1
             self._transfers.release_oldest()
 
     def _find_block(self, saved: SavedStorage, stats: TagStats) -> HostBlock | None:
@@ -303,7 +332,7 @@ class OffloadEngine:
         if 2 * saved.covered_bytes < saved.size_bytes:
             views = tuple(sorted(saved.views, key=lambda view: (view.start, view.end)))
             saved.gathered = views if 2 * get_gathered_bytes(views) < saved.size_bytes else ()
-        block = self._transfers.find_block(saved)
+        block = self.arena.find_block(saved.moved_bytes)
         if block is None:
             saved.gathered = ()
             stats.add_kept(KeptReason.HOST_BUDGET, saved.size_bytes)
@@ -328,37 +357,48 @@ class OffloadEngine:
             lane.ahead.pop(wanted, None)
             if lane.away == lane.end:
                 lane.away -= 1
-                self._stats.prefetch_misses += len(wanted.list_saved(SavedState.OFFLOADED))
-                self._call_back(wanted)
+                waiting = wanted.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
+                wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)
+                self._call_back(wanted, waiting)
         ahead_bytes = sum(lane.ahead.values())
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
-            away = group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
-            group_bytes = sum(saved.moved_bytes for saved in away)
-            if away and not self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes):
+            waiting = group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
+            group_bytes = sum(saved.moved_bytes for saved in waiting)
+            if waiting and not self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes):
                 break
             lane.away -= 1
-            if away:
+            if waiting:
                 lane.ahead[group] = group_bytes
                 ahead_bytes += group_bytes
-                self._call_back(group)
+                self._call_back(group, waiting)
 
-    def _call_back(self, group: Group) -> None:
-        """Keep on the device what has not left yet, and bring back what has."""
-        for saved in group.list_saved(SavedState.OFFLOADING):
-            self._stats.get_tag(saved.tag).recalled_bytes += saved.moved_bytes
-            saved.recall()
-        waiting = group.list_saved(SavedState.OFFLOADED)
-        if waiting:
-            self._reload(waiting)
-
-    def _reload(self, waiting: list[SavedStorage]) -> None:
+    def _call_back(self, group: Group, waiting: list[SavedStorage]) -> None:
+        """Keep on the device what of `waiting` has not left yet, and bring back what has."""
+        away = []
         for saved in waiting:
-            stats = self._stats.get_tag(saved.tag)
-            stats.h2d_bytes += saved.moved_bytes
+            if saved.state is SavedState.OFFLOADED:
+                away.append(saved)
+            else:
+                saved.stats.recalled_bytes += saved.moved_bytes
+                saved.recall()
+        if away:
+            self._reload(away, group.place)
+
+    def _reload(self, away: list[SavedStorage], place: Place) -> None:
+        for saved in away:
+            saved.stats.h2d_bytes += saved.moved_bytes
             if not saved.storage.is_freed:
                 # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
-                stats.held_elsewhere_bytes += saved.size_bytes
+                saved.stats.held_elsewhere_bytes += saved.size_bytes
                 self._stay[saved.storage.key] = (saved.storage, KeptReason.HELD)
-        self._transfers.reload(waiting)
-        logger.debug("reload %s: %d storages", waiting[0].label, len(waiting))
+        self._transfers.reload(away, place=place)
+        if logger.isEnabledFor(logging.DEBUG):
+            size_bytes = sum(saved.moved_bytes for saved in away)
+            logger.debug("reload %s: %d storages, %s", place, len(away), format_bytes(size_bytes))
+
+
+def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, stats: TagStats | None) -> KeptHandle:
+    if stats is not None and reason is not KeptReason.PARAMETER:
+        stats.add_kept(reason, tensor.numel() * tensor.element_size())
+    return KeptHandle(tensor, place)

@@ -36,8 +36,11 @@ class View(NamedTuple):
 
 def get_view(tensor: torch.Tensor) -> View:
     """Return where in its storage the strided, non-empty `tensor` lies."""
-    size, stride, itemsize = tensor.size(), tensor.stride(), tensor.dtype.itemsize
+    size, stride, itemsize = tensor.size(), tensor.stride(), tensor.element_size()
     start = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():  # most are, and this runs for every saved tensor
+        nbytes = tensor.numel() * itemsize
+        return View(tensor.dtype, size, stride, start, start + nbytes, nbytes)
     reach = count = 1
     for n, step in zip(size, stride, strict=True):
         reach += (n - 1) * step

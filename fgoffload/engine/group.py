@@ -3,7 +3,9 @@
 import enum
 import weakref
 
+from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedState, SavedStorage
+from fgoffload.engine.stats import TagStats
 from fgoffload.plan import Site
 
 
@@ -19,12 +21,13 @@ class GroupState(enum.Enum):
 class Group:
     """What one execution of a site saves for one microbatch: the tensors that move together."""
 
-    __slots__ = ("__weakref__", "_open", "_submitted", "end_position", "label", "position", "site", "state")
+    __slots__ = ("__weakref__", "_open", "_submitted", "end_position", "place", "position", "state", "stats")
 
-    def __init__(self, site: Site, label: str, *, position: int) -> None:
-        self.site = site
-        self.label = label
-        """As in `layers.3.core_attn mb=2`."""
+    def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
+        self.place = place
+        """The site and the microbatch."""
+        self.stats = stats
+        """Of the site's tag."""
         self.state = GroupState.SAVING
         self.position = position
         """The groups of the lane before this one."""
@@ -43,7 +46,7 @@ class Group:
         saved = list(self._open.values())
         for storage in saved:
             storage.uses += 1
-        self._submitted = [weakref.ref(storage) for storage in saved]
+            self._submitted.append(weakref.ref(storage))
         self._open.clear()
         self.state = GroupState.SUBMITTED
         return saved
@@ -76,11 +79,12 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "ahead", "away", "end", "groups", "label")
+    __slots__ = ("_leftover", "_name", "ahead", "away", "end", "groups", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
-        self.label = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
-        """As in `mb=2`, with the chunk where it is not the first."""
+        self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
+        self.place = Place(None, self._name)
+        """The microbatch, and the chunk where it is not the first."""
         self.groups: list[Group] = []
         """In the order of forward."""
         self.end = 0
@@ -91,9 +95,14 @@ class Lane:
         """Those that were called back before backward came to them, and their bytes."""
         self._leftover: list[Group] = []
 
-    def add(self, site: Site) -> Group:
-        """Return a new group of `site`, behind the others."""
-        group = Group(site, f"{site} {self.label}", position=len(self.groups))
+    def add(self, site: Site, stats: TagStats) -> Group:
+        """Return a new group of `site`, behind the others.
+
+        Args:
+            site: What it is a group of.
+            stats: Of the site's tag.
+        """
+        group = Group(Place(site, self._name), stats, position=len(self.groups))
         self.groups.append(group)
         self.end = self.away = len(self.groups)
         return group

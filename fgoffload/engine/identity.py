@@ -37,10 +37,10 @@ class Contents(NamedTuple):
     nbytes: int
 
 
-def get_contents(tensor: torch.Tensor) -> Contents:
-    """Return what names the bytes of the storage of `tensor` now."""
+def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
+    """Return the key of the storage of `tensor`, as `get_key` does, and what names its bytes now."""
     storage = tensor.untyped_storage()
-    return Contents(get_version(tensor), storage.data_ptr(), storage.nbytes())
+    return storage._cdata, Contents(tensor._version, storage.data_ptr(), storage.nbytes())  # noqa: SLF001 - the only names
 
 
 class StorageRef:

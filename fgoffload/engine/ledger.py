@@ -19,6 +19,8 @@ class LedgerSample(NamedTuple):
     position: int
     """Tensors that autograd has saved and taken back so far: the same moment of the same step in every run, and no time."""
     resident_bytes: int
+    place: str
+    """What was saved or taken back at that moment, as in `layers.3.core_attn mb=2`; empty outside of the engine's watch."""
 
 
 class ActivationLedger:
@@ -32,13 +34,19 @@ class ActivationLedger:
         self._ignored = {get_key(parameter) for parameter in parameters}
         self._alive: dict[int, StorageRef] = {}
         self._position = 0
+        self._place: object = ""
         self.samples: list[LedgerSample] = []
         """One for each tensor saved or taken back and each buffer of the engine, in order."""
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at any sample; 0 before the first."""
-        return max((sample.resident_bytes for sample in self.samples), default=0)
+        peak = self.find_peak()
+        return 0 if peak is None else peak.resident_bytes
+
+    def find_peak(self) -> LedgerSample | None:
+        """Return the first sample with the most bytes alive, which says where in the step that is; None before the first."""
+        return max(self.samples, key=lambda sample: sample.resident_bytes, default=None)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -47,14 +55,16 @@ class ActivationLedger:
             yield
         self.sample()
 
-    def count_save(self, tensor: torch.Tensor) -> None:
-        """Autograd has saved `tensor`."""
+    def count_save(self, tensor: torch.Tensor, *, place: object = "") -> None:
+        """Autograd has saved `tensor` at `place`, whose text is for people."""
         self._position += 1
+        self._place = place
         self.observe(tensor)
 
-    def count_take(self) -> None:
-        """Autograd has taken a tensor back."""
+    def count_take(self, *, place: object = "") -> None:
+        """Autograd has taken a tensor back that was saved at `place`."""
         self._position += 1
+        self._place = place
         self.sample()
 
     def observe(self, tensor: torch.Tensor) -> None:
@@ -75,7 +85,7 @@ class ActivationLedger:
                 del self._alive[key]
             else:
                 resident_bytes += size_bytes
-        self.samples.append(LedgerSample(self._position, resident_bytes))
+        self.samples.append(LedgerSample(self._position, resident_bytes, str(self._place)))
 
     def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.count_take()

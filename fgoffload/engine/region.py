@@ -28,27 +28,6 @@ if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine
 
 
-class SaveHook:
-    """The pack hook of the engine: gives what autograd saves to a group, or to none where a layer is only watched."""
-
-    __slots__ = ("_engine", "group", "lane")
-
-    def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group | None) -> None:
-        self._engine = engine
-        self.lane = lane
-        self.group = group
-
-    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
-        """Return the handle from which autograd gets the tensor back."""
-        return self._engine.save(tensor, lane=self.lane, group=self.group)
-
-    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
-        """Return the tensor of `handle`: the unpack hook."""
-        tensor = handle.take()
-        self._engine.count_take()
-        return tensor
-
-
 def is_in_backward() -> bool:
     """Return whether this thread runs a node of a backward now."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name
@@ -59,21 +38,30 @@ def is_inert() -> bool:
     if not torch.is_grad_enabled() or is_in_backward():
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001 - no public name
-    return hooks is not None and not isinstance(hooks[0], (SaveHook, LedgerHook))
+    return hooks is not None and not isinstance(hooks[0], (Saving, LedgerHook))
 
 
 class Saving:
-    """A stretch of forward in which what autograd saves goes to one hook. May be entered again after it was left."""
+    """A stretch of forward in which what autograd saves goes to a group, or to none where a layer is only watched.
 
-    __slots__ = ("_hook", "_hooks")
+    It is the pack hook of that stretch too. May be entered again after it was left.
+    """
 
-    def __init__(self, hook: SaveHook) -> None:
-        self._hook = hook
+    __slots__ = ("_engine", "_group", "_hooks", "_lane")
+
+    def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group | None) -> None:
+        self._engine = engine
+        self._lane = lane
+        self._group = group
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
+        """Return the handle from which autograd gets the tensor back."""
+        return self._engine.save(tensor, lane=self._lane, group=self._group)
 
     def __enter__(self) -> None:
         """Begin to save. A fresh hooks object each time, since torch's own cannot be entered twice at once."""
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hook, self._hook.take_back)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self, self._engine.take_back)
         self._hooks.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -94,13 +82,17 @@ class Region:
         self.group = group
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Put the start mark on `tensor`, the input of the site."""
-        engine, lane, group = self._engine, self._lane, self.group
-        _add_mark(tensor, lambda: engine.leave_backward(lane, group))
+        """Put the start mark on `tensor`, the input of the site.
+
+        Only the first site of a lane needs one: that backward has left a site, the end mark of the site before it tells.
+        """
+        if self.group.position == 0:
+            engine, lane, group = self._engine, self._lane, self.group
+            _add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
     def saving(self) -> Saving:
         """Return the context in which what autograd saves goes to the group."""
-        return Saving(SaveHook(self._engine, self._lane, self.group))
+        return Saving(self._engine, self._lane, self.group)
 
     def end(self, tensor: torch.Tensor | None, *, is_held: bool = False) -> None:
         """Let the group leave, and put the end mark on `tensor`.
@@ -116,19 +108,19 @@ class Region:
         engine, lane, group = self._engine, self._lane, self.group
         engine.end(lane, group, is_held=is_held)
         if tensor is not None:
-            _add_mark(tensor, lambda: engine.approach_backward(lane, group))
+            _add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
 
 
-def _add_mark(tensor: torch.Tensor, reach: Callable[[], None]) -> None:
+def _add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:
     """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
     if not tensor.requires_grad:
         return
+    if not tensor.is_leaf:
+        tensor.register_hook(reach)  # type: ignore[no-untyped-call]
+        return
 
-    is_leaf = tensor.is_leaf
+    def reach_once(gradient: torch.Tensor) -> None:
+        mark.remove()  # a leaf outlives the graph, and would gather the marks of all steps
+        reach(gradient)
 
-    def on_gradient(gradient: torch.Tensor) -> None:
-        if is_leaf:
-            mark.remove()  # a leaf outlives the graph, and would gather the marks of all steps
-        reach()
-
-    mark = tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+    mark = tensor.register_hook(reach_once)  # type: ignore[no-untyped-call]

@@ -16,7 +16,9 @@ import torch
 from fgoffload.engine.arena import HostBlock
 from fgoffload.engine.device import Event, Stream
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, get_gathered_bytes
-from fgoffload.engine.identity import StorageRef, get_contents, get_version, has_bytes
+from fgoffload.engine.identity import Contents, StorageRef, get_version, has_bytes
+from fgoffload.engine.place import Place
+from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
@@ -71,28 +73,28 @@ class SavedStorage:
         "fault",
         "gathered",
         "itemsize",
-        "label",
+        "place",
         "reload",
         "start",
         "state",
+        "stats",
         "storage",
         "streams",
-        "tag",
         "uses",
         "views",
     )
 
-    def __init__(self, transfers: "Transfers", tensor: torch.Tensor, label: str) -> None:
+    def __init__(self, transfers: "Transfers", tensor: torch.Tensor, contents: Contents, place: Place, stats: TagStats) -> None:
         self._transfers = transfers
         self._aliases: dict[View, torch.Tensor] = {}
-        self.label = label
-        """The group that saved it first, for errors and logs."""
-        self.tag = ""
-        """The tag of the group that it left with."""
+        self.place = place
+        """Where it was saved first."""
+        self.stats = stats
+        """Of the tag that it left with; before that, of whatever saved it first."""
         self.itemsize = tensor.element_size()
         """Bytes of an element of the first save, by which the minimum size counts."""
         self.state = SavedState.RESIDENT
-        self.contents = get_contents(tensor)
+        self.contents = contents
         """What its bytes were when it was saved."""
         self.storage = StorageRef(tensor)
         self.start = self.contents.nbytes
@@ -147,25 +149,30 @@ class SavedStorage:
         """Return one of the saved tensors, while their storage is still there."""
         return next(iter(self._aliases.values()))
 
-    def find_change(self, act: str) -> str | None:
+    def find_change(self, act: str, view: View | None = None) -> str | None:
         """Return what happened to the bytes since autograd saved them, or None where nothing did.
 
         Args:
             act: What is about to happen to the bytes.
+            view: Of the saved tensor in question; None asks for all.
         """
-        changes = (
-            find_change(alias, version=self.contents.version, nbytes=self.contents.nbytes, label=self.label, act=act)
-            for alias in self._aliases.values()
-        )
-        return next(filter(None, changes), None)
+        for alias in self._aliases.values() if view is None else (self._aliases[view],):
+            change = find_change(alias, version=self.contents.version, nbytes=self.contents.nbytes, place=self.place, act=act)
+            if change is not None:
+                return change
+        return None
 
-    def check_unchanged(self, act: str) -> None:
+    def check_unchanged(self, act: str, view: View | None = None) -> None:
         """Refuse bytes that are not those that autograd saved.
+
+        Args:
+            act: What is about to happen to the bytes.
+            view: Of the saved tensor in question; None asks for all.
 
         Raises:
             StateError: A saved tensor was changed in place, or its storage was resized, since it was saved.
         """
-        change = self.find_change(act)
+        change = self.find_change(act, view)
         if change is not None:
             raise StateError(change)
 
@@ -187,40 +194,45 @@ class SavedStorage:
             self._transfers.abandoned.append(self.reload)
 
 
-def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, label: str, act: str) -> str | None:
+def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place: Place, act: str) -> str | None:
     """Return what happened to the bytes of `tensor` since autograd saved it, or None where nothing did.
 
     Args:
         tensor: What was saved.
         version: Of its bytes then.
         nbytes: Of its storage then; None does not ask.
-        label: The group that saved it.
+        place: Where it was saved.
         act: What is about to happen to the bytes.
     """
     found_version = get_version(tensor)
     if found_version != version:
         return (
-            f"{_name(tensor, label)} was changed in place before {act}: it is at version {found_version}, and was saved at "
+            f"{_name(tensor, place)} was changed in place before {act}: it is at version {found_version}, and was saved at "
             f"version {version}. Change a clone of it, or keep its tag out."
         )
     found_nbytes = nbytes if nbytes is None else tensor.untyped_storage().nbytes()
     if found_nbytes != nbytes:
         return (
-            f"{_name(tensor, label)} lost its storage before {act}: the storage has {found_nbytes} bytes, and had {nbytes} "
+            f"{_name(tensor, place)} lost its storage before {act}: the storage has {found_nbytes} bytes, and had {nbytes} "
             "when it was saved. Something frees or refills it outside of autograd; announce it with "
             "`OffloadEngine.keep_recomputed` before it is saved."
         )
     return None
 
 
-def _name(tensor: torch.Tensor, label: str) -> str:
-    return f"A tensor of shape {list(tensor.shape)} that {label} saved for backward"
+def _name(tensor: torch.Tensor, place: Place) -> str:
+    return f"A tensor of shape {list(tensor.shape)} that {place} saved for backward"
 
 
 class Handle:
     """What a saved tensor is packed into, where its storage may move."""
 
     __slots__ = ("_engine", "_group", "_lane", "_saved", "_view")
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor was saved."""
+        return self._lane.place if self._group is None else self._group.place
 
     def __init__(
         self, engine: "OffloadEngine", saved: SavedStorage, view: View, *, lane: "Lane", group: "Group | None"
@@ -239,12 +251,13 @@ class Handle:
 class KeptHandle:
     """What a saved tensor is packed into, where it stays on the device."""
 
-    __slots__ = ("_label", "_nbytes", "_tensor", "_version")
+    __slots__ = ("_nbytes", "_tensor", "_version", "place")
 
-    def __init__(self, tensor: torch.Tensor, label: str) -> None:
+    def __init__(self, tensor: torch.Tensor, place: Place) -> None:
         self._tensor, self._nbytes = _hold(tensor)
         self._version = get_version(self._tensor)
-        self._label = label
+        self.place = place
+        """Where the tensor was saved."""
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd.
@@ -252,9 +265,7 @@ class KeptHandle:
         Raises:
             StateError: It was changed in place, or its storage is not as large as it was.
         """
-        change = find_change(
-            self._tensor, version=self._version, nbytes=self._nbytes, label=self._label, act="backward took it"
-        )
+        change = find_change(self._tensor, version=self._version, nbytes=self._nbytes, place=self.place, act="backward took it")
         if change is not None:
             raise StateError(change)
         return self._tensor

@@ -2,6 +2,12 @@
 
 import dataclasses
 import enum
+from typing import TYPE_CHECKING
+
+from fgoffload.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class KeptReason(enum.Enum):
@@ -18,6 +24,14 @@ class KeptReason(enum.Enum):
     EMPTY = "no elements"
     TOO_SMALL = "below the minimum size"
     HOST_BUDGET = "the host budget is used up"
+
+
+class TimeKind(enum.Enum):
+    """What takes time, by the device's own clock."""
+
+    D2H = "copies to the host"  # from the start of the first of a group to the end of the last
+    H2D = "copies to the device"
+    WAIT = "compute waits"  # for a copy to the device that it wants, or for one to the host because the window is full
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,34 +52,36 @@ class TagStats:
     """Bytes that left and were still on the device when backward wanted them, so that nothing had to come back."""
     held_elsewhere_bytes: int = 0
     """Bytes that left and freed nothing, since something else still held their storage when they came back."""
+    prefetch_misses: int = 0
+    """Storages whose way back started only when backward had already come to their group."""
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Bytes that stayed, by the value of their `KeptReason`. Parameters are not counted."""
+    seconds: dict[TimeKind, float] = dataclasses.field(default_factory=dict)
+    """By the device's own clock; empty where they are not measured."""
 
     def add_kept(self, reason: KeptReason, size_bytes: int) -> None:
         """Count `size_bytes` that stay for `reason`."""
         self.kept_bytes[reason.value] = self.kept_bytes.get(reason.value, 0) + size_bytes
 
+    def add_seconds(self, kind: TimeKind, seconds: float) -> None:
+        """Count `seconds` of `kind`."""
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+
 
 @dataclasses.dataclass(slots=True)
 class StepStats:
-    """One step, on this rank."""
+    """One step, on this rank. `rich.print` shows it as a table."""
 
     tags: dict[str, TagStats] = dataclasses.field(default_factory=dict)
     """By tag, in the order of first use."""
     window_waits: int = 0
     """How often compute had to wait because more than the window was on its way to the host."""
-    prefetch_misses: int = 0
-    """Storages whose way back started only when backward had already come to their group."""
     host_bytes: int = 0
     """Host bytes in use at the end of the step."""
     host_peak_bytes: int = 0
     """The most host bytes in use at any time since the engine was made."""
     host_reserved_bytes: int = 0
     """Host bytes taken from the system, at the end of the step."""
-
-    def get_tag(self, tag: str) -> TagStats:
-        """Return the numbers of `tag`, from nought where it is new."""
-        return self.tags.setdefault(tag, TagStats())
 
     @property
     def d2h_bytes(self) -> int:
@@ -76,3 +92,62 @@ class StepStats:
     def h2d_bytes(self) -> int:
         """Bytes that came back, all tags."""
         return sum(tag.h2d_bytes for tag in self.tags.values())
+
+    @property
+    def prefetch_misses(self) -> int:
+        """Storages whose way back started only when backward had already come to their group, all tags."""
+        return sum(tag.prefetch_misses for tag in self.tags.values())
+
+    def __rich__(self) -> "Table":
+        """Return the numbers as a table, a row for each tag."""
+        from rich.table import Table
+
+        table = Table(
+            caption=f"host {format_bytes(self.host_bytes)} in use, {format_bytes(self.host_peak_bytes)} at peak, "
+            f"{format_bytes(self.host_reserved_bytes)} reserved; compute waited {self.window_waits} times for the window"
+        )
+        table.add_column("tag")
+        for heading in ("groups", "to host", "back", "shared", "recalled", "held elsewhere", "misses"):
+            table.add_column(heading, justify="right")
+        kinds = [kind for kind in TimeKind if any(kind in tag.seconds for tag in self.tags.values())]
+        for kind in kinds:
+            table.add_column(f"{kind.value}, ms", justify="right")
+        table.add_column("stayed, and why")
+        for name, tag in self.tags.items():
+            sizes = (tag.d2h_bytes, tag.h2d_bytes, tag.shared_bytes, tag.recalled_bytes, tag.held_elsewhere_bytes)
+            table.add_row(
+                name,
+                str(tag.groups),
+                *(format_bytes(size_bytes) if size_bytes else "-" for size_bytes in sizes),
+                str(tag.prefetch_misses),
+                *(f"{1e3 * tag.seconds.get(kind, 0.0):.2f}" for kind in kinds),
+                "\n".join(f"{format_bytes(size_bytes)} {why}" for why, size_bytes in tag.kept_bytes.items()),
+            )
+        return table
+
+
+class Counters:
+    """The numbers of the step that is under way. The objects in it live as long as the engine, so groups may hold them."""
+
+    def __init__(self) -> None:
+        self._tags: dict[str, TagStats] = {}
+        self.window_waits = 0
+
+    def get_tag(self, tag: str) -> TagStats:
+        """Return the numbers of `tag`, from nought where it is new."""
+        stats = self._tags.get(tag)
+        if stats is None:
+            stats = self._tags[tag] = TagStats()
+        return stats
+
+    def finish(self) -> StepStats:
+        """Return the numbers of every tag that was active, and start from nought."""
+        finished = StepStats(window_waits=self.window_waits)
+        self.window_waits = 0
+        for name, tag in self._tags.items():
+            if tag != TagStats():
+                finished.tags[name] = dataclasses.replace(tag)
+                blank = TagStats()
+                for field in dataclasses.fields(TagStats):
+                    setattr(tag, field.name, getattr(blank, field.name))
+        return finished

@@ -26,18 +26,23 @@ from fgoffload.engine.geometry import (
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import get_version
 from fgoffload.engine.ledger import ActivationLedger
+from fgoffload.engine.place import Place
 from fgoffload.engine.saved import Reload, SavedState, SavedStorage
+from fgoffload.engine.stats import TagStats, TimeKind
+from fgoffload.engine.timing import NoStopWatch
 from fgoffload.errors import InternalError, StateError
 
 
 class _InFlight(NamedTuple):
     """The copies to the host of one group, and what must live, and who must wait, until they are done."""
 
-    saved: tuple["weakref.ref[SavedStorage]", ...]
-    sources: tuple[torch.Tensor, ...]
-    streams: frozenset[Stream]
+    saved: Sequence["weakref.ref[SavedStorage]"]
+    sources: Sequence[torch.Tensor]
+    streams: Set[Stream]
     d2h_done: Event
     size_bytes: int
+    stats: TagStats
+    """Of the group's tag."""
 
 
 class Transfers:
@@ -49,32 +54,36 @@ class Transfers:
         observers: Are told of each device buffer that is made here.
     """
 
-    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger]) -> None:
+    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: NoStopWatch) -> None:
         self._device = device
         self._arena = arena
         self._observers = observers
+        self._watch = watch
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self.in_flight_bytes = 0
         """Bytes on their way to the host."""
         self.abandoned: collections.deque[Reload] = collections.deque()
         """Device buffers that nobody wants any more, and that other streams may still touch."""
 
-    def find_block(self, saved: SavedStorage) -> HostBlock | None:
-        """Return host memory for what `saved` has to move, or None where the budget does not allow it."""
-        return self._arena.find_block(saved.moved_bytes)
-
-    def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, label: str) -> int:
+    def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
+
+        Args:
+            leaving: Each with its block.
+            place: Of the group, for profilers.
+            stats: Of the group's tag.
 
         Streams:
             Queued on the device-to-host stream, after what the streams that saved have queued so far. See [Note: Ordering of a
             copy to the host]. The host does not block.
 
         Lifetime:
-            The sources live until `release_oldest`.
+            The sources live until they are released.
         """
         device, d2h = self._device, self._device.d2h_stream
-        streams = {device.current_stream()}.union(*(saved.streams for saved, _ in leaving))
+        streams = {device.current_stream()}
+        for saved, _ in leaving:
+            streams |= saved.streams
         if any(saved.gathered for saved, _ in leaving):
             # What all of them wrote is read here, and the source is dropped right after.
             self._join(streams, Hazard.GATHER_UNWRITTEN)
@@ -87,52 +96,55 @@ class Transfers:
         for _, block in leaving:
             for event in block.reads_to_wait_for:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
-        with _label(f"fgoffload::offload ({label})"):
+        start = self._watch.start(d2h)
+        with _name_range("offload", place):
             for (_, block), source in zip(leaving, sources, strict=True):
                 device.copy_bytes(destination=block.buffer, source=source, stream=d2h)
+        self._watch.stop(start, d2h, stats, TimeKind.D2H)
         d2h_done = device.record_event(d2h)
-        for saved, _ in leaving:
+        size_bytes = 0
+        references = []
+        for (saved, _), source in zip(leaving, sources, strict=True):
             saved.d2h_done = d2h_done
             saved.state = SavedState.OFFLOADING
             if saved.gathered:
                 # The gathered bytes are a copy in the order of the compute streams: the storage itself may go at once.
                 saved.state = SavedState.OFFLOADED
                 saved.drop_aliases()
-        size_bytes = sum(source.numel() for source in sources)
-        references = tuple(weakref.ref(saved) for saved, _ in leaving)
-        self._in_flight.append(_InFlight(references, tuple(sources), frozenset(streams), d2h_done, size_bytes))
+            size_bytes += source.numel()
+            references.append(weakref.ref(saved))
+        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         self.in_flight_bytes += size_bytes
         return size_bytes
 
     def poll(self) -> None:
         """Drop what no copy touches any more, without waiting for anything."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
-            self.release_oldest()
+            self._release(self._in_flight.popleft())
         while self.abandoned:
             self._order(self.abandoned.popleft())
 
     def release_oldest(self) -> None:
-        """Let go of the sources of the oldest copies to the host, their device memory with them.
+        """Let go of the sources of the oldest copies to the host, their device memory with them, though they may be under way.
 
         Streams:
             The compute streams wait for these copies. The host does not block.
         """
         entry = self._in_flight.popleft()
-        self.in_flight_bytes -= entry.size_bytes
-        living = [saved for saved in (reference() for reference in entry.saved) if saved is not None]
-        streams = {self._device.current_stream(), *entry.streams}.union(*(saved.streams for saved in living))
-        for stream in streams:
-            # Where the copy is done already this costs nothing; past the window it is where compute waits for the link.
+        current = self._device.current_stream()
+        start = self._watch.start(current)
+        # The current stream too: it is what has run ahead of the link.
+        for stream in {current} | self._list_streams(entry):
             self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
-        self._join(streams, Hazard.SOURCE_STILL_USED)
-        for saved in living:
-            if saved.state is SavedState.OFFLOADING:
-                saved.fault = saved.find_change("its copy to the host was done")
-                saved.drop_aliases()
-                saved.state = SavedState.OFFLOADED
+        self._watch.stop(start, current, entry.stats, TimeKind.WAIT)
+        self._release(entry)
 
-    def reload(self, waiting: Sequence[SavedStorage]) -> None:
-        """Start the copies to the device of `waiting`, which are on the host only.
+    def reload(self, away: Sequence[SavedStorage], *, place: Place) -> None:
+        """Start the copies to the device of `away`, which are on the host only.
+
+        Args:
+            away: In the order in which they come back.
+            place: Of the group that they come back for, for profilers.
 
         Streams:
             Queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not block.
@@ -142,18 +154,11 @@ class Transfers:
         """
         device, h2d = self._device, self._device.h2d_stream
         compute = device.current_stream()
-        buffers = [self._allocate(saved.moved_bytes) for saved in waiting]
+        buffers = [self._allocate(saved.moved_bytes) for saved in away]
         device.wait_event(h2d, device.record_event(compute), Hazard.BUFFER_STILL_USED)
-        for saved, buffer in zip(waiting, buffers, strict=True):
-            if saved.block is None:
-                raise InternalError(f"What {saved.label} saved is on the host and has no block there.")
-            device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
-            with _label(f"fgoffload::reload ({saved.label})"):
-                device.copy_bytes(destination=buffer[: saved.moved_bytes], source=saved.block.buffer, stream=h2d)
-            h2d_done = device.record_event(h2d)
-            saved.block.last_read = h2d_done
-            saved.reload = Reload(buffer, h2d_done, compute, is_dense=bool(saved.gathered))
-            saved.state = SavedState.RELOADED
+        with _name_range("reload", place):
+            for saved, buffer in zip(away, buffers, strict=True):
+                self._fill(saved, buffer, compute)
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
         """Return what `view` saw of the reloaded `saved`.
@@ -166,10 +171,12 @@ class Transfers:
         """
         reload = saved.reload
         if reload is None:
-            raise InternalError(f"What {saved.label} saved was taken and has no device buffer.")
+            raise InternalError(f"What {saved.place} saved was taken and has no device buffer.")
         stream = self._device.current_stream()
         if stream not in reload.taken_on:
+            start = self._watch.start(stream)
             self._device.wait_event(stream, reload.filled, Hazard.BUFFER_UNFILLED)
+            self._watch.stop(start, stream, saved.stats, TimeKind.WAIT)
             reload.taken_on.add(stream)
         if reload.is_dense:
             reload = saved.reload = self._put_in_place(saved, reload, stream)
@@ -195,9 +202,47 @@ class Transfers:
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""
         while self._in_flight:
-            self._device.synchronize(self._in_flight[0].d2h_done)
-            self.release_oldest()
+            entry = self._in_flight.popleft()
+            self._device.synchronize(entry.d2h_done)
+            self._release(entry)
         self.poll()
+
+    def _release(self, entry: _InFlight) -> None:
+        """Let go of the sources of `entry`, whose copies are done as far as the host can see, or are waited for.
+
+        Where the host has seen them done, no stream needs to wait for them: what it queues from now on comes later anyway.
+        """
+        self.in_flight_bytes -= entry.size_bytes
+        self._join(self._list_streams(entry), Hazard.SOURCE_STILL_USED)
+        for reference in entry.saved:
+            saved = reference()
+            if saved is not None and saved.state is SavedState.OFFLOADING:
+                saved.fault = saved.find_change("its copy to the host was done")
+                saved.drop_aliases()
+                saved.state = SavedState.OFFLOADED
+
+    def _list_streams(self, entry: _InFlight) -> Set[Stream]:
+        """Return the compute streams that used the sources of `entry`, before it left and since."""
+        streams = set(entry.streams)
+        for reference in entry.saved:
+            saved = reference()
+            if saved is not None:
+                streams |= saved.streams
+        return streams
+
+    def _fill(self, saved: SavedStorage, buffer: torch.Tensor, compute: Stream) -> None:
+        device, h2d = self._device, self._device.h2d_stream
+        if saved.block is None:
+            raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
+        device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
+        start = self._watch.start(h2d)
+        destination = buffer if buffer.numel() == saved.moved_bytes else buffer[: saved.moved_bytes]
+        device.copy_bytes(destination=destination, source=saved.block.buffer, stream=h2d)
+        self._watch.stop(start, h2d, saved.stats, TimeKind.H2D)
+        h2d_done = device.record_event(h2d)
+        saved.block.last_read = h2d_done
+        saved.reload = Reload(buffer, h2d_done, compute, is_dense=bool(saved.gathered))
+        saved.state = SavedState.RELOADED
 
     def _get_source(self, saved: SavedStorage) -> torch.Tensor:
         """Return uint8 `[n]` on the device: what has to move of `saved`."""
@@ -241,13 +286,13 @@ class Transfers:
 
 def _say_changed(saved: SavedStorage) -> str:
     return (
-        f"A tensor that {saved.label} saved for backward was changed in place by a backward that had taken it. "
+        f"A tensor that {saved.place} saved for backward was changed in place by a backward that had taken it. "
         "Change a clone there."
     )
 
 
-def _label(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range; nothing where no profiler runs."""
+def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:
+    """Return a profiler range named like the debug log's line; nothing where no profiler runs."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
-        return torch.profiler.record_function(name)
+        return torch.profiler.record_function(f"fgoffload::{act} ({place})")
     return contextlib.nullcontext()

@@ -162,9 +162,9 @@ def test_held_groups_leave_at_the_flush_and_come_back_to_the_bit(make_device):
         h = sites(lambda h: h.sin(), x * 2, is_held=True)
         h = sites(lambda h: h.exp(), h, is_held=True)
         if sites.engine:
-            moved.append(engine._stats.d2h_bytes)
+            moved.append(engine._counters.get_tag("core_attn").d2h_bytes)
             engine.flush()
-            moved.append(engine._stats.d2h_bytes)
+            moved.append(engine._counters.get_tag("core_attn").d2h_bytes)
         return h
 
     check_same_bits(forward, [x], engine)

@@ -1,0 +1,187 @@
+"""What a region costs the host: microseconds of Python and driver calls, forward and backward together, copies launched.
+
+    python examples/benchmarks/bench_region_cost.py [--regions 24] [--repeats 40] [--megatron] [--profile]
+
+Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions; its host time is what
+passes until both calls have returned, with an idle device before and no synchronization inside, less the same without regions.
+Systems take turns, repeat by repeat, so that a slow host slows all of them.
+
+With `--megatron` Megatron-Core's own engine runs beside ours. It needs megatron-core, Transformer Engine and a GPU, and sets
+NVTE_CPU_OFFLOAD_V1=1, which that engine wants. With `--profile` the functions that take longest come after the table.
+
+What you should see: a row for each system, median with p20 and p80. On the CPU copies happen at once and count as host time, so
+only a GPU tells what the engine's own cost is.
+"""
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fgoffload import Site, TransferPolicy
+from fgoffload.engine import Lane, OffloadEngine, find_device
+
+SAVED_BYTES = 4 * 1024 * 1024
+FEW = 0.2, 0.8
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PlainChain:
+    """The same ops without regions."""
+
+    name = "no regions"
+
+    def __init__(self, regions: int) -> None:
+        self.regions = regions
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.regions):
+            h = h.sin()
+        return h
+
+    def finish(self) -> None:
+        """Nothing is left to finish."""
+
+
+class OurChain(PlainChain):
+    """A region around each op, by this engine."""
+
+    name = "fgoffload"
+
+    def __init__(self, regions: int, device: str) -> None:
+        super().__init__(regions)
+        self.engine = OffloadEngine(
+            device=find_device(device), policy=TransferPolicy(prefetch_bytes=2 * SAVED_BYTES), host_budget_bytes=1 << 30
+        )
+        self.sites = [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(regions)]
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        lane = Lane(chunk=0, microbatch=0)
+        for site in self.sites:
+            region = self.engine.find_region(site, lane)
+            if region is None:
+                raise RuntimeError("the region is inert: nothing would be measured")
+            region.enter(h)
+            with region.saving():
+                h = h.sin()
+            region.end(h)
+        return h
+
+    def finish(self) -> None:
+        moved = self.engine.finish_step()
+        if moved.d2h_bytes != self.regions * SAVED_BYTES:
+            raise RuntimeError(f"{moved.d2h_bytes} bytes left, and {self.regions * SAVED_BYTES} were saved")
+
+
+class MegatronChain(PlainChain):
+    """A region around each op, by Megatron-Core's own engine."""
+
+    name = "Megatron-Core"
+
+    def __init__(self, regions: int) -> None:
+        super().__init__(regions)
+        from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
+
+        if not torch.distributed.is_initialized():  # its summary after the first step is a reduction over ranks
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self.interface = module.FineGrainedActivationOffloadingInterface
+        self.interface.reset_instance()
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.interface.init_chunk_handler(1, None, 0)
+        for _ in range(self.regions):
+            with self.interface(True, h, "core_attn") as h:  # noqa: PLW2901
+                out = h.sin()
+            h = self.interface.group_commit(out, name="core_attn", forced_released_tensors=[])
+        return h
+
+    def finish(self) -> None:
+        self.interface.reset()
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def run_once(chain: PlainChain, x: torch.Tensor, profile: cProfile.Profile | None = None) -> float:
+    """Return the host seconds of one forward and backward."""
+    synchronize(x.device.type)
+    begin = time.perf_counter()
+    if profile:
+        profile.enable()
+    output = chain.forward(x * 2)
+    output.backward(output.detach())
+    if profile:
+        profile.disable()
+    seconds = time.perf_counter() - begin
+    synchronize(x.device.type)
+    del output
+    chain.finish()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--regions", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--megatron", action="store_true", help="run Megatron-Core's own engine beside ours")
+    parser.add_argument("--profile", action="store_true", help="print the functions that take longest")
+    arguments = parser.parse_args()
+    if arguments.megatron:
+        os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(SAVED_BYTES // 4, device=device).requires_grad_()
+    chains = [PlainChain(arguments.regions), OurChain(arguments.regions, device)]
+    if arguments.megatron:
+        chains.append(MegatronChain(arguments.regions))
+    seconds: dict[str, list[float]] = {chain.name: [] for chain in chains}
+    for repeat in range(arguments.repeats + 5):
+        for chain in chains:
+            x.grad = None
+            taken = run_once(chain, x)
+            if repeat >= 5:
+                seconds[chain.name].append(taken)
+    report(seconds, arguments.regions, device)
+    if arguments.profile:
+        report_profile(chains[1], x)
+
+
+def report(seconds: dict[str, list[float]], regions: int, device: str) -> None:
+    plain = seconds["no regions"]
+    table = Table(title=f"host time of a region, {SAVED_BYTES >> 20} MiB saved, {regions} regions, {device}")
+    for column in ("system", "p20 us", "p50 us", "p80 us"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    table.add_row("no regions (whole op)", *(f"{1e6 * each / regions:.1f}" for each in quantiles(plain)))
+    for name, taken in seconds.items():
+        if name != "no regions":
+            added = [one - other for one, other in zip(taken, plain, strict=True)]
+            table.add_row(name, *(f"{1e6 * each / regions:.1f}" for each in quantiles(added)))
+    Console(width=100).print(table)
+
+
+def quantiles(values: list[float]) -> tuple[float, float, float]:
+    tenths = statistics.quantiles(values, n=10)
+    return tenths[1], statistics.median(values), tenths[7]
+
+
+def report_profile(chain: PlainChain, x: torch.Tensor) -> None:
+    # Backward of a CUDA graph runs on autograd's own thread: profile that one too.
+    profile = cProfile.Profile()
+    for _ in range(20):
+        x.grad = None
+        run_once(chain, x, profile)
+    pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
