@@ -261,7 +261,8 @@ class OffloadEngine:
         """Return why a tensor of this kind cannot leave, or None where it can."""
         if type(tensor) is not torch.Tensor:
             return KeptReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeptReason.SUBCLASS
-        if isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
+        base = tensor._base  # noqa: SLF001 - no public name
+        if base is not None and isinstance(base, torch.nn.Parameter):
             return KeptReason.PARAMETER
         if not has_bytes(tensor):
             return KeptReason.LAYOUT

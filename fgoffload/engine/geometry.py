@@ -27,6 +27,8 @@ class View(NamedTuple):
     """Bytes from the start of the storage to behind the last byte that the view can reach."""
     dense_bytes: int
     """The bytes of the view's elements packed one behind the other; those of an expanded dimension once."""
+    is_contiguous: bool
+    """Whether the elements lie in order and without gaps. The stride of a dimension of size 1 may be any."""
 
     @property
     def covered_bytes(self) -> int:
@@ -40,12 +42,12 @@ def get_view(tensor: torch.Tensor) -> View:
     start = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():  # most are, and this runs for every saved tensor
         nbytes = tensor.numel() * itemsize
-        return View(tensor.dtype, size, stride, start, start + nbytes, nbytes)
+        return View(tensor.dtype, size, stride, start, start + nbytes, nbytes, is_contiguous=True)
     reach = count = 1
     for n, step in zip(size, stride, strict=True):
         reach += (n - 1) * step
         count *= n if step else 1
-    return View(tensor.dtype, size, stride, start, start + reach * itemsize, count * itemsize)
+    return View(tensor.dtype, size, stride, start, start + reach * itemsize, count * itemsize, is_contiguous=False)
 
 
 def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
@@ -64,9 +66,14 @@ def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Ten
         buffer: uint8 `[n]`, the copy, from the first byte of its own storage; n is a multiple of `PADDING_BYTES`.
         buffer_start: Which byte of the storage the first byte of `buffer` is. A multiple of `ALIGNMENT_BYTES`.
     """
+    elements = buffer.view(view.dtype)
+    if view.is_contiguous and view.dense_bytes == buffer.numel():
+        tensor = elements.view(view.size)  # the usual case, and half of the time
+        if tensor.stride() == view.stride:
+            return tensor.detach()
     offset = (view.start - buffer_start) // view.dtype.itemsize
     # Detached, so that what autograd gets has no base of another type.
-    return buffer.view(view.dtype).as_strided(view.size, view.stride, offset).detach()
+    return elements.as_strided(view.size, view.stride, offset).detach()
 
 
 def get_gathered_bytes(views: Sequence[View]) -> int:

@@ -7,7 +7,6 @@ exception or the end of a scope, gives everything back, in any order, and nothin
 here are detached: one with its `grad_fn` would close a cycle through the graph, and memory would wait for Python's collector.
 """
 
-import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
@@ -36,21 +35,23 @@ class SavedState(enum.Enum):
     RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its event has passed
 
 
-@dataclasses.dataclass(slots=True)
 class Reload:
     """A device buffer, and the streams that it has to do with."""
 
-    buffer: torch.Tensor
-    """uint8 `[n]`: holds the bytes once `filled` has passed."""
-    filled: Event
-    owner: Stream
-    """The compute stream that the allocator gave the buffer to."""
-    is_dense: bool
-    """Whether the bytes are gathered views, packed, and not yet each in its place."""
-    taken_on: set[Stream] = dataclasses.field(default_factory=set)
-    """The compute streams that wait for `filled`, and may read the buffer since."""
-    version: int | None = None
-    """Of the buffer when the first tensor was taken from it; None before."""
+    __slots__ = ("buffer", "filled", "is_dense", "owner", "taken_on", "version")
+
+    def __init__(self, buffer: torch.Tensor, filled: Event, owner: Stream, *, is_dense: bool) -> None:
+        self.buffer = buffer
+        """uint8 `[n]`: holds the bytes once `filled` has passed."""
+        self.filled = filled
+        self.owner = owner
+        """The compute stream that the allocator gave the buffer to."""
+        self.is_dense = is_dense
+        """Whether the bytes are gathered views, packed, and not yet each in its place."""
+        self.taken_on: set[Stream] = set()
+        """The compute streams that wait for `filled`, and may read the buffer since."""
+        self.version: int | None = None
+        """Of the buffer when the first tensor was taken from it; None before."""
 
     @property
     def is_ordered(self) -> bool:

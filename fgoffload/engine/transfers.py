@@ -120,7 +120,7 @@ class Transfers:
     def poll(self) -> None:
         """Drop what no copy touches any more, without waiting for anything."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
-            self._release(self._in_flight.popleft())
+            self._release_done(self._in_flight.popleft())
         while self.abandoned:
             self._order(self.abandoned.popleft())
 
@@ -204,22 +204,32 @@ class Transfers:
         while self._in_flight:
             entry = self._in_flight.popleft()
             self._device.synchronize(entry.d2h_done)
-            self._release(entry)
+            self._release_done(entry)
         self.poll()
 
-    def _release(self, entry: _InFlight) -> None:
-        """Let go of the sources of `entry`, whose copies are done as far as the host can see, or are waited for.
+    def _release_done(self, entry: _InFlight) -> None:
+        """Let go of the sources of `entry`, whose copies the host has seen done.
 
-        Where the host has seen them done, no stream needs to wait for them: what it queues from now on comes later anyway.
+        No stream needs to wait for them any more: whatever the host queues from now on comes later anyway.
         """
+        self._release(entry)
+        for saved in self._list_gone(entry):
+            saved.d2h_done = None
+
+    def _release(self, entry: _InFlight) -> None:
+        """Let go of the sources of `entry`, whose copies are done, or are waited for."""
         self.in_flight_bytes -= entry.size_bytes
         self._join(self._list_streams(entry), Hazard.SOURCE_STILL_USED)
-        for reference in entry.saved:
-            saved = reference()
-            if saved is not None and saved.state is SavedState.OFFLOADING:
+        for saved in self._list_gone(entry):
+            if saved.state is SavedState.OFFLOADING:
                 saved.fault = saved.find_change("its copy to the host was done")
                 saved.drop_aliases()
                 saved.state = SavedState.OFFLOADED
+
+    def _list_gone(self, entry: _InFlight) -> list[SavedStorage]:
+        """Return what left with `entry` and is still wanted; not what was called back since, and has perhaps left again."""
+        living = (reference() for reference in entry.saved)
+        return [saved for saved in living if saved is not None and saved.d2h_done is entry.d2h_done]
 
     def _list_streams(self, entry: _InFlight) -> Set[Stream]:
         """Return the compute streams that used the sources of `entry`, before it left and since."""
@@ -234,7 +244,8 @@ class Transfers:
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
             raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
-        device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
+        if saved.d2h_done is not None:
+            device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         start = self._watch.start(h2d)
         destination = buffer if buffer.numel() == saved.moved_bytes else buffer[: saved.moved_bytes]
         device.copy_bytes(destination=destination, source=saved.block.buffer, stream=h2d)
@@ -257,7 +268,8 @@ class Transfers:
         """Return a buffer in which the gathered views lie where they lay in their storage."""
         stretch = self._allocate(saved.size_bytes)
         scatter(saved.gathered, dense.buffer, stretch, stretch_start=saved.start)
-        placed = Reload(stretch, self._device.record_event(stream), stream, is_dense=False, taken_on={stream})
+        placed = Reload(stretch, self._device.record_event(stream), stream, is_dense=False)
+        placed.taken_on.add(stream)
         self._order(dense)
         return placed
 
