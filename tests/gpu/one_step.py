@@ -43,7 +43,7 @@ def read_past_the_end(device_type: str) -> None:
     """Do what a memory checker must find: read behind the last byte of an allocation."""
     tensor = torch.zeros(256, device=device_type)
     longer = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, 1 << 22)
-    torch.empty(0, device=device_type).set_(longer, 0, (1 << 20,)).sin().sum().item()
+    torch.empty(0, device=device_type).set_(longer, 0, (1 << 20,), (1,)).sin().sum().item()
 
 
 def main() -> int:

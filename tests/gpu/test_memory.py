@@ -48,6 +48,7 @@ def measure(engine: OffloadEngine | None, weights: list[torch.nn.Parameter]) -> 
     """Return the bytes after each layer's forward and at each layer's backward, the peak above the start, and the ledger."""
     take_gradients(weights)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a piece that an earlier test left may be a little larger than what is asked for
     base = Look(torch.cuda.memory_allocated(), get_requested_bytes(), 0)
     torch.cuda.reset_peak_memory_stats()
     ledger = ActivationLedger(parameters=weights)
@@ -115,7 +116,8 @@ def test_reserved_memory_does_not_grow_over_a_hundred_steps(rows):
         take_gradients(weights)
         engine.finish_step()
         reserved.append((torch.cuda.memory_reserved(), engine.arena.reserved_bytes))
-    assert max(reserved[40:]) == max(reserved[:40])
+    for on_device_or_host in zip(*reserved, strict=True):
+        assert max(on_device_or_host[40:]) == max(on_device_or_host[:40])
     engine.close()
 
 

@@ -25,7 +25,7 @@ DELAYS = {
 
 
 def find_wrong_steps(device: HostileGpu, seeds: range, *, first_only: bool = False) -> list[int]:
-    """Return the seeds of the programs whose results differ with an engine on `device`."""
+    """Return the seeds of the programs whose results differ with an engine on `device`; with `first_only` stop at some."""
     torch.cuda.empty_cache()  # what earlier tests left would be used instead of what is poisoned here
     runner = Runner("cuda")
     wrong = []

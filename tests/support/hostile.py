@@ -10,8 +10,8 @@ was freed, or a kernel that reads what is not there yet, meets NaN.
 
 Host memory. Slabs are full of NaN from the start. A block that is handed out again is poisoned twice. On the host, when it is
 handed out, but only where no copy reads it any more: the bytes of an earlier step could be equal to those that are missing.
-And on the copy stream, right before the copy that fills it: behind exactly those waits that the engine queued, so that a copy to
-the device which still reads the block, or reads it too early, meets NaN. Waiting for the readers first would put the copy
+And on the copy stream, right before the copy that fills it: behind exactly those waits that the engine queued, so that a copy
+to the device which still reads the block, or reads it too early, meets NaN. Waiting for the readers first would put the copy
 behind them too, and a forgotten wait would do no harm.
 """
 

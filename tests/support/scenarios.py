@@ -198,7 +198,26 @@ def buffer_still_read(bench: Bench) -> list[torch.Tensor]:
     return [found]
 
 
-SCENARIOS: dict[Hazard, Callable[[Bench], list[torch.Tensor]]] = {
+def saved_again_after_it_left(bench: Bench) -> list[torch.Tensor]:
+    x = bench.leaf()
+    h = x * 2
+    first = bench.sites(torch.sin, h)  # leaves, and is released at once: only the name h still holds the storage
+    bench.wait(bench.side, bench.main)
+    with bench.on(bench.side):
+        bench.sleep(bench.side)
+        second = bench.sites(torch.cos, h)
+    del h
+    if bench.engine:
+        bench.engine.finish_step()
+    bench.scribble()
+    bench.wait(bench.main, bench.side)
+    (first + second).sum().backward()
+    return [second.detach().clone(), x.grad]
+
+
+Scenario = Callable[[Bench], list[torch.Tensor]]
+
+SCENARIOS: dict[Hazard, Scenario] = {
     Hazard.SOURCE_UNWRITTEN: source_unwritten,
     Hazard.GATHER_UNWRITTEN: gather_unwritten,
     Hazard.BLOCK_STILL_READ: block_still_read,
