@@ -1,9 +1,13 @@
-"""Fine-grained, per-module activation offload for Megatron-style training.
+"""Fine-grained, per-module activation offload, for Megatron-style training and for plain PyTorch.
 
 Tensors that autograd saves inside named modules leave the device for pinned host memory during forward and are back before
 backward needs them, with results equal to the bit. This package imports neither torch nor a framework until you ask for a
-part that needs them: `fgoffload.engine` needs torch, `fgoffload.integrations.megatron` needs megatron-core.
+part that needs them: `fgoffload.offload` and its relatives, and `fgoffload.engine`, need torch;
+`fgoffload.integrations.megatron` needs megatron-core.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError, IntegrationError, InternalError, OffloadError, PlanError, StateError
@@ -11,6 +15,20 @@ from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.policy import HostMemory, TransferPolicy
 from fgoffload.tags import Tag, TagRegistry, default_tags
 from fgoffload.transfer_config import TransferConfig
+
+if TYPE_CHECKING:
+    from fgoffload.integrations.pytorch import (
+        ModelOffload,
+        OffloadedTensor,
+        PlacedRegion,
+        SavedTensors,
+        SavingsEstimate,
+        estimate_savings,
+        offload,
+        offload_tensor,
+        region,
+        saved_tensors,
+    )
 
 __version__ = "0.1.0"
 
@@ -20,10 +38,15 @@ __all__ = [
     "HostMemory",
     "IntegrationError",
     "InternalError",
+    "ModelOffload",
     "OffloadConfig",
     "OffloadError",
     "OffloadPlan",
+    "OffloadedTensor",
+    "PlacedRegion",
     "PlanError",
+    "SavedTensors",
+    "SavingsEstimate",
     "Site",
     "StateError",
     "Tag",
@@ -31,4 +54,31 @@ __all__ = [
     "TransferConfig",
     "TransferPolicy",
     "default_tags",
+    "estimate_savings",
+    "offload",
+    "offload_tensor",
+    "region",
+    "saved_tensors",
 ]
+
+_NEEDS_TORCH = frozenset(
+    {
+        "ModelOffload",
+        "OffloadedTensor",
+        "PlacedRegion",
+        "SavedTensors",
+        "SavingsEstimate",
+        "estimate_savings",
+        "offload",
+        "offload_tensor",
+        "region",
+        "saved_tensors",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    # Importing the package must not import torch: these names are looked up when somebody asks for them.
+    if name in _NEEDS_TORCH:
+        return getattr(importlib.import_module("fgoffload.integrations.pytorch"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

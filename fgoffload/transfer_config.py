@@ -17,6 +17,8 @@ H100, PCIe 5)."""
 class TransferConfig:
     """What may leave, how far copies run behind forward and ahead of backward, and where the bytes go."""
 
+    enabled: bool = True
+    """False leaves everything as if it had not been asked for: no hooks on tensors, no host memory, no warnings."""
     min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
     """What all saves of one storage cover together stays on the device when it is smaller. 0 lets all leave."""
     window_bytes: int = DEFAULT_WINDOW_BYTES
@@ -28,7 +30,7 @@ class TransferConfig:
     host_memory: HostMemory = HostMemory.PINNED
     """Pinned is faster; pageable where the limit of locked memory is low."""
     keep: Callable[[Any], bool] | None = None
-    """Your own filter: a saved `torch.Tensor` for which it returns true stays. Called for each tensor that could leave."""
+    """Your own filter: a saved `torch.Tensor` for which it returns true stays. Asked for each saved tensor that could leave."""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -36,19 +38,30 @@ class TransferConfig:
         Raises:
             ConfigError: With the field, the value, the limit and the fix.
         """
-        if self.min_offloaded_bytes < 0:
-            raise ConfigError(f"min_offloaded_bytes {self.min_offloaded_bytes} is below 0. Give bytes; 0 lets all leave.")
-        if self.host_budget_bytes is not None and self.host_budget_bytes <= 0:
-            raise ConfigError(
-                f"host_budget_bytes {self.host_budget_bytes} leaves no host memory. Give bytes, or None for a share of it all."
-            )
+        if not isinstance(self.enabled, bool):
+            raise ConfigError(f"enabled {self.enabled!r} is neither True nor False. Give one of them.")
+        self._check_sizes()
         if not isinstance(self.host_memory, HostMemory):
             raise ConfigError(f"host_memory {self.host_memory!r} is not a HostMemory. Give HostMemory.PINNED or .PAGEABLE.")
         if self.keep is not None and not callable(self.keep):
             raise ConfigError(f"keep {self.keep!r} cannot be called. Give a function of a tensor that returns true to keep it.")
-        _ = self.transfer_policy  # checks the window and prefetch sizes
 
     @property
     def transfer_policy(self) -> TransferPolicy:
         """The rules of window and prefetch."""
         return TransferPolicy(window_bytes=self.window_bytes, prefetch_bytes=self.prefetch_bytes)
+
+    def _check_sizes(self) -> None:
+        zeros = {
+            "min_offloaded_bytes": "0 lets all leave",
+            "window_bytes": "0 lets compute wait for each copy",
+            "prefetch_bytes": "0 brings nothing back in advance",
+        }
+        for name, zero in zeros.items():
+            size_bytes = getattr(self, name)
+            if size_bytes < 0:
+                raise ConfigError(f"{name} {size_bytes} is below 0. Give bytes; {zero}.")
+        if self.host_budget_bytes is not None and self.host_budget_bytes <= 0:
+            raise ConfigError(
+                f"host_budget_bytes {self.host_budget_bytes} leaves no host memory. Give bytes, or None for a share of it all."
+            )

@@ -4,11 +4,19 @@
 A block goes back to the arena when the last handle that needs it dies, which can be while the copy to the device that reads
 it is only queued. So a returned range remembers that copy's event, and whoever writes the range next gets the event to wait
 for. A copy to the host that is still writing the range needs no event: all those copies run in order on one stream.
+
+[Note: A block of several parts]
+Locked memory grows in slabs, since locking it all at once would stop a step for as long as it takes. A block cannot lie across
+two of them. Where the shapes of a mixture of experts change with the routing, what is left at the end of each slab is lost to
+a block that is a little larger: of what blocks in one piece reserve over thousands of steps a fifth to a half is never needed
+(tests/unit/engine/test_fragmentation.py). So a block that fits into no free range takes several, the largest first, and only
+what is missing then is reserved. The price is one queued copy for each part.
 """
 
 import bisect
 import collections
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -17,8 +25,18 @@ from fgoffload.engine.geometry import ALIGNMENT_BYTES, round_up
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
-DEFAULT_SLAB_BYTES = 256 * MIB
+MAX_SLAB_BYTES = 256 * MIB
 """Bytes. Locking memory costs 0.67 s a GiB (measured, H100 host), so slabs come in pieces that a step can bear."""
+
+MIN_SLAB_BYTES = 4 * MIB
+"""Bytes. Less than this is not worth a call to the driver."""
+
+GROWTH_FRACTION = 1 / 16
+"""A slab adds this part of what is reserved already, within the two sizes above, or what is missing if that is more: so less
+than 1/17 of the memory is reserved for nothing, whatever the model's size."""
+
+MIN_PART_BYTES = 4 * MIB
+"""Bytes. At 50 GB/s a copy of this takes 84 us, several times what the host needs to queue it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,38 +52,75 @@ class _FreeRange:
 
 
 class HostBlock:
-    """A part of a slab, for one offloaded storage. It goes back to the arena when the last reference to it dies."""
+    """Host memory for one offloaded storage. It goes back to the arena when the last reference to it dies."""
 
-    __slots__ = ("_arena", "_end", "_slab", "_start", "buffer", "last_read", "reads_to_wait_for")
+    __slots__ = ("_arena", "_ranges", "last_read", "parts", "reads_to_wait_for")
 
-    def __init__(self, arena: "HostArena", free: _FreeRange, size_bytes: int) -> None:
+    def __init__(self, arena: "HostArena", ranges: list[_FreeRange], size_bytes: int) -> None:
         self._arena = arena
-        self._slab, self._start, self._end = free.slab, free.start, free.start + round_up(max(1, size_bytes))
-        self.buffer = arena.get_bytes(free.slab, free.start, size_bytes)
-        """uint8 `[size_bytes]`, on the host."""
-        self.reads_to_wait_for: tuple[Event, ...] = tuple(free.reads)
-        """Events after which the block may be written. See [Note: A host block that is still read]."""
+        self._ranges = ranges
         self.last_read: Event | None = None
         """The event after the last copy to the device that reads this block."""
+        self.reads_to_wait_for: tuple[Event, ...] = tuple(event for taken in ranges for event in taken.reads)
+        """Events after which the block may be written. See [Note: A host block that is still read]."""
+        self.parts: tuple[torch.Tensor, ...] = tuple(arena.cut(ranges, size_bytes))
+        """uint8 `[n]` each, on the host; one behind the other they are the block. See [Note: A block of several parts]."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """uint8 `[size_bytes]`, on the host: the block, where it is in one part.
+
+        Raises:
+            InternalError: It is not.
+        """
+        if len(self.parts) > 1:
+            raise InternalError(f"A host block of {len(self.parts)} parts was looked at as one.")
+        return self.parts[0]
+
+    def pair(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each part, and the stretch of `buffer` that goes there or comes from there.
+
+        Args:
+            buffer: uint8 `[size_bytes]`, anywhere.
+        """
+        start = 0
+        for part in self.parts:
+            end = start + part.numel()
+            yield part, buffer[start:end]
+            start = end
 
     def __del__(self) -> None:
         # Any thread may get here, in the middle of anything, the arena's own code included: so only an atomic append.
-        reads = list(self.reads_to_wait_for)  # it may never have been written, and then nobody has waited for them
-        if self.last_read is not None:
-            reads.append(self.last_read)
-        self._arena.returned.append(_FreeRange(self._slab, self._start, self._end, reads))
+        for taken in self._ranges:
+            # What was read before counts still: the block may never have been written, and then nobody has waited.
+            reads = taken.reads if self.last_read is None else [*taken.reads, self.last_read]
+            self._arena.returned.append(_FreeRange(taken.slab, taken.start, taken.end, reads))
 
 
 class HostArena:
     """Hands out host blocks, best fit first, and joins what comes back with its neighbours.
 
     Not thread-safe but for the return of blocks; the engine calls it under its lock.
+
+    Args:
+        device: Gives the slabs.
+        budget_bytes: The most bytes of all slabs together.
+        slab_bytes: The most bytes of a slab, but for what is missing for one block.
+        min_part_bytes: Of the parts of a block all but the last are as large as this; None leaves all blocks in one part.
     """
 
-    def __init__(self, device: Device, *, budget_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        budget_bytes: int,
+        slab_bytes: int = MAX_SLAB_BYTES,
+        min_part_bytes: int | None = None,
+    ) -> None:
         self._device = device
         self._budget_bytes = budget_bytes
         self._slab_bytes = slab_bytes
+        self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
         self.returned: collections.deque[_FreeRange] = collections.deque()
         """Ranges that came back and are not yet joined to the free ones."""
@@ -96,25 +151,22 @@ class HostArena:
         """
         self._collect()
         needed_bytes = round_up(max(1, size_bytes))
-        index = bisect.bisect_left(self._by_size, (needed_bytes, -1, -1))
-        if index == len(self._by_size):
-            if not self._grow(needed_bytes):
+        chosen, missing_bytes = self._choose(needed_bytes)
+        if missing_bytes:
+            if not self._grow(missing_bytes):
                 return None
-            index = bisect.bisect_left(self._by_size, (needed_bytes, -1, -1))
-        _, slab, start = self._by_size[index]
-        free = self._by_start[slab, start]
-        self._remove(free)
-        free.reads = [event for event in free.reads if not self._device.is_done(event)]
-        block = HostBlock(self, free, size_bytes)
-        if free.size_bytes > needed_bytes:
-            self._add(_FreeRange(slab, start + needed_bytes, free.end, list(free.reads)))
+            chosen, _ = self._choose(needed_bytes)
+        taken = self._take(chosen, needed_bytes)
         self._used_bytes += needed_bytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-        return block
+        return HostBlock(self, taken, size_bytes)
 
-    def get_bytes(self, slab: int, start: int, size_bytes: int) -> torch.Tensor:
-        """Return uint8 `[size_bytes]` of slab number `slab` from offset `start`."""
-        return self._slabs[slab].buffer[start : start + size_bytes]
+    def cut(self, ranges: list[_FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield uint8 `[n]` for each of `ranges`, `size_bytes` together: what lies there in the slabs."""
+        for taken in ranges:
+            end = min(taken.end, taken.start + size_bytes)
+            yield self._slabs[taken.slab].buffer[taken.start : end]
+            size_bytes -= end - taken.start
 
     def close(self) -> None:
         """Give all slabs back to the system. No block may be in use and no copy under way.
@@ -135,31 +187,71 @@ class HostArena:
         self._by_start.clear()
         self._by_end.clear()
 
-    def _grow(self, needed_bytes: int) -> bool:
-        left_bytes = (self._budget_bytes - self.reserved_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        if needed_bytes > left_bytes:
+    def _choose(self, needed_bytes: int) -> tuple[list[_FreeRange], int]:
+        """Return free ranges for a block, and the bytes that do not fit into them.
+
+        The smallest range that holds all of it, or else the largest ones, and the smallest that holds the rest.
+        """
+        chosen: list[_FreeRange] = []
+        end = len(self._by_size)
+        min_part_bytes = needed_bytes if self._min_part_bytes is None else self._min_part_bytes
+        while True:
+            index = bisect.bisect_left(self._by_size, (needed_bytes, -1, -1), hi=end)
+            is_last = index < end
+            if not is_last:
+                index = end = end - 1
+                if index < 0 or self._by_size[index][0] < min_part_bytes:
+                    return chosen, needed_bytes
+            size_bytes, slab, start = self._by_size[index]
+            chosen.append(self._by_start[slab, start])
+            if is_last:
+                return chosen, 0
+            needed_bytes -= size_bytes
+
+    def _take(self, chosen: list[_FreeRange], needed_bytes: int) -> list[_FreeRange]:
+        """Return the first `needed_bytes` of `chosen`, no longer free."""
+        for free in chosen:
+            free.reads = self._list_unfinished(free.reads)
+        taken = []
+        for free in chosen:
+            self._remove(free)
+            end = min(free.end, free.start + needed_bytes)
+            taken.append(_FreeRange(free.slab, free.start, end, free.reads))
+            if end < free.end:
+                self._add(_FreeRange(free.slab, end, free.end, free.reads))
+            needed_bytes -= end - free.start
+        return taken
+
+    def _grow(self, missing_bytes: int) -> bool:
+        reserved_bytes = self.reserved_bytes
+        left_bytes = (self._budget_bytes - reserved_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        if missing_bytes > left_bytes:
             return False
-        size_bytes = min(max(needed_bytes, self._slab_bytes), left_bytes)
+        step_bytes = self._slab_bytes
+        if self._min_part_bytes is not None:
+            step_bytes = min(step_bytes, max(MIN_SLAB_BYTES, round_up(int(reserved_bytes * GROWTH_FRACTION))))
+        size_bytes = min(max(missing_bytes, step_bytes), left_bytes)
         self._slabs.append(self._device.allocate_host(size_bytes))
         self._add(_FreeRange(len(self._slabs) - 1, 0, size_bytes, []))
         return True
 
     def _collect(self) -> None:
         while self.returned:
-            free = self.returned.popleft()
+            free = self.returned[0]
+            neighbours = (self._by_end.get((free.slab, free.start)), self._by_start.get((free.slab, free.end)))
+            joined = [free, *(neighbour for neighbour in neighbours if neighbour is not None)]
+            # Ask the device before anything moves: what it raises must not lose the range.
+            reads = self._list_unfinished([event for part in joined for event in part.reads])
+            for neighbour in joined[1:]:
+                self._remove(neighbour)
+            start, end = min(part.start for part in joined), max(part.end for part in joined)
+            self._add(_FreeRange(free.slab, start, end, reads))
             self._used_bytes -= free.size_bytes
-            before = self._by_end.get((free.slab, free.start))
-            if before is not None:
-                self._remove(before)
-                free.start = before.start
-                free.reads += before.reads
-            after = self._by_start.get((free.slab, free.end))
-            if after is not None:
-                self._remove(after)
-                free.end = after.end
-                free.reads += after.reads
-            free.reads = [event for event in free.reads if not self._device.is_done(event)]
-            self._add(free)
+            self.returned.popleft()
+
+    def _list_unfinished(self, reads: list[Event]) -> list[Event]:
+        """Return the events that have not passed, each once: ranges that were cut apart and joined have them in common."""
+        return [event for event in {id(event): event for event in reads}.values() if not self._device.is_done(event)]
 
     def _add(self, free: _FreeRange) -> None:
         bisect.insort(self._by_size, (free.size_bytes, free.slab, free.start))

@@ -1,47 +1,132 @@
-"""How much host memory a rank may take when the user names no budget."""
+"""How much host memory a rank may take when the user names no budget.
+
+A process lies in a control group, which lies in others, and each of them may have a limit: the tightest counts. A container
+sees only its own part of that tree, mounted at its root, and version 1 and version 2 may be mounted side by side.
+"""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from fgoffload.errors import ConfigError
 from fgoffload.units import GIB
 
 SHARE = 0.6
 """The part of the memory that is free at start that all ranks of a node together take at most. The rest is for data loaders,
 checkpoints in the making and the page cache."""
 
-_CGROUP_V2 = Path("/sys/fs/cgroup")
-_CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""What torchrun, Open MPI and Slurm say; the first that is set counts. torchrun's comes first, since each of its agents may be
+a Slurm task of its own."""
+
+_NO_LIMIT = 1 << 62
 
 
-def get_default_budget_bytes() -> int:
-    """Return this rank's share of the host memory that is free now, the control group's limit counted in.
+def get_default_budget_bytes(*, root: Path = Path("/")) -> int:
+    """Return this rank's share of the host memory that is free now, the limits of its control groups counted in.
 
-    Ranks per node come from `LOCAL_WORLD_SIZE`, which torchrun sets; without it this process counts as alone.
+    A process counts as alone on its node where none of `RANKS_PER_NODE_VARIABLES` is set.
+
+    Args:
+        root: Where `proc` and `sys` lie.
+
+    Raises:
+        ConfigError: One of the variables is no number of ranks.
     """
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return int(min(_read_available_bytes(), _read_cgroup_free_bytes()) * SHARE / ranks)
+    free_bytes = min(_read_available_bytes(root), _read_cgroup_free_bytes(root))
+    return int(free_bytes * SHARE / _read_ranks_per_node())
 
 
-def _read_available_bytes() -> int:
+def _read_ranks_per_node() -> int:
+    for name in RANKS_PER_NODE_VARIABLES:
+        text = os.environ.get(name)
+        if text is not None:
+            if not (text.isascii() and text.isdigit() and int(text) > 0):
+                raise ConfigError(
+                    f"The environment has {name}={text!r}, which is no number of ranks of a node. It divides the host memory "
+                    "among them: set it to 1 or more, unset it, or give --offload-host-budget."
+                )
+            return int(text)
+    return 1
+
+
+def _read_available_bytes(root: Path) -> int:
+    for name, kib in _read_table(root / "proc/meminfo"):
+        if name == "MemAvailable:":
+            return kib * 1024
+    return 16 * GIB  # no procfs, so not Linux: a budget that every training host has
+
+
+def _read_cgroup_free_bytes(root: Path) -> int:
+    groups = _read_own_groups(root)
+    free_bytes = _NO_LIMIT
+    for kind, mounted_root, mount in _read_cgroup_mounts(root):
+        group = groups.get(kind)
+        if group is None:
+            continue
+        # Below the mount lies what is below the mount's own root; a group outside of it is hidden, and the mount stands for it.
+        is_inside = group.is_relative_to(mounted_root) and ".." not in group.parts
+        inside = group.relative_to(mounted_root) if is_inside else Path()
+        own = root / mount.relative_to("/") / inside
+        for folder in (own, *own.parents[: len(inside.parts)]):
+            free_bytes = min(free_bytes, _read_free_bytes(folder, kind))
+    return free_bytes
+
+
+def _read_free_bytes(folder: Path, kind: str) -> int:
+    """Return what one control group may still take.
+
+    Cached files that were not read lately count as free: the kernel drops them first, and data loaders fill a group with them.
+    """
+    if kind == "cgroup2":
+        # Above `high` the kernel slows the group down to take memory back, and locked memory it cannot take.
+        limits, usage, cache = ["memory.max", "memory.high"], "memory.current", "inactive_file"
+    else:
+        limits, usage, cache = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
+    limit = min((value for name in limits for value in _read_numbers(folder / name)), default=_NO_LIMIT)
+    used = max(_read_numbers(folder / usage), default=0)
+    used -= min(used, dict(_read_table(folder / "memory.stat")).get(cache, 0))
+    return max(0, limit - used)
+
+
+def _read_own_groups(root: Path) -> dict[str, Path]:
+    """Return the control group of this process for each kind of mount: `cgroup2`, and `cgroup` for version 1."""
+    groups = {}
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            groups["cgroup2"] = Path(path)
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = Path(path)
+    return groups
+
+
+def _read_cgroup_mounts(root: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield the kind of each mount that may have limits of memory, which group is mounted there, and where."""
+    for line in _read_lines(root / "proc/self/mountinfo"):
+        # 35 31 0:32 /group /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            _, _, _, mounted_root, mount = before.split(" ")[:5]
+            yield kind, Path(mounted_root), Path(mount)
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the name and the first number of each line that has both."""
+    for line in _read_lines(path):
+        words = line.split()
+        if len(words) > 1 and words[1].isdigit():
+            yield words[0], int(words[1])
+
+
+def _read_numbers(path: Path) -> list[int]:
+    """Return the number in a file; none where it says `max`, or is not there."""
+    return [int(text) for text in _read_lines(path) if text.isdigit()]
+
+
+def _read_lines(path: Path) -> list[str]:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        return path.read_text().splitlines()
     except OSError:
-        pass  # no procfs: not Linux, fall through to a budget that every training host has
-    return 16 * GIB
-
-
-def _read_cgroup_free_bytes() -> int:
-    for folder, limit_name, usage_name in (
-        (_CGROUP_V2, "memory.max", "memory.current"),
-        (_CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit = (folder / limit_name).read_text().strip()
-            usage = int((folder / usage_name).read_text())
-        except OSError:
-            continue  # this version of control groups is not mounted here
-        if limit.isdigit():
-            return max(0, int(limit) - usage)
-    return 1 << 62  # no limit
+        return []  # not Linux, or a control group that does not tell

@@ -11,10 +11,15 @@ PUBLIC = [
     "HostMemory",
     "IntegrationError",
     "InternalError",
+    "ModelOffload",
     "OffloadConfig",
     "OffloadError",
     "OffloadPlan",
+    "OffloadedTensor",
+    "PlacedRegion",
     "PlanError",
+    "SavedTensors",
+    "SavingsEstimate",
     "Site",
     "StateError",
     "Tag",
@@ -22,6 +27,11 @@ PUBLIC = [
     "TransferConfig",
     "TransferPolicy",
     "default_tags",
+    "estimate_savings",
+    "offload",
+    "offload_tensor",
+    "region",
+    "saved_tensors",
 ]
 HEAVY = ("torch", "megatron", "transformer_engine", "rich", "matplotlib", "numpy")
 MOST_IMPORT_SECONDS = 0.5

@@ -1,24 +1,28 @@
 """A device with several streams that only keeps books: which work is ordered before which.
 
 Work runs at once, on the CPU. But each stream has a vector clock, which work advances and waiting for an event merges, so
-a test can ask whether one piece of work is ordered before another on a real device, however they would be timed. No event
-ever counts as done, so nothing is right only because it happened to be finished.
+a test can ask whether one piece of work is ordered before another on a real device, however they would be timed. The host
+has a clock too: what it has seen done is ordered before all that it queues later. No event counts as done before the host
+has waited for it, so nothing is right only because it happened to be finished; a test that wants the host to see some events
+done says which.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from fgoffload.engine import CpuDevice
+from fgoffload.engine import CpuDevice, Hazard
 
 Clock = dict[object, int]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """Something queued on a stream."""
 
@@ -29,17 +33,47 @@ class Work:
         return other.clock.get(self.stream, 0) >= self.clock[self.stream]
 
 
+class Wait(NamedTuple):
+    """A wait that the engine queued: why, and from where in its source."""
+
+    hazard: Hazard
+    site: str
+    """The function that waits, and those that it is a private part of, as in `poll > _order`."""
+    line: tuple[str, int]
+    """File and line of the call."""
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Let `clock` know what `other` knows."""
+    for stream, count in other.items():
+        clock[stream] = max(clock.get(stream, 0), count)
+
+
 class ClockedCpuDevice(CpuDevice):
-    def __init__(self) -> None:
+    """The CPU with streams that have clocks.
+
+    Args:
+        leaves_out: Says of a wait that the engine asks for that it shall not happen.
+        sees_done: Says whether the host finds an event done that it has not waited for.
+    """
+
+    def __init__(
+        self, *, leaves_out: Callable[[Wait], bool] = lambda wait: False, sees_done: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__()
+        self._leaves_out = leaves_out
+        self._sees_done = sees_done
         self._clocks: dict[object, Clock] = {}
+        self._host: Clock = {}
         self._current: object = "compute"
         self.copies: list[Work] = []
         """Of both directions, in the order of queueing."""
         self.allocations: list[Work] = []
+        self.waits: set[Wait] = set()
 
     @contextlib.contextmanager
     def on(self, stream: object) -> Iterator[None]:
+        """Let `stream` be the current one inside."""
         self._current, before = stream, self._current
         try:
             yield
@@ -50,8 +84,13 @@ class ClockedCpuDevice(CpuDevice):
         """Queue work on `stream`, or on the current one."""
         stream = self._current if stream is None else stream
         clock = self._clocks.setdefault(stream, {})
+        merge(clock, self._host)
         clock[stream] = clock.get(stream, 0) + 1
         return Work(stream, dict(clock))
+
+    def join(self, stream: object, other: object) -> None:
+        """Let `stream` wait for all that is queued on `other`: a wait of the program, not of the engine."""
+        merge(self._clocks.setdefault(stream, {}), self.queue(other).clock)
 
     def current_stream(self):
         return self._current
@@ -60,12 +99,20 @@ class ClockedCpuDevice(CpuDevice):
         return self.queue(stream)
 
     def wait_event(self, stream, event, hazard):
-        clock = self._clocks.setdefault(stream, {})
-        for other, count in event.clock.items():
-            clock[other] = max(clock.get(other, 0), count)
+        wait = _find_wait(hazard)
+        self.waits.add(wait)
+        if not self._leaves_out(wait):
+            merge(self._clocks.setdefault(stream, {}), event.clock)
 
     def is_done(self, event):
-        return False
+        is_known = all(self._host.get(stream, 0) >= count for stream, count in event.clock.items())
+        if not is_known and self._sees_done():
+            self.synchronize(event)
+            return True
+        return is_known
+
+    def synchronize(self, event):
+        merge(self._host, event.clock)
 
     def copy_bytes(self, *, destination, source, stream):
         super().copy_bytes(destination=destination, source=source, stream=stream)
@@ -77,3 +124,16 @@ class ClockedCpuDevice(CpuDevice):
 
     def find_copies(self, stream: object) -> list[Work]:
         return [copy for copy in self.copies if copy.stream == stream]
+
+
+def _find_wait(hazard: Hazard) -> Wait:
+    """Return the wait that the code of the engine asks for now."""
+    frame: Any = sys._getframe(1)
+    while "/fgoffload/engine/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    line = frame.f_code.co_filename, frame.f_lineno
+    functions = [frame.f_code.co_name]
+    while functions[0].startswith(("_", "<")):
+        frame = frame.f_back
+        functions.insert(0, frame.f_code.co_name)
+    return Wait(hazard, " > ".join(function for function in functions if not function.startswith("<")), line)

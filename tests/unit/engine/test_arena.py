@@ -1,12 +1,18 @@
 """The arena: exact bytes, no double hand-out, everything joined again."""
 
+import contextlib
+import itertools
+import threading
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fgoffload import InternalError
-from fgoffload.engine import CpuDevice, HostArena
+from fgoffload import InternalError, StateError
+from fgoffload.engine import CpuDevice, HostArena, HostBlock, HostSlab
+from fgoffload.engine.arena import MIN_PART_BYTES
 
 
 def make_arena(budget_bytes: int = 1 << 20, slab_bytes: int = 1 << 16, device: CpuDevice | None = None) -> HostArena:
@@ -92,26 +98,329 @@ def test_closing_with_a_block_in_use_is_a_fault_of_ours():
     assert arena.reserved_bytes == 0
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.one_of(st.integers(1, 20_000), st.just(None)), max_size=200), st.randoms(use_true_random=False))
-def test_no_byte_is_handed_out_twice(requests, random):
-    # The model: the blocks that live, each with a number of its own in all of its bytes.
-    arena = make_arena(budget_bytes=64 * 1024, slab_bytes=16 * 1024)
-    living: list[tuple[int, object]] = []
-    for number, size_bytes in enumerate(requests):
-        if size_bytes is None:
-            if living:
-                living.pop(random.randrange(len(living)))
-        else:
-            block = arena.find_block(size_bytes)
-            if block is not None:
-                block.buffer.fill_(number % 251)
-                living.append((number % 251, block))
-            block = None
-        assert sum(-(-block.buffer.numel() // 512) * 512 for _, block in living) == arena.used_bytes
-        assert arena.reserved_bytes <= 64 * 1024
-    for mark, block in living:
-        assert torch.all(block.buffer == mark)
-    mark = block = None
-    living.clear()
+class Read:
+    """The event after a copy to the device."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+class ModelDevice(CpuDevice):
+    """Keeps its slabs in view, and lets events pass when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slabs: list[torch.Tensor] = []
+
+    def is_done(self, event) -> bool:
+        return event.is_done
+
+    def synchronize(self, event) -> None:
+        event.is_done = True
+
+    def allocate_host(self, size_bytes: int) -> HostSlab:
+        slab = super().allocate_host(size_bytes)
+        self.slabs.append(slab.buffer)
+        return slab
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """The arena against a model: for each unit of 512 bytes of each slab, who has it, and who may still read it."""
+
+    min_part_bytes: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[tuple[int, HostBlock]] = []
+        self.reads: list[Read] = []
+        self.owners: list[list[int | None]] = []
+        self.readers: list[list[set[Read]]] = []
+        self.count = self.peak_bytes = 0
+
+    @initialize(budget_units=st.integers(1, 100), slab_units=st.integers(1, 20))
+    def begin(self, budget_units, slab_units):
+        self.device = ModelDevice()
+        self.budget_bytes = budget_units * 512
+        self.arena = HostArena(
+            self.device,
+            budget_bytes=self.budget_bytes + 100,  # the last 100 bytes are no unit
+            slab_bytes=slab_units * 512,
+            min_part_bytes=self.min_part_bytes,
+        )
+
+    def list_units(self, block: HostBlock) -> list[tuple[int, int]]:
+        units = []
+        for part in block.parts:
+            slab = next(
+                number
+                for number, slab in enumerate(self.device.slabs)
+                if part.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+            )
+            assert part.storage_offset() % 512 == 0
+            assert part.storage_offset() + part.numel() <= self.device.slabs[slab].numel()
+            first = part.storage_offset() // 512
+            units += [(slab, unit) for unit in range(first, first + max(1, -(-part.numel() // 512)))]
+        return units
+
+    def find_longest_free(self) -> int:
+        runs = [len(run) for owners in self.owners for run in "".join(" x"[o is not None] for o in owners).split("x")]
+        return 512 * max(runs, default=0)
+
+    def may_refuse(self, needed_bytes: int) -> bool:
+        if self.min_part_bytes is None:
+            return needed_bytes > max(self.find_longest_free(), self.budget_bytes - self.arena.reserved_bytes)
+        return needed_bytes > self.budget_bytes - self.arena.used_bytes
+
+    @rule(size_bytes=st.one_of(st.integers(0, 600), st.integers(1, 12_000)))
+    def take(self, size_bytes):
+        needed_bytes = max(1, -(-size_bytes // 512)) * 512
+        may_refuse = self.may_refuse(needed_bytes)
+        block = self.arena.find_block(size_bytes)
+        assert (block is None) == may_refuse
+        if block is None:
+            return
+        for slab in self.device.slabs[len(self.owners) :]:
+            self.owners.append([None] * (slab.numel() // 512))
+            self.readers.append([set() for _ in range(slab.numel() // 512)])
+        assert sum(part.numel() for part in block.parts) == size_bytes
+        units = self.list_units(block)
+        assert len(units) * 512 == needed_bytes
+        self.count += 1
+        for slab, unit in units:
+            assert self.owners[slab][unit] is None, "handed out twice"
+            self.owners[slab][unit] = self.count
+            assert {read for read in self.readers[slab][unit] if not read.is_done} <= set(block.reads_to_wait_for)
+        assert not any(read.is_done for read in block.reads_to_wait_for)
+        for part in block.parts:
+            part.fill_(self.count % 251)
+        self.blocks.append((self.count, block))
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def drop(self, data):
+        number, block = self.blocks.pop(data.draw(st.integers(0, len(self.blocks) - 1)))
+        assert all(torch.all(part == number % 251) for part in block.parts)
+        for slab, unit in self.list_units(block):
+            self.owners[slab][unit] = None
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def read(self, data):
+        _, block = self.blocks[data.draw(st.integers(0, len(self.blocks) - 1))]  # a strategy of blocks would hold them
+        before, block.last_read = block.last_read, Read()
+        for slab, unit in self.list_units(block):
+            self.readers[slab][unit].discard(before)  # who waits for the last copy waits for those before it
+            self.readers[slab][unit].add(block.last_read)
+        self.reads.append(block.last_read)
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def finish_a_read(self, data):
+        self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1))).is_done = True
+
+    @precondition(lambda self: not self.blocks)
+    @rule()
+    def close(self):
+        reads = [read for units in self.readers for unit in units for read in unit]
+        self.arena.close()
+        assert all(read.is_done for read in reads)
+        self.device.slabs.clear()
+        self.owners.clear()
+        self.readers.clear()
+
+    @invariant()
+    def bytes_add_up(self):
+        if hasattr(self, "arena"):
+            used_bytes = sum(512 for owners in self.owners for owner in owners if owner is not None)
+            self.peak_bytes = max(self.peak_bytes, used_bytes)
+            assert self.arena.used_bytes == used_bytes
+            assert self.arena.peak_bytes == self.peak_bytes
+            assert self.arena.reserved_bytes == sum(512 * len(owners) for owners in self.owners) <= self.budget_bytes
+
+    def teardown(self):
+        if hasattr(self, "arena"):
+            self.blocks.clear()
+            assert self.arena.used_bytes == 0
+            self.arena.close()
+
+
+class SplittingArenaMachine(ArenaMachine):
+    """The same, with blocks of several parts: then every free byte of the budget can be used."""
+
+    min_part_bytes = 512
+
+
+for machine in (ArenaMachine, SplittingArenaMachine):
+    machine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestWholeBlocks = ArenaMachine.TestCase
+TestBlocksOfSeveralParts = SplittingArenaMachine.TestCase
+
+
+def make_split_arena(budget_units: int = 1 << 20, device: CpuDevice | None = None, *, part_units: int = 1) -> HostArena:
+    return HostArena(device or CpuDevice(), budget_bytes=budget_units * 512, slab_bytes=512, min_part_bytes=part_units * 512)
+
+
+def test_a_block_that_fits_nowhere_takes_several_ranges_and_reserves_only_what_is_missing():
+    arena = make_split_arena()
+    slab = arena.find_block(8 * 512)
+    del slab
+    blocks = [arena.find_block(n * 512) for n in (1, 2, 1, 3, 1)]
+    blocks[1] = blocks[3] = None
+    block = arena.find_block(7 * 512 - 100)
+    assert [part.numel() for part in block.parts] == [3 * 512, 2 * 512, 2 * 512 - 100]  # two free ranges, and a new slab
+    assert arena.reserved_bytes == arena.used_bytes == 10 * 512
+    with pytest.raises(InternalError, match="3 parts was looked at as one"):
+        _ = block.buffer
+    del block, blocks
+    assert arena.used_bytes == 0
     arena.close()
+
+
+def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
+    arena = make_split_arena(budget_units=5)
+    blocks = [arena.find_block(512) for _ in range(5)]
+    del blocks[::2]
+    source = torch.arange(1200).to(torch.uint8)
+    block = arena.find_block(1200)
+    for part, stretch in block.pair(source):
+        part.copy_(stretch)
+    found = torch.zeros_like(source)
+    for part, stretch in block.pair(found):
+        stretch.copy_(part)
+    assert len(block.parts) == 3
+    assert torch.equal(found, source)
+
+
+def test_ranges_too_small_for_a_part_are_left_to_smaller_blocks():
+    arena = make_split_arena(budget_units=6, part_units=2)
+    whole = arena.find_block(6 * 512)
+    del whole
+    blocks = [arena.find_block(n * 512) for n in (1, 1, 2, 1, 1)]
+    blocks[0] = blocks[2] = None
+    assert arena.find_block(3 * 512).parts[1].numel() == 512  # the last part may be small
+    blocks[4] = None
+    assert arena.find_block(4 * 512) is None  # 2 and 1, and another 1 that is no part
+    assert arena.find_block(512) is not None
+
+
+def test_each_part_keeps_the_read_that_its_range_waits_for():
+    arena = make_split_arena(budget_units=5, device=ModelDevice())
+    blocks = [arena.find_block(512) for _ in range(5)]
+    for block in blocks:
+        block.last_read = Read()
+    reads = [block.last_read for block in blocks]
+    del block
+    blocks[0] = blocks[2] = None
+    block = arena.find_block(1024)
+    assert set(block.reads_to_wait_for) == {reads[0], reads[2]}
+    del block
+    assert set(arena.find_block(1024).reads_to_wait_for) == {reads[0], reads[2]}  # nobody has waited for them
+    reads[0].is_done = True
+    assert set(arena.find_block(1024).reads_to_wait_for) == {reads[2]}
+
+
+def test_slabs_grow_with_what_is_reserved_and_never_beyond_their_size():
+    class Sparse(CpuDevice):
+        def allocate_host(self, size_bytes: int) -> HostSlab:
+            return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="meta"), free=lambda: None)
+
+    arena = HostArena(Sparse(), budget_bytes=1 << 40, min_part_bytes=MIN_PART_BYTES)
+    blocks, reserved = [], [0]
+    while arena.reserved_bytes < 16 << 30:
+        blocks.append(arena.find_block(2 << 20))
+        if arena.reserved_bytes != reserved[-1]:
+            reserved.append(arena.reserved_bytes)
+    steps = [after - before for before, after in itertools.pairwise(reserved)]
+    assert steps[0] == min(steps) == 4 << 20
+    assert steps[-1] == max(steps) == 256 << 20
+    assert all(step <= max(4 << 20, before / 16 + 512) for step, before in zip(steps, reserved, strict=False))
+    blocks.append(arena.find_block(10 << 30))
+    assert arena.reserved_bytes <= reserved[-1] + (10 << 30)  # what was missing, and no more
+
+
+def test_reads_that_never_pass_are_remembered_once_however_often_ranges_are_cut_and_joined():
+    arena = make_arena(budget_bytes=8 * 512, slab_bytes=8 * 512, device=ModelDevice())
+    block = arena.find_block(8 * 512)
+    block.last_read = Read()
+    del block
+    for _ in range(20):
+        blocks = [arena.find_block(512) for _ in range(8)]
+        assert all(len(block.reads_to_wait_for) == 1 for block in blocks)
+        blocks.clear()
+    assert len(arena.find_block(8 * 512).reads_to_wait_for) == 1
+
+
+@pytest.mark.parametrize("act", ["take", "return"])
+def test_an_exception_of_the_device_loses_no_range(act):
+    class Failing(ModelDevice):
+        is_failing = False
+
+        def is_done(self, event) -> bool:
+            if self.is_failing:
+                raise RuntimeError("an error of an earlier kernel")
+            return super().is_done(event)
+
+    device = Failing()
+    arena = make_arena(budget_bytes=4 * 512, slab_bytes=4 * 512, device=device)
+    blocks = [arena.find_block(512) for _ in range(4)]
+    for block in blocks:
+        block.last_read = Read()
+    del block
+    blocks[0] = blocks[2] = None
+    if act == "take":
+        assert arena.used_bytes == 2 * 512  # they have been joined to the free ones
+    device.is_failing = True
+    with pytest.raises(RuntimeError, match="earlier kernel"):
+        arena.find_block(512)
+    device.is_failing = False
+    assert arena.used_bytes == 2 * 512
+    blocks.clear()
+    assert len(arena.find_block(4 * 512).reads_to_wait_for) == 4
+
+
+def test_a_slab_that_the_system_refuses_leaves_the_arena_as_it_was():
+    class Refusing(CpuDevice):
+        is_refusing = False
+
+        def allocate_host(self, size_bytes: int) -> HostSlab:
+            if self.is_refusing:
+                raise StateError("no memory")
+            return super().allocate_host(size_bytes)
+
+    device = Refusing()
+    arena = make_arena(slab_bytes=512, device=device)
+    block = arena.find_block(512)
+    device.is_refusing = True
+    with pytest.raises(StateError, match="no memory"):
+        arena.find_block(512)
+    assert arena.used_bytes == arena.reserved_bytes == 512
+    device.is_refusing = False
+    assert arena.find_block(512) is not None
+    del block
+
+
+def test_shapes_that_change_reuse_the_same_memory():
+    arena = make_arena(budget_bytes=1 << 20, slab_bytes=1 << 20)
+    for size_bytes in (1, 511, 700_000, 1 << 20, 123_457):
+        assert arena.find_block(size_bytes) is not None
+    assert arena.reserved_bytes == 1 << 20
+    assert arena.peak_bytes == 1 << 20
+
+
+def test_blocks_may_be_dropped_on_any_thread():
+    arena = make_arena()
+    blocks = [arena.find_block(512) for _ in range(100)]
+
+    def drop() -> None:
+        while blocks:
+            with contextlib.suppress(IndexError):
+                blocks.pop()
+
+    threads = [threading.Thread(target=drop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        arena.find_block(1024)
+    for thread in threads:
+        thread.join()
+    assert arena.used_bytes == 0

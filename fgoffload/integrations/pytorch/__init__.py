@@ -1,0 +1,24 @@
+"""Offload for plain PyTorch: modules named by globs, blocks of code, regions placed by hand, single tensors.
+
+All of it is reached from the package itself: `fgoffload.offload`, `fgoffload.saved_tensors`, `fgoffload.region`,
+`fgoffload.offload_tensor` and `fgoffload.estimate_savings`.
+"""
+
+from fgoffload.integrations.pytorch.block import SavedTensors, saved_tensors
+from fgoffload.integrations.pytorch.estimate import SavingsEstimate, estimate_savings
+from fgoffload.integrations.pytorch.marks import PlacedRegion, region
+from fgoffload.integrations.pytorch.model import ModelOffload, offload
+from fgoffload.integrations.pytorch.tensors import OffloadedTensor, offload_tensor
+
+__all__ = [
+    "ModelOffload",
+    "OffloadedTensor",
+    "PlacedRegion",
+    "SavedTensors",
+    "SavingsEstimate",
+    "estimate_savings",
+    "offload",
+    "offload_tensor",
+    "region",
+    "saved_tensors",
+]

@@ -1,0 +1,179 @@
+"""Forwards in grad mode: the lane that their groups join, and which of them this thread is in.
+
+[Note: Which forward is running]
+Saved-tensor hooks belong to a thread, so what is known of a forward does too. A context variable holds the innermost one, and
+each knows the one around it: a module finds the forward of its own handle, a hand-placed region the innermost of any handle.
+Nothing is looked up by process, so two threads, two models, and a model within another do not know each other.
+"""
+
+import contextvars
+
+import torch
+
+from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
+from fgoffload.engine.region import SaveHook, is_in_backward
+from fgoffload.engine.saved import Handle, KeptHandle
+from fgoffload.integrations.pytorch.owner import EngineOwner
+from fgoffload.plan import Site
+
+_running: contextvars.ContextVar["Forward | None"] = contextvars.ContextVar("fgoffload_forward", default=None)
+
+
+def find_running(owner: EngineOwner | None = None) -> "Forward | None":
+    """Return the innermost forward that this thread is in, of `owner` if one is given, or None."""
+    forward = _running.get()
+    while forward is not None and owner is not None and forward.owner is not owner:
+        forward = forward.outer
+    return forward
+
+
+def is_shadowed() -> bool:
+    """Return whether a region that began here would save, were it not for saved-tensor hooks of somebody else."""
+    return torch.is_grad_enabled() and not is_in_backward() and is_inert()
+
+
+class SizedSaveHook(SaveHook):
+    """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
+
+    What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once.
+
+    Args:
+        engine: Moves the tensors.
+        lane: Where the groups join.
+        tag: Of all groups.
+        group_bytes: A group that has so many, or more, leaves.
+    """
+
+    __slots__ = ("_group_bytes", "_seen", "_size_bytes", "_tag", "groups")
+
+    def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, group_bytes: int) -> None:
+        super().__init__(engine, lane, None)
+        self._tag = tag
+        self._group_bytes = group_bytes
+        self._seen: set[int] = set()
+        self._size_bytes = 0
+        self.groups = 0
+        """How many there were."""
+
+    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
+        """Return the handle from which autograd gets the tensor back."""
+        if is_in_backward():
+            return KeptHandle(tensor, self.lane.label)
+        if self.group is None:
+            self.group = self.lane.add(Site(chunk=0, layer=self.groups, tag=self._tag))
+            self.groups += 1
+        handle = super().__call__(tensor)
+        if isinstance(handle, Handle):
+            self._count(tensor)
+        return handle
+
+    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+        """Return the tensor of `handle`: the unpack hook."""
+        if self.group is not None and is_in_backward():
+            # A backward inside of the block wants this group now: it stays, and the next save begins another one.
+            self.group.submit()
+            self._forget_group()
+        return super().take_back(handle)
+
+    def close_group(self) -> None:
+        """Let the group leave that is being filled, if there is one."""
+        group = self.group
+        if group is not None:
+            self._forget_group()
+            self._engine.end(self.lane, group)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """Count the bytes of `tensor`, those of a storage once, and let the group leave when it is large enough."""
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._seen:
+            self._seen.add(address)
+            self._size_bytes += tensor.numel() * tensor.element_size()
+        if self._size_bytes >= self._group_bytes:
+            self.close_group()
+
+    def _forget_group(self) -> None:
+        self.group = None
+        self._seen.clear()
+        self._size_bytes = 0
+
+
+class Forward:
+    """One forward, from `begin` to `finish`.
+
+    Args:
+        owner: The handle or block that it belongs to.
+        engine: Its engine.
+        lane: Where its groups join.
+        hook: Takes what is saved outside of regions; None watches it, so that it joins the groups whose storages it shares.
+    """
+
+    def __init__(self, owner: EngineOwner, engine: OffloadEngine, lane: Lane, *, hook: SizedSaveHook | None = None) -> None:
+        self.owner = owner
+        self.outer = _running.get()
+        """The forward around this one."""
+        self.layers: list[int] = []
+        """Of the modules that forward is in, where they are regions."""
+        self._engine = engine
+        self._lane = lane
+        self._hook = hook
+        self._saving = engine.watch(lane) if hook is None else Saving(hook)
+
+    @property
+    def block_groups(self) -> int:
+        """The groups that were made of what regions did not save."""
+        return 0 if self._hook is None else self._hook.groups
+
+    def begin(self) -> None:
+        """Take notice of what autograd saves from here on."""
+        self._saving.__enter__()
+        _running.set(self)
+
+    def find_region(self, tag: str, *, layer: int | None = None) -> Region | None:
+        """Return a region for one execution of a site here, or None where everything has to be left alone.
+
+        Args:
+            tag: Of the site.
+            layer: Of the site; None takes that of the innermost module around it that is a region, or 0.
+        """
+        if layer is None:
+            layer = self.layers[-1] if self.layers else 0
+        region = None
+        if is_shadowed():
+            self.owner.count_shadowed(tag)
+        elif not is_inert():
+            if self._hook is not None:
+                self._hook.close_group()  # what is saved after the region belongs behind it
+            region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), self._lane)
+        return region
+
+    def finish(self, *, is_failed: bool = False) -> None:
+        """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
+        self._saving.__exit__(None, None, None)
+        _running.set(self.outer)
+        if not is_failed:
+            if self._hook is not None:
+                self._hook.close_group()
+            self.owner.count_finished()
+
+
+class SavingRegion:
+    """A region that forward is in: what autograd saves goes to its group until `close`."""
+
+    __slots__ = ("_region", "_saving")
+
+    def __init__(self, region: Region, tensor: torch.Tensor | None) -> None:
+        self._region = region
+        if tensor is not None:
+            region.enter(tensor)
+        self._saving = region.saving()
+        self._saving.__enter__()
+
+    def close(self, output: torch.Tensor | None, *, is_failed: bool) -> None:
+        """Let the group leave, with its end mark on `output`; after a failure only stop saving.
+
+        Raises:
+            StateError: What the region saved was changed in place since.
+        """
+        self._saving.__exit__(None, None, None)
+        if not is_failed:
+            self._region.end(output)

@@ -1,0 +1,87 @@
+"""Regions placed by hand, in the code of a model."""
+
+from types import TracebackType
+
+import torch
+
+from fgoffload.errors import ConfigError, StateError
+from fgoffload.integrations.pytorch.forward import SavingRegion, find_running
+from fgoffload.integrations.pytorch.patterns import check_tag
+
+
+def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "PlacedRegion":
+    """Return a context whose saved tensors leave together when it ends.
+
+        with fgoffload.region(hidden, "attn") as region:
+            output = attention(hidden)
+            region.end(output)
+
+    It belongs to the model on which `fgoffload.offload` was called, or to the `fgoffload.saved_tensors` block, that this
+    thread is in; the innermost, where there are several. Elsewhere it does nothing, so it may stay in the model's code.
+
+    Args:
+        tensor: What goes in: when backward has its gradient, it has left the region.
+        tag: Under which the numbers are counted.
+        layer: For logs and errors. None takes that of the module around it that is a region, or 0.
+
+    Raises:
+        ConfigError: The tag is not one word, or `tensor` is not a tensor.
+    """
+    check_tag(tag)
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"region {tag!r} was given a {type(tensor).__name__}. Give the tensor that goes into it.")
+    return PlacedRegion(tensor, tag, layer)
+
+
+class PlacedRegion:
+    """A region that was placed by hand. Made by `region`, and entered once."""
+
+    __slots__ = ("_layer", "_output", "_saving", "_tag", "_tensor", "_was_left")
+
+    def __init__(self, tensor: torch.Tensor, tag: str, layer: int | None) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._tag = tag
+        self._layer = layer
+        self._output: torch.Tensor | None = None
+        self._saving: SavingRegion | None = None
+        self._was_left = False
+
+    def end(self, output: torch.Tensor) -> None:
+        """Tell the region's output: when backward has its gradient, it has come to the region.
+
+        Without it the first tensor that backward takes brings the group back: right, and a little later.
+
+        Raises:
+            StateError: The block was left before.
+        """
+        if self._was_left:
+            raise StateError(f"region {self._tag!r} was left before its end was told. Call `end` inside of the `with` block.")
+        self._output = output
+
+    def __enter__(self) -> "PlacedRegion":
+        """Begin to save for the region."""
+        self._enter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop saving, and let the group leave unless there was an exception."""
+        self._leave(is_failed=error is not None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self) -> None:
+        tensor, self._tensor = self._tensor, None
+        forward = find_running()
+        if forward is None:
+            return
+        forward.owner.expect_tag(self._tag)
+        region = forward.find_region(self._tag, layer=self._layer)
+        if region is not None:
+            self._saving = SavingRegion(region, tensor)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, *, is_failed: bool) -> None:
+        saving, self._saving = self._saving, None
+        output, self._output = self._output, None
+        self._was_left = True
+        if saving is not None:
+            saving.close(output, is_failed=is_failed)

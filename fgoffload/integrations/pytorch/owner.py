@@ -1,0 +1,146 @@
+"""What every way into offload for plain PyTorch has in common: one engine, its numbers, and its end."""
+
+import logging
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from fgoffload.engine import OffloadEngine, StepStats
+from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
+from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle
+from fgoffload.integrations.pytorch.tensors import OffloadedTensor, offload_with
+from fgoffload.transfer_config import TransferConfig
+
+logger = logging.getLogger(__name__)
+
+
+class EngineOwner:
+    """Holds one engine, made when it is first needed, and reads its numbers.
+
+    Args:
+        config: What may leave, and where to.
+        device: None takes it from the tensors at hand when the engine is made.
+        name: What is offloaded.
+        tags: Those that are expected to move something.
+    """
+
+    def __init__(self, config: TransferConfig | None, *, device: DeviceChoice, name: str, tags: Iterable[str]) -> None:
+        self.config = config or TransferConfig()
+        self.last_stats: StepStats | None = None
+        """What `stats` returned last; None before."""
+        self._device = device
+        self.name = name
+        """What is offloaded, for logs."""
+        self._engine: OffloadEngine | None = None
+        # Two threads may train with one owner.
+        self._lock = threading.Lock()
+        self._forwards = 0
+        self._finished_forwards = 0
+        self._uses = {tag: TagUse() for tag in tags}
+        self._totals = RunTotals()
+        self._is_checked = False
+        self._is_reported = False
+
+    @property
+    def engine(self) -> OffloadEngine | None:
+        """The engine; None until the first forward with gradients has made it."""
+        return self._engine
+
+    def get_engine(self, tensors: Iterable[torch.Tensor] | None = None) -> OffloadEngine:
+        """Return the engine, made now if need be.
+
+        Args:
+            tensors: Where the device was left open, these decide; see `make_device`.
+        """
+        with self._lock:
+            if self._engine is None:
+                config = self.config
+                self._engine = OffloadEngine(
+                    device=make_device(self._device, tensors=tensors, host_memory=config.host_memory),
+                    policy=config.transfer_policy,
+                    min_offloaded_bytes=config.min_offloaded_bytes,
+                    keep=config.keep,
+                    host_budget_bytes=config.host_budget_bytes,
+                )
+            return self._engine
+
+    def count_forward(self) -> int:
+        """Count one forward with gradients, and return how many there were before it since the last `stats`."""
+        with self._lock:
+            self._forwards += 1
+            self._is_reported = False
+            return self._forwards - 1
+
+    def count_finished(self) -> None:
+        """A forward with gradients has come to its end, and not to an exception."""
+        with self._lock:
+            self._finished_forwards += 1
+
+    def count_shadowed(self, tag: str) -> None:
+        """A region of `tag` ran below saved-tensor hooks of somebody else."""
+        with self._lock:
+            self._uses.setdefault(tag, TagUse()).shadowed += 1
+
+    def expect_tag(self, tag: str) -> None:
+        """A hand-placed region has this tag: it too is expected to move something."""
+        with self._lock:
+            self._uses.setdefault(tag, TagUse())
+
+    def stats(self) -> StepStats:
+        """Return the numbers since the last call, and count microbatches from 0 again: call it once a step.
+
+        After the first step with a forward, a tag that moved nothing is warned about once, with the reason.
+        """
+        stats = StepStats() if self._engine is None else self._engine.finish_step()
+        with self._lock:
+            forwards, self._forwards = self._forwards, 0
+            finished, self._finished_forwards = self._finished_forwards, 0
+            self._complete(stats)
+            self._totals.add(stats, forwards=forwards)
+            is_first = not self._is_checked and (finished > 0 or any(use.shadowed for use in self._uses.values()))
+            self._is_checked = self._is_checked or is_first
+        if is_first:
+            self._warn_of_idle(stats)
+        self.last_stats = stats
+        return stats
+
+    def offload_tensor(self, tensor: torch.Tensor) -> OffloadedTensor:
+        """Let one tensor leave for the host now, by the same rules as what autograd saves.
+
+        Lifetime:
+            See `OffloadedTensor`. Your own references to `tensor` keep its device memory.
+        """
+        return offload_with(None if not self.config.enabled else self.get_engine((tensor,)), tensor)
+
+    def close(self) -> None:
+        """Give back all memory but what a graph still wants, and log what the run came to. A second call does no harm."""
+        self.report()
+        if self._engine is not None:
+            self._engine.close()
+
+    def report(self) -> None:
+        """Read the last numbers, and log what the run came to, once."""
+        if self._is_reported or (self._engine is None and not self._uses):
+            return
+        self.stats()
+        self._is_reported = True
+        if self._totals.forwards:
+            logger.info("offload of %s ends after %s", self.name, self._totals)
+
+    def _complete(self, stats: StepStats) -> None:
+        """Add to `stats` what the engine does not count. Called under the lock."""
+
+    def _warn_of_idle(self, stats: StepStats) -> None:
+        if not self.config.enabled:
+            return
+        for tag, use in self._uses.items():
+            explanation = explain_idle(tag, stats.tags.get(tag), use)
+            if explanation is not None:
+                logger.warning("offload of %s: %s", self.name, explanation)
+        if not self._uses:
+            logger.warning(
+                "offload of %s: it names no module, and no `fgoffload.region` ran in its forward, so nothing moves. Name "
+                "modules, or place regions.",
+                self.name,
+            )

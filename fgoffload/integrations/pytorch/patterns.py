@@ -1,0 +1,140 @@
+"""Module names and globs: which modules of a tree are regions, and of which tag and layer.
+
+[Note: Globs]
+A pattern is matched against a module's name part by part, a part being what lies between dots. `*`, `?` and `[...]` work as in
+a shell and stay within one part; `**` stands for any number of parts, none included. So `layers.*.attn` finds `layers.0.attn`
+and not `layers.0.cross.attn`, and `**.attn` finds both. The model itself has no name and is never a region: all that it saves
+would leave at the end of forward, when backward is about to ask for it.
+
+Wrappers add parts to names that the author of the model never wrote: `torch.compile`, checkpoint wrappers and data
+parallelism. These parts are left out, and of a wrapper and what it wraps, which then have one name, the wrapper is the region.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from fgoffload.errors import ConfigError
+
+Patterns: TypeAlias = "Mapping[str, str] | Iterable[str] | str"
+"""Globs with a tag each; or globs alone, whose tags come from the modules' names."""
+
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""What `torch.compile`, torch's checkpoint wrapper and FSDP1 call the module that they wrap."""
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+"""These have no forward, so nothing would ever happen in a region around one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleSite:
+    """A module that is a region."""
+
+    module: torch.nn.Module
+    name: str
+    """As in `layers.3.attn`, without the parts that wrappers add."""
+    tag: str
+    layer: int
+    """The first whole number in the name; 0 where there is none."""
+
+
+def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
+    """Return the modules of `model` that `patterns` name, in the order in which the model lists them.
+
+    Args:
+        model: The tree.
+        patterns: See [Note: Globs]. Without tags, a module's tag is the last part of its name that is a word: `attn` for
+            `layers.3.attn`, `mlp` for `mlp.0`; where there is none, the name of its class.
+
+    Raises:
+        ConfigError: A pattern matches no module, two patterns give a module different tags, or a tag is not one word.
+    """
+    tags = _read_patterns(patterns)
+    modules = dict(_name_modules(model))
+    found = {name: [pattern for pattern in tags if _matches(pattern, name)] for name in modules}
+    for pattern in tags:
+        if not any(pattern in matching for matching in found.values()):
+            raise ConfigError(_say_no_match(pattern, model, list(modules)))
+    return [_make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that could not be typed as one word of a flag.
+
+    Raises:
+        ConfigError: It is not one word.
+    """
+    if not isinstance(tag, str) or not tag.isidentifier():
+        raise ConfigError(f"tag {tag!r} is not one word. Use letters, digits and underscores, as in 'core_attn'.")
+
+
+def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
+    if isinstance(patterns, str):
+        return {patterns: None}
+    if isinstance(patterns, Mapping):
+        for tag in patterns.values():
+            check_tag(tag)
+        return dict(patterns)
+    return dict.fromkeys(patterns)
+
+
+def _name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield every module that could be a region once, with the name that its author knows."""
+    is_data_parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    names: set[str] = {""}
+    modules: set[int] = {id(model)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parts = [part for part in path.split(".") if part not in _WRAPPER_PARTS]
+        name = ".".join(parts[1:] if is_data_parallel else parts)
+        if name not in names and id(module) not in modules and not isinstance(module, _CONTAINERS):
+            names.add(name)
+            modules.add(id(module))
+            yield name, module
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return _match_parts(pattern.split("."), name.split("."))
+
+
+def _match_parts(pattern: Sequence[str], name: Sequence[str]) -> bool:
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_match_parts(pattern[1:], name[index:]) for index in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _match_parts(pattern[1:], name[1:])
+
+
+def _make_site(module: torch.nn.Module, name: str, tags: dict[str, str | None]) -> ModuleSite:
+    parts = name.split(".")
+    words = [part for part in parts if part.isidentifier()]
+    default = words[-1] if words else type(module).__name__
+    chosen = {pattern: tag or default for pattern, tag in tags.items()}
+    if len(set(chosen.values())) > 1:
+        given = " and ".join(f"{tag!r} by {pattern!r}" for pattern, tag in chosen.items())
+        raise ConfigError(f"module {name!r} is given two tags, {given}. Make the patterns exclude each other.")
+    layer = next((int(part) for part in parts if part.isdecimal()), 0)
+    return ModuleSite(module, name, next(iter(chosen.values())), layer)
+
+
+def _say_no_match(pattern: str, model: torch.nn.Module, names: list[str]) -> str:
+    near = _list_near(pattern, names)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return (
+        f"pattern {pattern!r} matches none of the {len(names)} modules in {type(model).__name__} that have a forward.{hint} "
+        "Names are those of `named_modules()`; * stays within one part of a name, ** crosses dots."
+    )
+
+
+def _list_near(pattern: str, names: list[str]) -> list[str]:
+    """Return patterns like `pattern` that match something: the same at any depth, else the nearest in spelling."""
+    deeper = f"**.{pattern}"
+    if any(_matches(deeper, name) for name in names):
+        return [deeper]
+    general = [".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names]
+    ends = [f"**.{name.rsplit('.', 1)[-1]}" for name in general]
+    candidates = list(dict.fromkeys([*general, *names, *ends]))
+    return difflib.get_close_matches(pattern, [name for name in candidates if name != "*"], n=2, cutoff=0.5)

@@ -1,0 +1,111 @@
+"""One tensor, offloaded and brought back by hand."""
+
+import torch
+
+from fgoffload.engine import Group, Lane, OffloadEngine
+from fgoffload.engine.geometry import round_up
+from fgoffload.engine.saved import Handle, KeptHandle, SavedState
+from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
+from fgoffload.plan import Site
+from fgoffload.transfer_config import TransferConfig
+
+TAG = "by_hand"
+"""The tag under which the statistics count such tensors."""
+
+
+class OffloadedTensor:
+    """A tensor that was let go to the host.
+
+    It may have stayed, by the same rules as what autograd saves: a parameter, below the minimum size, no host memory left. Then
+    `reload` gives the same bytes all the same, and the statistics say why.
+
+    Lifetime:
+        This object owns the bytes on the host, and gives them back when it is dropped. The device memory of the tensor goes
+        when its copy is done and nobody else holds it: drop your own references, views included. What `reload` returned
+        lives as long as you hold it or this object; it is the same memory at each call.
+    """
+
+    __slots__ = ("_engine", "_group", "_handle", "_lane")
+
+    def __init__(self, handle: Handle | KeptHandle, *, engine: OffloadEngine | None, lane: Lane, group: Group) -> None:
+        self._handle = handle
+        self._engine = engine
+        self._lane = lane
+        self._group = group
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the bytes are on the host, and this object no longer holds the tensor's own memory.
+
+        Asking lets go of what finished copies held.
+        """
+        if self._engine is None:
+            return False
+        _poll(self._engine)
+        return bool(self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED))
+
+    def prefetch(self) -> None:
+        """Start the way back, for a `reload` soon.
+
+        Streams:
+            Queued on the host-to-device stream. The host does not block.
+        """
+        if self._engine is not None:
+            self._engine.approach_backward(self._lane, self._group)
+
+    def reload(self) -> torch.Tensor:
+        """Return the tensor on its device: the bytes, size, stride and dtype that it had, without gradient history.
+
+        Streams:
+            The current stream waits for the copy to the device. The host does not block.
+
+        Raises:
+            StateError: The tensor was changed in place after it was offloaded and before its copy was done; or what an earlier
+                `reload` returned was.
+        """
+        return self._handle.take()
+
+
+def offload_tensor(
+    tensor: torch.Tensor, *, config: TransferConfig | None = None, device: DeviceChoice = None
+) -> OffloadedTensor:
+    """Let one tensor leave for the host, without a model.
+
+    Makes an engine and host memory of exactly the tensor's size for it alone, and locking memory takes 0.67 s a GiB. For
+    tensors of every step, make one `saved_tensors` object or use the handle of `offload`, and call its `offload_tensor`.
+
+    Args:
+        tensor: Stays yours; drop it, so that its device memory goes.
+        config: Without one, the tensor leaves whatever its size.
+        device: None takes the tensor's.
+    """
+    config = config or TransferConfig(min_offloaded_bytes=0)
+    if not config.enabled:
+        return offload_with(None, tensor)
+    needed_bytes = round_up(max(1, tensor.untyped_storage().nbytes()))
+    engine = OffloadEngine(
+        device=make_device(device, tensors=(tensor,), host_memory=config.host_memory),
+        policy=config.transfer_policy,
+        min_offloaded_bytes=config.min_offloaded_bytes,
+        keep=config.keep,
+        # The arena takes whole slabs, up to its budget.
+        host_budget_bytes=min(needed_bytes, config.host_budget_bytes or needed_bytes),
+    )
+    return offload_with(engine, tensor)
+
+
+def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> OffloadedTensor:
+    """Let `tensor` leave through `engine`; without one it stays."""
+    lane = Lane(chunk=0, microbatch=0)
+    group = lane.add(Site(chunk=0, layer=0, tag=TAG))
+    if engine is None:
+        return OffloadedTensor(KeptHandle(tensor, TAG), engine=None, lane=lane, group=group)
+    handle = engine.save(tensor, lane=lane, group=group)
+    engine.end(lane, group)
+    return OffloadedTensor(handle, engine=engine, lane=lane, group=group)
+
+
+def _poll(engine: OffloadEngine) -> None:
+    """Let the engine drop what its finished copies no longer need: it looks at them when a group ends, an empty one too."""
+    lane = Lane(chunk=0, microbatch=0)
+    engine.end(lane, lane.add(Site(chunk=0, layer=0, tag=TAG)))

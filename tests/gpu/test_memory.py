@@ -1,0 +1,165 @@
+"""What the allocator says is what the ledger says, to the byte; nothing grows; everything is back at the end."""
+
+import gc
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from support.chain import make_weights, run_chain, take_gradients
+
+from fgoffload import TransferPolicy
+from fgoffload.engine import AcceleratorDevice, ActivationLedger, KeptReason, LedgerSample, OffloadEngine
+
+SIZE = 2048
+NBYTES = SIZE * SIZE * 2
+"""Of one tensor: a whole number of the allocator's 2 MiB steps, so that it cuts no piece larger than what was asked for."""
+LAYERS = 6
+
+
+class Look(NamedTuple):
+    """Bytes at one point of a step."""
+
+    allocated: int
+    requested: int
+    resident: int
+
+
+@pytest.fixture
+def _without_the_cyclic_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def make_engine(**options) -> OffloadEngine:
+    options.setdefault("policy", TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES))
+    options.setdefault("host_budget_bytes", 512 << 20)
+    return OffloadEngine(device=AcceleratorDevice(), **options)
+
+
+def get_requested_bytes() -> int:
+    """Return what living tensors asked for, and nothing that the allocator rounded up."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+def measure(engine: OffloadEngine | None, weights: list[torch.nn.Parameter]) -> tuple[list[Look], int, ActivationLedger]:
+    """Return the bytes after each layer's forward and at each layer's backward, the peak above the start, and the ledger."""
+    take_gradients(weights)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a piece that an earlier test left may be a little larger than what is asked for
+    base = Look(torch.cuda.memory_allocated(), get_requested_bytes(), 0)
+    torch.cuda.reset_peak_memory_stats()
+    ledger = ActivationLedger(parameters=weights)
+    looks = []
+
+    def look() -> None:
+        ledger.sample()
+        resident = ledger.samples[-1].resident_bytes
+        looks.append(Look(torch.cuda.memory_allocated() - base.allocated, get_requested_bytes() - base.requested, resident))
+
+    with ledger.watch():
+        if engine:
+            with engine.observe(ledger):
+                run_chain(engine, weights, look=look)
+        else:
+            run_chain(None, weights, look=look)
+    return looks, torch.cuda.max_memory_allocated() - base.allocated, ledger
+
+
+def test_allocated_memory_differs_at_each_point_of_a_step_by_what_the_ledger_says():
+    weights = make_weights("cuda", LAYERS, size=SIZE)
+    engine = make_engine()
+    measure(None, weights)  # cuBLAS takes its workspaces
+    without, _, _ = measure(None, weights)
+    with_engine, _, _ = measure(engine, weights)
+    assert len(without) == len(with_engine) == 2 * LAYERS
+    for one, other in zip(without, with_engine, strict=True):
+        assert one.requested - other.requested == one.resident - other.resident
+        assert abs((one.allocated - other.allocated) - (one.resident - other.resident)) <= 0.01 * one.allocated
+    # At the end of forward all is gone but the output, which nobody saved: 12 tensors without, none with.
+    assert without[LAYERS - 1].resident == 2 * LAYERS * NBYTES
+    assert with_engine[LAYERS - 1].resident == 0
+    engine.close()
+
+
+def test_the_peak_falls_and_the_ledger_knows_where_it_is():
+    weights = make_weights("cuda", LAYERS, size=SIZE)
+    engine = make_engine()
+    measure(None, weights)
+    _, peak_without, ledger_without = measure(None, weights)
+    _, peak_with, ledger_with = measure(engine, weights)
+    # Each layer saves its input, its weight and its product; the first one no weight, as its input needs no gradient.
+    saves = 3 * LAYERS - 1
+    assert find_peak(ledger_without) == (saves, 2 * LAYERS * NBYTES)  # forward has come to its end, and nothing was taken yet
+    assert find_peak(ledger_with) == (saves, 4 * NBYTES)  # backward begins: a group, and the one called back ahead of it
+    # The peak falls by what the ledger's peak falls by, but for the gradients: those of the weights come while others go.
+    saved_bytes = ledger_without.peak_bytes - ledger_with.peak_bytes
+    assert peak_without - peak_with >= saved_bytes - LAYERS * NBYTES
+    assert peak_with < peak_without
+    engine.close()
+
+
+def find_peak(ledger: ActivationLedger) -> LedgerSample:
+    """Return the first sample at which the most bytes were alive."""
+    return max(ledger.samples, key=lambda sample: sample.resident_bytes)
+
+
+@pytest.mark.parametrize("rows", [(SIZE,), (256, 1024, 512, 2048, 768)], ids=["one shape", "shapes that change"])
+def test_reserved_memory_does_not_grow_over_a_hundred_steps(rows):
+    weights = make_weights("cuda", LAYERS, size=SIZE)
+    engine = make_engine()  # without a window the order of all allocations is the same in each step
+    reserved = []
+    for step in range(140):
+        run_chain(engine, weights, rows=rows[step % len(rows)])
+        take_gradients(weights)
+        engine.finish_step()
+        reserved.append((torch.cuda.memory_reserved(), engine.arena.reserved_bytes))
+    for on_device_or_host in zip(*reserved, strict=True):
+        assert max(on_device_or_host[40:]) == max(on_device_or_host[:40])
+    engine.close()
+
+
+def test_all_memory_is_back_after_close():
+    weights = make_weights("cuda", LAYERS, size=SIZE)
+    run_chain(None, weights)
+    take_gradients(weights)
+    torch.cuda.synchronize()
+    before = get_requested_bytes()
+    engine = make_engine()
+    for _ in range(3):
+        run_chain(engine, weights)
+        take_gradients(weights)
+    assert engine.arena.reserved_bytes > 0
+    engine.close()
+    assert get_requested_bytes() == before
+    assert engine.arena.reserved_bytes == 0
+
+
+KINDS = {
+    "offloaded": ({}, None),
+    "below the minimum size": ({"min_offloaded_numel": SIZE * SIZE + 1}, KeptReason.TOO_SMALL),
+    "beyond the host budget": ({"host_budget_bytes": 3 * NBYTES}, KeptReason.HOST_BUDGET),
+    "marked to stay": ({}, KeptReason.MARKED),
+}
+
+
+@pytest.mark.usefixtures("_without_the_cyclic_collector")
+@pytest.mark.parametrize("kind", KINDS)
+def test_allocated_memory_is_flat_without_the_cyclic_collector(kind):
+    options, reason = KINDS[kind]
+    weights = make_weights("cuda", 3, size=SIZE)
+    engine = make_engine(**options)
+    allocated = set()
+    for step in range(110):
+        run_chain(engine, weights, keep=reason is KeptReason.MARKED)
+        take_gradients(weights)
+        torch.cuda.synchronize()
+        stats = engine.finish_step()
+        if step >= 10:
+            allocated.add((torch.cuda.memory_allocated(), get_requested_bytes()))
+    kept = stats.tags["core_attn"].kept_bytes
+    assert set(kept) == ({reason.value} if reason else set())
+    assert len(allocated) == 1
+    engine.close()

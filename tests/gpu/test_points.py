@@ -1,0 +1,143 @@
+"""Threads, streams, exceptions, a device that is full, autocast, checkpoints, fp8 and pageable memory, on CUDA."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from support.hostile import HostileGpu
+from support.points import POINTS, Case, fail_in_backward, plain
+from support.programs import check_is_telling, have_same_bits
+
+from fgoffload import TransferPolicy
+from fgoffload.engine import AcceleratorDevice, Device, OffloadEngine
+from fgoffload.policy import HostMemory
+
+pytestmark = pytest.mark.usefixtures("_deterministic", "_any_stream_may_accumulate")
+
+NBYTES = 256 * 256 * 4
+
+
+def make_engine(device: Device | None = None, *, window_bytes: int = 0, prefetch_bytes: int = 2 * NBYTES) -> OffloadEngine:
+    policy = TransferPolicy(window_bytes=window_bytes, prefetch_bytes=prefetch_bytes)
+    return OffloadEngine(device=device or HostileGpu(late={"d2h", "h2d"}), policy=policy, host_budget_bytes=64 << 20)
+
+
+def check_nothing_is_left(engine: OffloadEngine) -> None:
+    """Check that no graph holds host memory. Autograd's own thread may let go of its last node after `backward` returned."""
+    deadline = time.monotonic() + 5
+    while engine.arena.used_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.arena.used_bytes == 0
+
+
+def close(engine: OffloadEngine) -> None:
+    assert engine.finish_step().d2h_bytes > 0
+    check_nothing_is_left(engine)
+    engine.close()
+    assert engine.arena.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_bits_are_the_same_with(name):
+    case, engine = Case("cuda"), make_engine()
+    expected = case.run(POINTS[name], None)
+    check_is_telling(expected)
+    for _ in range(2):
+        assert have_same_bits(expected, case.run(POINTS[name], engine))
+    close(engine)
+
+
+def test_a_graph_that_is_kept_gives_the_same_bits_in_each_of_three_backwards():
+    case, engine = Case("cuda"), make_engine()
+    expected = case.run(plain, None, backwards=3)
+    assert have_same_bits(expected, case.run(plain, engine, backwards=3))
+    close(engine)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
+def test_pageable_host_memory_gives_the_same_bits(prefetch_bytes):
+    device = AcceleratorDevice(host_memory=HostMemory.PAGEABLE)
+    case, engine = Case("cuda"), make_engine(device, prefetch_bytes=prefetch_bytes)
+    expected = case.run(plain, None)
+    for _ in range(3):
+        assert have_same_bits(expected, case.run(plain, engine))
+    close(engine)
+
+
+def test_a_step_on_a_side_stream_gives_the_same_bits():
+    case, engine, side = Case("cuda"), make_engine(), torch.cuda.Stream()
+    expected = case.run(plain, None)
+    for _ in range(3):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = case.run(plain, engine)
+        torch.cuda.current_stream().wait_stream(side)
+        assert have_same_bits(expected, found)
+    close(engine)
+
+
+@pytest.mark.parametrize("late", [set(), {"d2h"}, {"h2d"}], ids=["none late", "d2h late", "h2d late"])
+def test_two_threads_with_streams_of_their_own_share_an_engine(late):
+    cases = [Case("cuda", seed=seed) for seed in range(2)]
+    expected = [case.run(plain, None) for case in cases]
+    expected = [[tensor.clone() for tensor in tensors] for tensors in expected]
+    engine = make_engine(HostileGpu(late=late, probability=0.3, milliseconds=1.0), window_bytes=2 * NBYTES)
+    torch.cuda.synchronize()
+
+    def train(index: int) -> list[bool]:
+        same = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(10):
+                found = cases[index].run(plain, engine, microbatch=index)
+                torch.cuda.current_stream().synchronize()
+                same.append(have_same_bits(expected[index], found))
+        return same
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(train, range(2)))
+    assert results == [[True] * 10] * 2
+    torch.cuda.synchronize()
+    close(engine)
+
+
+def test_an_exception_in_backward_leaves_nothing_and_the_next_step_is_right():
+    case, engine = Case("cuda"), make_engine()
+    expected = case.run(plain, None)
+    with pytest.raises(ValueError, match="the user's own"):
+        fail_in_backward(case, engine)
+    check_nothing_is_left(engine)
+    assert have_same_bits(expected, case.run(plain, engine))
+    close(engine)
+
+
+class FullOnce(HostileGpu):
+    """Refuses one allocation, as torch does when the device is full."""
+
+    is_full = False
+
+    def allocate_device(self, size_bytes: int) -> torch.Tensor:
+        if self.is_full:
+            self.is_full = False
+            raise torch.OutOfMemoryError("CUDA out of memory, says the test.")
+        return super().allocate_device(size_bytes)
+
+
+def test_a_device_that_is_full_while_a_group_comes_back_says_so_and_the_next_step_is_right():
+    device = FullOnce(late={"h2d"})
+    case, engine = Case("cuda"), make_engine(device)
+    expected = case.run(plain, None)
+
+    def run_full() -> None:
+        case.run(lambda sites, x, w: _then_full(plain(sites, x, w), device), engine)
+
+    with pytest.raises(torch.OutOfMemoryError, match="says the test"):
+        run_full()
+    check_nothing_is_left(engine)
+    assert have_same_bits(expected, case.run(plain, engine))
+    close(engine)
+
+
+def _then_full(output: torch.Tensor, device: FullOnce) -> torch.Tensor:
+    device.is_full = True
+    return output

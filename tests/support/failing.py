@@ -1,0 +1,89 @@
+"""A device on which one chosen call raises, for what comes after an interrupt or a lack of memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fgoffload import StateError
+from fgoffload.engine import DelayedCpuDevice
+from fgoffload.engine.delayed import _count_holders
+
+OPERATIONS = (
+    "current_stream",
+    "record_event",
+    "wait_event",
+    "is_done",
+    "copy_bytes",
+    "allocate_device",
+    "allocate_host",
+)
+"""What the engine calls in a step."""
+
+
+class FailingCpuDevice(DelayedCpuDevice):
+    """Raises in one call of the engine's, before it does anything. Copies run as late as they may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost_destinations = 0
+        """Copies to memory that everybody had let go of: the allocator could have given it to a kernel by then."""
+        self._make_error: Callable[[], BaseException] | None = None
+        self._operation = ""
+        self._calls_left = 0
+        self._is_busy = False
+
+    def fail(self, operation: str, *, call: int, make_error: Callable[[], BaseException]) -> None:
+        """Let the call number `call` of `operation`, from 1 and from now, raise what `make_error` returns."""
+        self._operation, self._calls_left, self._make_error = operation, call, make_error
+
+    def stop_failing(self) -> bool:
+        """Return whether the chosen call has raised, and let none raise from here on."""
+        was_raised = self._make_error is None
+        self._make_error = None
+        return was_raised
+
+    def copy_bytes(self, *, destination, source, stream):
+        # Not the engine's own slice, which would hold the tensor that it was cut from.
+        bare = torch.empty(0, dtype=torch.uint8)
+        bare.set_(destination.untyped_storage(), destination.storage_offset(), destination.size(), destination.stride())
+
+        def look() -> None:
+            self.lost_destinations += _count_holders(bare) == self._count_of_one_holder
+
+        self._queues[stream].append(look)
+        super().copy_bytes(destination=bare, source=source, stream=stream)
+
+    def finish_copies(self) -> None:
+        """Run all that is queued."""
+        for stream in (self.d2h_stream, self.h2d_stream):
+            self.synchronize(self.record_event(stream))
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return functools.partial(self._call, name, value) if name in OPERATIONS else value
+
+    def _call(self, name: str, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if self._is_busy:
+            return operation(*args, **options)  # a call of the device's own
+        if name == self._operation and self._make_error is not None:
+            self._calls_left -= 1
+            if self._calls_left == 0:
+                make_error, self._make_error = self._make_error, None
+                raise make_error()
+        self._is_busy = True
+        try:
+            return operation(*args, **options)
+        finally:
+            self._is_busy = False
+
+
+def run_out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def refuse_to_lock() -> StateError:
+    return StateError("CUDA could not lock 256.00 MiB of host memory.")

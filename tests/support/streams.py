@@ -1,0 +1,106 @@
+"""A small training on several streams, on the recording device.
+
+It may run without the engine too; it is right by itself, so whatever its recording finds unordered is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fgoffload import TransferPolicy
+from fgoffload.engine import OffloadEngine
+from support.recording import RecordingCpuDevice
+from support.sites import make_engine
+
+ROWS = 32
+NBYTES = ROWS * ROWS * 4
+FAR = 1 << 30
+
+Function = Callable[..., torch.Tensor]
+
+
+class Program:
+    """A training on `device`, with the engine or without."""
+
+    def __init__(self, device: RecordingCpuDevice, *, has_engine: bool = True) -> None:
+        self.device = device
+        self.results: list[torch.Tensor] = []
+        """What must be the same with the engine and without."""
+        self._has_engine = has_engine
+        self._seed = 0
+        self._engines: list[OffloadEngine] = []
+
+    def make_engine(self, *, window: int = 0, prefetch: int = 0, budget: int = 1 << 20) -> OffloadEngine | None:
+        if not self._has_engine:
+            return None
+        policy = TransferPolicy(window_bytes=window, prefetch_bytes=prefetch)
+        self._engines.append(make_engine(self.device, policy=policy, host_budget_bytes=budget))
+        return self._engines[-1]
+
+    def leaf(self) -> torch.Tensor:
+        """Return a new parameter, whose gradient is summed on the current stream."""
+        self._seed += 1
+        leaf = torch.randn(ROWS, ROWS, generator=torch.Generator().manual_seed(self._seed)).requires_grad_()
+        self._follow(leaf)
+        return leaf
+
+    def run(self, function: Function, *inputs: torch.Tensor) -> Any:
+        """Call `function` on the current stream, and let backward run its nodes there too, as autograd does."""
+        outputs = function(*inputs)
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            self._follow(output)
+            self._claim(output.grad_fn, self.device.current_stream())
+        return outputs
+
+    def wrap(self, function: Function) -> Function:
+        return lambda *inputs: self.run(function, *inputs)
+
+    def on(self, stream: object, function: Function) -> Function:
+        """Return `function` on `stream`, which waits for the current one first, as users of streams let it."""
+
+        def run(*inputs: torch.Tensor) -> Any:
+            self.device.join(stream, self.device.current_stream())
+            with self.device.on(stream):
+                return self.run(function, *inputs)
+
+        return run
+
+    def backward(self, output: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Run backward. The program looks after its own memory from here on; see `record_all_streams`."""
+        self.device.record_all_streams()
+        home = self.device.current_stream()
+        with self.device.on(home):
+            output.backward(torch.ones_like(output), retain_graph=retain_graph)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        """Let backward go on where `tensor` was made when it has its gradient: that is where the engine's marks run."""
+        stream = self.device.current_stream()
+        tensor.register_hook(lambda gradient: self.device.turn_to(stream))
+
+    def _claim(self, node: Any, stream: object) -> None:
+        """Let `node`, and those before it that nobody has claimed, run on `stream`."""
+        if node is None or "stream" in node.metadata or hasattr(node, "variable"):
+            return
+        node.metadata["stream"] = stream
+        node.register_prehook(lambda gradients: self.device.turn_to(stream))
+        for before, _ in node.next_functions:
+            self._claim(before, stream)
+
+
+def record(
+    schedule: Callable[[Program], None], *, has_engine: bool = True, **options: Any
+) -> tuple[RecordingCpuDevice, Program]:
+    """Run `schedule` and return the device, with what it recorded, and the program, with its results."""
+    device = RecordingCpuDevice(**options)
+    program = Program(device, has_engine=has_engine)
+    with device.recording():
+        schedule(program)
+        program.close()
+    return device, program

@@ -1,0 +1,242 @@
+"""After an exception, wherever it came from: no hooks, no host memory in use, and a next step that is right to the bit."""
+
+import functools
+import gc
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.failing import FailingCpuDevice, refuse_to_lock, run_out_of_memory
+from support.sites import Sites, has_hooks, make_engine
+from support.tensors import assert_same_bits, leaf
+
+from fgoffload import TransferPolicy
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, Device, OffloadEngine
+
+DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
+NBYTES = 32 * 32 * 4
+HOST_BUDGET_BYTES = 64 * NBYTES
+"""The arena takes all of it as one slab."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_fast():
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked at by each of the many collections here
+    yield
+    gc.unfreeze()
+
+
+class Model:
+    """A layer that saves whole storages, one that two regions share, and columns of one, which are gathered."""
+
+    def __init__(self) -> None:
+        self.x, self.w = leaf(32, 32), leaf(32, 32, seed=1)
+        self.leaves = (self.x, self.w)
+
+    def __call__(self, sites: Sites, *, act: Callable[[torch.Tensor], torch.Tensor] = torch.exp) -> torch.Tensor:
+        h = self.x * 2
+        with sites.watched():
+            normed = sites(lambda h: h.softmax(-1), h, tag="attn_norm")
+            h = h + sites(lambda n: n @ self.w, normed, tag="qkv_linear")
+            columns = sites(lambda h: h[:, ::4].sin().repeat(1, 4), h, tag="core_attn")
+            return sites(lambda h: act(sites(torch.tanh, h, tag="moe_act")), h + columns, tag="mlp_norm")
+
+
+def run_step(model: Model, engine: OffloadEngine | None, **options) -> list[torch.Tensor]:
+    """Two microbatches, both in flight; return their gradients."""
+    outputs = [model(Sites(engine, microbatch=index), **options) for index in range(2)]
+    gradients = []
+    for output in outputs:
+        gradients += torch.autograd.grad(output.sum(), model.leaves)
+    return gradients
+
+
+@functools.cache
+def get_expected() -> list[torch.Tensor]:
+    return run_step(Model(), None)
+
+
+def make_small_engine(device: Device) -> OffloadEngine:
+    policy = TransferPolicy(window_bytes=2 * NBYTES, prefetch_bytes=NBYTES)
+    return make_engine(device, policy=policy, host_budget_bytes=HOST_BUDGET_BYTES)
+
+
+@functools.cache
+def count_moved_bytes(make_device: Callable[[], Device]) -> int:
+    engine = make_small_engine(make_device())
+    run_step(Model(), engine)
+    return engine.finish_step().d2h_bytes
+
+
+def check_traces(engine: OffloadEngine, make_device: Callable[[], Device]) -> None:
+    """Check that nothing is left of a step that raised, and that a step is as the first of a new engine."""
+    assert not has_hooks()
+    gc.collect()  # an exception and its frames are a cycle of Python's, and hold the graph
+    assert engine.arena.used_bytes == 0
+    assert engine.arena.find_block(HOST_BUDGET_BYTES) or not engine.arena.reserved_bytes  # no range of it got lost
+    engine.finish_step()
+    assert_same_bits(get_expected(), run_step(Model(), engine))
+    stats = engine.finish_step()
+    assert stats.d2h_bytes == count_moved_bytes(make_device)
+    assert engine.arena.used_bytes == 0
+    engine.close()
+    assert engine.arena.reserved_bytes == 0
+
+
+def raise_in(run: Callable[[], object], kind: type[BaseException]) -> bool:
+    """Return whether `run` raises `kind`; `pytest.raises` would hold the exception, and the graph with it."""
+    try:
+        run()
+    except kind:
+        return True
+    return False
+
+
+MakeError = Callable[[], BaseException]
+"""One that is raised again would hold the frames, and with them the graph, of the time before."""
+
+
+class Interrupted(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(ctx, tensor, make_error):
+        ctx.make_error = make_error
+        return tensor.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ctx.make_error()
+
+
+def raise_in_forward(make_error: MakeError) -> Callable[[torch.Tensor], torch.Tensor]:
+    def act(h: torch.Tensor) -> torch.Tensor:
+        h.sin()
+        raise make_error()
+
+    return act
+
+
+def raise_in_backward(make_error: MakeError) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda h: Interrupted.apply(h, make_error)
+
+
+def raise_in_tensor_hook(make_error: MakeError) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fail(gradient: torch.Tensor) -> None:
+        raise make_error()
+
+    def act(h: torch.Tensor) -> torch.Tensor:
+        output = h.exp()
+        output.register_hook(fail)
+        return output
+
+    return act
+
+
+def raise_in_module_hook(make_error: MakeError, *, is_backward: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fail(*args) -> None:
+        raise make_error()
+
+    module = torch.nn.Tanh()
+    _ = module.register_full_backward_hook(fail) if is_backward else module.register_forward_hook(fail)
+    return module
+
+
+PLACES = {
+    "forward": raise_in_forward,
+    "backward": raise_in_backward,
+    "tensor hook": raise_in_tensor_hook,
+    "forward hook of a module": raise_in_module_hook,
+    "backward hook of a module": functools.partial(raise_in_module_hook, is_backward=True),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_exception_of_the_users_code_leaves_nothing_and_the_next_step_is_right(kind, place, make_device):
+    engine = make_small_engine(make_device())
+    act = PLACES[place](lambda: kind("the user's own"))
+    assert raise_in(lambda: run_step(Model(), engine, act=act), kind)
+    check_traces(engine, make_device)
+
+
+def interrupt() -> KeyboardInterrupt:
+    return KeyboardInterrupt("Ctrl-C")
+
+
+def get_ids(failures: list[tuple[str, MakeError]]) -> list[str]:
+    return [f"{operation}-{make_error.__name__}" for operation, make_error in failures]
+
+
+LACKS = [("allocate_device", run_out_of_memory), ("allocate_host", refuse_to_lock)]
+INTERRUPTS = [(operation, interrupt) for operation in ("current_stream", "wait_event", "copy_bytes", "allocate_device")]
+
+
+def fail_each_call(operation: str, make_error: MakeError, run: Callable[[OffloadEngine], object]) -> None:
+    """Run with a new engine for each call of `operation`, that call raising, until all have had their turn."""
+    for call in itertools.count(1):
+        device = FailingCpuDevice()
+        engine = make_small_engine(device)
+        if operation != "allocate_host":  # which is called in the first step alone
+            run_step(Model(), engine)  # so that host blocks are in use for the second time
+        device.fail(operation, call=call, make_error=make_error)
+        run(engine)
+        was_raised = device.stop_failing()
+        device.finish_copies()
+        assert device.lost_destinations == 0
+        check_traces(engine, DelayedCpuDevice)
+        if not was_raised:
+            break
+    assert call > 1
+
+
+@pytest.mark.parametrize(("operation", "make_error"), LACKS + INTERRUPTS, ids=get_ids(LACKS + INTERRUPTS))
+def test_an_exception_in_any_call_of_the_device_leaves_nothing_and_the_next_step_is_right(operation, make_error):
+    kind = type(make_error())
+    fail_each_call(operation, make_error, lambda engine: raise_in(lambda: run_step(Model(), engine), kind))
+
+
+def run_and_go_on(model: Model, engine: OffloadEngine | None, kind: type[BaseException]) -> list[torch.Tensor]:
+    """As `run_step`, by a user who catches what the end of a region or a backward raises, and goes on."""
+
+    class Stubborn(Sites):
+        def __call__(self, function, *inputs, tag="core_attn", **options):
+            results = []
+
+            def remember(*inputs):
+                results.append(function(*inputs))
+                return results[-1]
+
+            try:
+                return super().__call__(remember, *inputs, tag=tag, **options)
+            except kind:
+                if not results:
+                    raise
+                return results[-1]
+
+    outputs = [model(Stubborn(engine, microbatch=index)) for index in range(2)]
+    gradients = []
+    for output in outputs:
+        try:
+            found = torch.autograd.grad(output.sum(), model.leaves, retain_graph=True)
+        except kind:
+            found = torch.autograd.grad(output.sum(), model.leaves, retain_graph=True)
+        gradients += found
+    return gradients
+
+
+@pytest.mark.parametrize(("operation", "make_error"), LACKS, ids=get_ids(LACKS))
+def test_who_catches_a_lack_of_memory_and_goes_on_gets_the_same_bits(operation, make_error):
+    kind = type(make_error())
+
+    def run(engine: OffloadEngine) -> None:
+        try:
+            gradients = run_and_go_on(Model(), engine, kind)
+        except kind:
+            return  # inside a region, where no user could catch it and go on
+        assert_same_bits(get_expected(), gradients)
+
+    fail_each_call(operation, make_error, run)

@@ -1,0 +1,103 @@
+"""Whatever touches the same bytes is ordered by streams and events, and no wait of the engine could be left out.
+
+The recording device knows each read and write of each kernel, copy, allocation and free. See `support/recording.py` for what
+counts as ordered, and `support/schedules.py` for what runs.
+"""
+
+import ast
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.recording import leaves_out_hazard, leaves_out_site
+from support.schedules import FAULTS, SCHEDULES, a_storage_that_two_streams_save
+from support.streams import record
+
+import fgoffload.engine
+from fgoffload.engine import Hazard
+
+EACH_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.__name__)
+
+
+def sees_nothing():
+    return lambda: False
+
+
+def sees_everything():
+    return lambda: True
+
+
+def sees_every_third():
+    numbers = itertools.count()
+    return lambda: next(numbers) % 3 == 2
+
+
+def sees_some():
+    return lambda generator=random.Random(0): generator.random() < 0.4  # noqa: B008 - one generator a device
+
+
+def each_schedule_and_what_the_host_sees():
+    for schedule, sees_done in itertools.product(SCHEDULES, (sees_nothing, sees_everything, sees_every_third, sees_some)):
+        marks = ()
+        if (schedule, sees_done) == (a_storage_that_two_streams_save, sees_everything):
+            # What the host finds gone at once is saved again after it left: the second of `FAULTS`.
+            marks = pytest.mark.xfail(reason="the engine does not order this yet", strict=True)
+        yield pytest.param(schedule, sees_done, id=f"{schedule.__name__}-{sees_done.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize(("schedule", "sees_done"), list(each_schedule_and_what_the_host_sees()))
+def test_all_accesses_to_the_same_bytes_are_ordered_and_the_bits_are_those_without_the_engine(schedule, sees_done):
+    device, program = record(schedule, sees_done=sees_done())
+    assert list(map(str, device.unordered)) == []
+    _, expected = record(schedule, has_engine=False)
+    assert len(program.results) == len(expected.results)
+    assert all(map(torch.equal, program.results, expected.results))
+
+
+@EACH_SCHEDULE
+def test_the_program_is_right_by_itself(schedule):
+    device, _ = record(schedule, has_engine=False)
+    assert list(map(str, device.unordered)) == []
+    assert device.copies == []
+
+
+@pytest.mark.xfail(reason="the engine does not order this yet", strict=True)
+@pytest.mark.parametrize("schedule", FAULTS, ids=lambda schedule: schedule.__name__)
+def test_what_the_engine_does_not_order_yet(schedule):
+    assert record(schedule)[0].unordered == []
+
+
+@pytest.mark.parametrize("schedule", FAULTS, ids=lambda schedule: schedule.__name__)
+def test_a_program_in_which_the_engine_orders_too_little_is_right_by_itself(schedule):
+    assert record(schedule, has_engine=False)[0].unordered == []
+
+
+@pytest.mark.parametrize("hazard", Hazard, ids=lambda hazard: hazard.name)
+def test_without_the_waits_for_one_hazard_some_accesses_are_unordered(hazard):
+    assert any(record(schedule, leaves_out=leaves_out_hazard(hazard))[0].unordered for schedule in SCHEDULES)
+
+
+def test_without_one_place_that_waits_some_accesses_are_unordered():
+    waits = set().union(*(record(schedule)[0].waits for schedule in SCHEDULES))
+    sites = {(wait.hazard, wait.site): wait for wait in waits}
+    assert {hazard for hazard, _ in sites} == set(Hazard)
+    superfluous = [
+        f"{hazard.name} in {site}"
+        for (hazard, site), wait in sites.items()
+        if not any(record(schedule, leaves_out=leaves_out_site(wait))[0].unordered for schedule in SCHEDULES)
+    ]
+    assert superfluous == []
+
+
+def test_every_wait_in_the_source_of_the_engine_is_reached():
+    reached = {wait.line for schedule in SCHEDULES for wait in record(schedule)[0].waits}
+    missed = []
+    for path in Path(fgoffload.engine.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "wait_event":
+                is_reached = any((str(path), line) in reached for line in range(node.lineno, node.end_lineno + 1))
+                if len(node.args) == 3 and not is_reached:
+                    missed.append(f"{path.name}:{node.lineno}")
+    assert missed == []

@@ -1,0 +1,112 @@
+"""Which modules a glob finds, and what is said where it finds none."""
+
+import pytest
+import torch
+from support.models import make_net
+from torch import nn
+
+import fgoffload
+from fgoffload import ConfigError
+from fgoffload.integrations.pytorch.patterns import find_sites
+
+
+def list_found(model, patterns):
+    return [(site.name, site.tag, site.layer) for site in find_sites(model, patterns)]
+
+
+def make_tree() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "embed": nn.Linear(2, 2),
+            "layers": nn.ModuleList(
+                nn.ModuleDict({"attn": nn.Linear(2, 2), "cross": nn.ModuleDict({"attn": nn.Linear(2, 2)})}) for _ in range(2)
+            ),
+        }
+    )
+
+
+def test_a_star_stays_within_one_part_of_a_name():
+    assert list_found(make_tree(), {"layers.*.attn": "a"}) == [("layers.0.attn", "a", 0), ("layers.1.attn", "a", 1)]
+
+
+def test_two_stars_cross_any_number_of_dots():
+    names = [name for name, _, _ in list_found(make_tree(), {"**.attn": "a"})]
+    assert names == ["layers.0.attn", "layers.0.cross.attn", "layers.1.attn", "layers.1.cross.attn"]
+    assert list_found(make_tree(), {"**.embed": "e"}) == [("embed", "e", 0)]  # none included
+
+
+def test_question_marks_and_brackets_work_as_in_a_shell():
+    assert [name for name, _, _ in list_found(make_tree(), "layers.[1-9].att?")] == ["layers.1.attn"]
+
+
+def test_without_tags_the_tag_is_the_last_word_of_the_name():
+    assert list_found(make_net(layers=1), ["layers.0.mlp", "layers.0.attn.1"]) == [
+        ("layers.0.attn.1", "attn", 0),
+        ("layers.0.mlp", "mlp", 0),
+    ]
+
+
+def test_a_module_whose_name_has_no_word_is_tagged_by_its_class():
+    assert list_found(nn.Sequential(nn.Linear(2, 2), nn.GELU()), "*") == [("0", "Linear", 0), ("1", "GELU", 1)]
+
+
+def test_one_pattern_may_be_given_as_it_is():
+    assert list_found(make_net(layers=1), "layers.*.norm") == [("layers.0.norm", "norm", 0)]
+
+
+def test_modules_within_modules_may_both_be_regions():
+    assert [tag for _, tag, _ in list_found(make_net(layers=1), {"layers.*": "layer", "layers.*.mlp": "mlp"})] == [
+        "layer",
+        "mlp",
+    ]
+
+
+def test_the_model_itself_and_lists_of_modules_are_no_regions():
+    assert "" not in [name for name, _, _ in list_found(make_tree(), "**")]
+    with pytest.raises(ConfigError, match="pattern 'layers' matches none"):
+        find_sites(make_tree(), "layers")
+
+
+def test_a_module_that_has_two_names_is_one_region():
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"one": shared, "other": shared})
+    assert list_found(model, {"**": "linear"}) == [("one", "linear", 0)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("layers.*.atn", r"Did you mean 'layers\.\*\.attn'"),
+        ("attn", r"Did you mean '\*\*\.attn'\?"),
+        ("layer.*.mlp", r"Did you mean 'layers\.\*\.mlp'"),
+        ("blocks.3.self_attention", ""),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_with_its_nearest_matches(pattern, hint):
+    with pytest.raises(ConfigError, match=rf"matches none of the \d+ modules in Net that have a forward\. ?{hint}"):
+        find_sites(make_net(), [pattern])
+
+
+@pytest.mark.parametrize("tag", ["core attn", "", "3", 7, None])
+def test_a_tag_that_is_not_one_word_is_refused(tag):
+    with pytest.raises(ConfigError, match="is not one word"):
+        fgoffload.offload(make_net(), {"layers.*.attn": tag})
+
+
+def test_two_patterns_that_give_one_module_two_tags_are_refused_with_both():
+    with pytest.raises(
+        ConfigError, match=r"'layers\.0\.attn' is given two tags, 'a' by 'layers\.\*\.attn' and 'b' by 'layers\.0\.\*'"
+    ):
+        find_sites(make_net(), {"layers.*.attn": "a", "layers.0.*": "b"})
+
+
+def test_the_parts_that_wrappers_add_to_names_are_left_out_and_the_wrapper_is_the_region():
+    net = make_net(layers=2)
+    net.layers[0].attn = torch.compile(net.layers[0].attn, backend="eager")
+    found = find_sites(net, {"layers.*.attn": "attn"})
+    assert [site.name for site in found] == ["layers.0.attn", "layers.1.attn"]
+    assert found[0].module is net.layers[0].attn
+    assert [site.name for site in find_sites(torch.compile(net, backend="eager"), ["layers.*.mlp"])] == [
+        "layers.0.mlp",
+        "layers.1.mlp",
+    ]
