@@ -83,6 +83,9 @@ class HostBlock:
         Args:
             buffer: uint8 `[size_bytes]`, anywhere.
         """
+        if len(self.parts) == 1:
+            yield self.parts[0], buffer
+            return
         start = 0
         for part in self.parts:
             end = start + part.numel()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from fgoffload.engine.arena import HostArena, HostBlock
+from fgoffload.engine.arena import MIN_PART_BYTES, HostArena, HostBlock
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_gathered_bytes, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
@@ -64,15 +64,17 @@ class OffloadEngine:
         self._min_offloaded_bytes = min_offloaded_bytes
         self._keep = keep
         self.arena = HostArena(
-            device, budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes
+            device,
+            budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes,
+            min_part_bytes=MIN_PART_BYTES,
         )
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
         self._lock = threading.RLock()
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
-        self._saved_limit = 1024
         self._stay: dict[int, tuple[StorageRef, KeptReason]] = {}
         self._stay_limit = 1024
-        self._held: list[Group] = []
+        # Weakly: what a forward held that raised since, or whose graph was dropped, is nobody's any more.
+        self._held: list[weakref.ref[Group]] = []
         self._observers: list[ActivationLedger] = []
         self._watch = StopWatch(device) if is_timed else NoStopWatch()
         self._transfers = Transfers(device, self.arena, observers=self._observers, watch=self._watch)
@@ -87,12 +89,15 @@ class OffloadEngine:
 
         The group joins `lane` at once: what counts for the way back is the order in which forward reaches the sites.
         """
-        if is_inert():
-            return None
+        return None if is_inert() else Region(self, lane, self.open_group(site, lane))
+
+    def open_group(self, site: Site, lane: Lane) -> Group:
+        """Return a new group of `site` at the end of `lane`, for `save` and `end`."""
         with self._lock:
+            self._forget_dropped()
             stats = self._counters.get_tag(site.tag)
             stats.groups += 1
-            return Region(self, lane, lane.add(site, stats))
+            return lane.add(site, stats)
 
     def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
         """Return a context whose saves join the group whose storage they share, and stay where there is none.
@@ -130,16 +135,21 @@ class OffloadEngine:
             group.end_position = len(lane.groups)
             if is_held:
                 group.state = GroupState.HELD
-                self._held.append(group)
+                self._held.append(weakref.ref(group))
             else:
                 self._submit(group)
+
+    def poll(self) -> None:
+        """Let go of what finished copies no longer need. Every end of a group does so too. The host does not block."""
+        with self._lock:
+            self._transfers.poll()
 
     def flush(self) -> None:
         """Let the held groups leave, in the order in which they ended."""
         with self._lock:
             held, self._held = self._held, []
-            for group in held:
-                if group.state is GroupState.HELD:
+            for group in (reference() for reference in held):
+                if group is not None and group.state is GroupState.HELD:
                     self._submit(group)
 
     # Hooks: what autograd calls.
@@ -161,11 +171,15 @@ class OffloadEngine:
             if reason is not None:
                 return _make_kept_handle(tensor, reason, place, stats)
             view = get_view(tensor)
+            stream = self.device.current_stream()
             saved = self._find_saved(key, contents, view)
-            if saved is None:
-                saved = self._track(key, SavedStorage(self._transfers, tensor, contents, place, stats or self._watched))
+            if saved is None or not saved.is_ordered_on(stream):
+                streams = {stream} if saved is None else {stream, *saved.streams}
+                saved = SavedStorage(self._transfers, tensor, contents, place, stats or self._watched)
+                saved.streams = streams
+                self._saved[key] = weakref.ref(saved)
             saved.add(tensor, view)
-            saved.streams.add(self.device.current_stream())
+            saved.streams.add(stream)
             if group is not None:
                 group.add(saved)
             return Handle(self, saved, view, lane=lane, group=group)
@@ -189,6 +203,8 @@ class OffloadEngine:
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
                 saved.check_unchanged("backward took it", view)
+                if saved.state is SavedState.OFFLOADING:
+                    saved.streams.add(self.device.current_stream())  # one that reads it now, and need not have saved it
                 return saved.get_alias(view)
             if saved.state is SavedState.OFFLOADED:
                 saved.stats.prefetch_misses += 1
@@ -196,7 +212,7 @@ class OffloadEngine:
             return self._transfers.take(saved, view)
 
     def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
-        """Return the tensor of `handle`: the unpack hook."""
+        """Return the tensor of `handle`, and tell the observers."""
         tensor = handle.take()
         for ledger in self._observers:
             ledger.count_take(place=handle.place)
@@ -287,21 +303,29 @@ class OffloadEngine:
         saved = None if reference is None else reference()
         return saved if saved is not None and saved.contents == contents and saved.holds(view) else None
 
-    def _track(self, key: int, saved: SavedStorage) -> SavedStorage:
-        self._saved[key] = weakref.ref(saved)
-        if len(self._saved) > self._saved_limit:
-            self._saved = {key: reference for key, reference in self._saved.items() if reference() is not None}
-            self._saved_limit = max(1024, 2 * len(self._saved))
-        return saved
+    def _forget_dropped(self) -> None:
+        dropped, outlived = self._transfers.dropped, self._transfers.outlived
+        while dropped:
+            key = dropped.popleft().key
+            reference = self._saved.get(key)
+            if reference is not None and reference() is None:
+                del self._saved[key]
+        while outlived:
+            # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
+            self._let_stay(outlived.popleft(), KeptReason.HELD)
 
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         with self._lock:
             for tensor in tensors:
-                reference = StorageRef(tensor)
-                self._stay[reference.key] = (reference, reason)
-            if len(self._stay) > self._stay_limit:
-                self._stay = {key: entry for key, entry in self._stay.items() if not entry[0].is_freed}
-                self._stay_limit = max(1024, 2 * len(self._stay))
+                self._let_stay(StorageRef(tensor), reason)
+
+    def _let_stay(self, storage: StorageRef, reason: KeptReason) -> None:
+        if storage.is_freed:
+            return
+        self._stay[storage.key] = (storage, reason)
+        if len(self._stay) > self._stay_limit:
+            self._stay = {key: entry for key, entry in self._stay.items() if not entry[0].is_freed}
+            self._stay_limit = max(1024, 2 * len(self._stay))
 
     def _submit(self, group: Group) -> None:
         leaving: list[tuple[SavedStorage, HostBlock]] = []
@@ -326,6 +350,7 @@ class OffloadEngine:
         if saved.state is not SavedState.RESIDENT:
             stats.shared_bytes += saved.size_bytes
             return None
+        saved.gathered = ()
         saved.check_unchanged("it left for the host")
         if saved.covered_bytes < max(self._min_offloaded_numel * saved.itemsize, self._min_offloaded_bytes):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
@@ -390,9 +415,8 @@ class OffloadEngine:
         for saved in away:
             saved.stats.h2d_bytes += saved.moved_bytes
             if not saved.storage.is_freed:
-                # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
                 saved.stats.held_elsewhere_bytes += saved.size_bytes
-                self._stay[saved.storage.key] = (saved.storage, KeptReason.HELD)
+                self._let_stay(saved.storage, KeptReason.HELD)
         self._transfers.reload(away, place=place)
         if logger.isEnabledFor(logging.DEBUG):
             size_bytes = sum(saved.moved_bytes for saved in away)

@@ -21,7 +21,7 @@ class GroupState(enum.Enum):
 class Group:
     """What one execution of a site saves for one microbatch: the tensors that move together."""
 
-    __slots__ = ("__weakref__", "_open", "_submitted", "end_position", "place", "position", "state", "stats")
+    __slots__ = ("__weakref__", "_saved", "end_position", "place", "position", "state", "stats")
 
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
         self.place = place
@@ -33,43 +33,36 @@ class Group:
         """The groups of the lane before this one."""
         self.end_position = position + 1
         """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
-        self._open: dict[int, SavedStorage] = {}
-        self._submitted: list[weakref.ref[SavedStorage]] = []
+        self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     def add(self, saved: SavedStorage) -> None:
         """Let `saved` move with this group."""
         if self.state is GroupState.SAVING:
-            self._open[id(saved)] = saved
+            self._saved[id(saved)] = weakref.ref(saved)  # weakly: see [Note: What owns what]
 
     def submit(self) -> list[SavedStorage]:
-        """Return what the group saved, and know it only weakly from here on. See [Note: What owns what]."""
-        saved = list(self._open.values())
+        """Return what the group saved and autograd still wants."""
+        self.state = GroupState.SUBMITTED
+        saved = self._list_living()
         for storage in saved:
             storage.uses += 1
-            self._submitted.append(weakref.ref(storage))
-        self._open.clear()
-        self.state = GroupState.SUBMITTED
         return saved
 
     def spend(self) -> None:
         """Backward has left: autograd alone decides how long the tensors are wanted."""
         if self.state is GroupState.SAVING:
             return  # a backward inside of the region, which saves on after it
-        self._open.clear()
-        self.state = GroupState.SPENT
-        for reference in self._submitted:
-            saved = reference()
-            if saved is not None:
+        if self.state is GroupState.SUBMITTED:
+            for saved in self._list_living():
                 saved.uses -= 1
+        self.state = GroupState.SPENT
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
         """Return the saved storages that autograd still wants and that are in one of `states`, in the order of saving."""
-        found = []
-        for reference in self._submitted:
-            saved = reference()
-            if saved is not None and saved.state in states:
-                found.append(saved)
-        return found
+        return [saved for saved in self._list_living() if saved.state in states]
+
+    def _list_living(self) -> list[SavedStorage]:
+        return [saved for saved in (reference() for reference in self._saved.values()) if saved is not None]
 
 
 class Lane:

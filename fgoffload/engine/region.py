@@ -47,21 +47,25 @@ class Saving:
     It is the pack hook of that stretch too. May be entered again after it was left.
     """
 
-    __slots__ = ("_engine", "_group", "_hooks", "_lane")
+    __slots__ = ("_engine", "_hooks", "group", "lane")
 
     def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group | None) -> None:
         self._engine = engine
-        self._lane = lane
-        self._group = group
+        self.lane = lane
+        self.group = group
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
-        return self._engine.save(tensor, lane=self._lane, group=self._group)
+        return self._engine.save(tensor, lane=self.lane, group=self.group)
+
+    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+        """Return the tensor of `handle`: the unpack hook."""
+        return self._engine.take_back(handle)
 
     def __enter__(self) -> None:
         """Begin to save. A fresh hooks object each time, since torch's own cannot be entered twice at once."""
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self, self._engine.take_back)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self, self.take_back)
         self._hooks.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -73,6 +73,7 @@ class SavedStorage:
         "end",
         "fault",
         "gathered",
+        "has_left",
         "itemsize",
         "place",
         "reload",
@@ -111,6 +112,8 @@ class SavedStorage:
         self.reload: Reload | None = None
         self.streams: set[Stream] = set()
         """The compute streams on which its tensors were saved."""
+        self.has_left = False
+        """Whether a copy to the host was ever made."""
         self.uses = 0
         """The groups that list it and that backward has not left."""
         self.fault: str | None = None
@@ -131,6 +134,14 @@ class SavedStorage:
         if self.state is SavedState.RESIDENT:
             return True
         return view in self.views or (not self.gathered and self.start <= view.start and view.end <= self.end)
+
+    def is_ordered_on(self, stream: Stream) -> bool:
+        """Return whether a save on `stream` may rely on this: its source is still here, or `stream` saved it before.
+
+        A source that has left and that something else still holds is ordered, when it goes, behind the streams that saved it
+        then, and behind no other.
+        """
+        return self.state in (SavedState.RESIDENT, SavedState.OFFLOADING) or stream in self.streams
 
     def add(self, tensor: torch.Tensor, view: View) -> None:
         """Remember that autograd saved `tensor`, which looks at this storage through `view`."""
@@ -177,6 +188,17 @@ class SavedStorage:
         if change is not None:
             raise StateError(change)
 
+    def leave(self, block: HostBlock, d2h_done: Event) -> None:
+        """Take note that the copy to `block` is queued, and done at `d2h_done`."""
+        self.block = block
+        self.d2h_done = d2h_done
+        self.has_left = True
+        self.state = SavedState.OFFLOADING
+        if self.gathered:
+            # The gathered bytes are a copy in the order of the compute streams: the storage itself may go at once.
+            self.state = SavedState.OFFLOADED
+            self.drop_aliases()
+
     def recall(self) -> None:
         """Stay after all: backward wants the bytes before their copy to the host is done, and they are still here.
 
@@ -190,9 +212,12 @@ class SavedStorage:
         self._aliases.clear()
 
     def __del__(self) -> None:
-        # Any thread may get here, in the middle of anything: only an atomic append. Who runs next orders the streams.
+        # Any thread may get here, in the middle of anything: only atomic appends. Who runs next does the rest.
         if self.reload is not None and not self.reload.is_ordered:
             self._transfers.abandoned.append(self.reload)
+        self._transfers.dropped.append(self.storage)
+        if self.has_left:
+            self._transfers.outlived.append(self.storage)
 
 
 def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place: Place, act: str) -> str | None:

@@ -24,7 +24,7 @@ from fgoffload.engine.geometry import (
     scatter,
 )
 from fgoffload.engine.hazards import Hazard
-from fgoffload.engine.identity import get_version
+from fgoffload.engine.identity import StorageRef, get_version
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import Reload, SavedState, SavedStorage
@@ -64,6 +64,11 @@ class Transfers:
         """Bytes on their way to the host."""
         self.abandoned: collections.deque[Reload] = collections.deque()
         """Device buffers that nobody wants any more, and that other streams may still touch."""
+        self.dropped: collections.deque[StorageRef] = collections.deque()
+        """Storages whose saves autograd no longer wants."""
+        self.outlived: collections.deque[StorageRef] = collections.deque()
+        """Those of them that had left: what is still alive belongs to something else."""
+        self._last_d2h_done: Event | None = None
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
@@ -84,13 +89,7 @@ class Transfers:
         streams = {device.current_stream()}
         for saved, _ in leaving:
             streams |= saved.streams
-        if any(saved.gathered for saved, _ in leaving):
-            # What all of them wrote is read here, and the source is dropped right after.
-            self._join(streams, Hazard.GATHER_UNWRITTEN)
-        sources = []
-        for saved, block in leaving:
-            saved.block = block
-            sources.append(self._get_source(saved))
+        sources = self._get_sources(leaving, streams)
         for stream in streams:
             device.wait_event(d2h, device.record_event(stream), Hazard.SOURCE_UNWRITTEN)
         for _, block in leaving:
@@ -99,20 +98,14 @@ class Transfers:
         start = self._watch.start(d2h)
         with _name_range("offload", place):
             for (_, block), source in zip(leaving, sources, strict=True):
-                device.copy_bytes(destination=block.buffer, source=source, stream=d2h)
+                for part, stretch in block.pair(source):
+                    device.copy_bytes(destination=part, source=stretch, stream=d2h)
         self._watch.stop(start, d2h, stats, TimeKind.D2H)
-        d2h_done = device.record_event(d2h)
-        size_bytes = 0
-        references = []
-        for (saved, _), source in zip(leaving, sources, strict=True):
-            saved.d2h_done = d2h_done
-            saved.state = SavedState.OFFLOADING
-            if saved.gathered:
-                # The gathered bytes are a copy in the order of the compute streams: the storage itself may go at once.
-                saved.state = SavedState.OFFLOADED
-                saved.drop_aliases()
-            size_bytes += source.numel()
-            references.append(weakref.ref(saved))
+        self._last_d2h_done = d2h_done = device.record_event(d2h)
+        for saved, block in leaving:
+            saved.leave(block, d2h_done)
+        size_bytes = sum(source.numel() for source in sources)
+        references = [weakref.ref(saved) for saved, _ in leaving]
         self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         self.in_flight_bytes += size_bytes
         return size_bytes
@@ -201,10 +194,11 @@ class Transfers:
 
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""
+        if self._last_d2h_done is not None:
+            self._device.synchronize(self._last_d2h_done)  # those past the window too, which nobody remembers any more
+            self._last_d2h_done = None
         while self._in_flight:
-            entry = self._in_flight.popleft()
-            self._device.synchronize(entry.d2h_done)
-            self._release_done(entry)
+            self._release_done(self._in_flight.popleft())
         self.poll()
 
     def _release_done(self, entry: _InFlight) -> None:
@@ -248,12 +242,22 @@ class Transfers:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         start = self._watch.start(h2d)
         destination = buffer if buffer.numel() == saved.moved_bytes else buffer[: saved.moved_bytes]
-        device.copy_bytes(destination=destination, source=saved.block.buffer, stream=h2d)
+        for part, stretch in saved.block.pair(destination):
+            device.copy_bytes(destination=stretch, source=part, stream=h2d)
         self._watch.stop(start, h2d, saved.stats, TimeKind.H2D)
         h2d_done = device.record_event(h2d)
         saved.block.last_read = h2d_done
         saved.reload = Reload(buffer, h2d_done, compute, is_dense=bool(saved.gathered))
         saved.state = SavedState.RELOADED
+
+    def _get_sources(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], streams: Set[Stream]) -> Sequence[torch.Tensor]:
+        if not any(saved.gathered for saved, _ in leaving):
+            return [self._get_source(saved) for saved, _ in leaving]
+        self._join(streams, Hazard.GATHER_UNWRITTEN)
+        sources = [self._get_source(saved) for saved, _ in leaving]
+        # What was gathered goes before its copy is done, and its memory may be another stream's than the one that gathered it.
+        self._join(streams, Hazard.SOURCE_STILL_USED)
+        return sources
 
     def _get_source(self, saved: SavedStorage) -> torch.Tensor:
         """Return uint8 `[n]` on the device: what has to move of `saved`."""

@@ -251,6 +251,19 @@ def a_storage_that_another_stream_looks_at_while_it_leaves(program: Program) -> 
     program.results.append(weight.grad)
 
 
+def closing_after_another_stream_looked_at_what_leaves(program: Program) -> None:
+    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
+    first = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
+    device.join("side", "compute")
+    with device.on("side"):
+        read(first.grad_fn._saved_self)
+    if engine:
+        engine.close()  # lets go of the source, which is the compute stream's
+    device.join("compute", "side")
+    program.backward(first)
+    program.results.append(weight.grad)
+
+
 def closing_while_copies_past_the_window_are_under_way(program: Program) -> None:
     engine, weight = program.make_engine(window=0), program.leaf()
     output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
@@ -365,12 +378,9 @@ SCHEDULES = (
     gathered_views_that_two_streams_take,
     gathered_views_that_another_stream_puts_in_place,
     branches_on_three_streams,
-)
-
-FAULTS = (
     gathering_a_source_of_another_stream,
     a_storage_saved_again_on_another_stream_after_it_left,
     a_storage_that_another_stream_looks_at_while_it_leaves,
+    closing_after_another_stream_looked_at_what_leaves,
     closing_while_copies_past_the_window_are_under_way,
 )
-"""Schedules in which the engine does not order all accesses yet."""

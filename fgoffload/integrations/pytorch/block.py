@@ -6,10 +6,10 @@ from types import TracebackType
 
 import torch
 
-from fgoffload.engine import Lane, StepStats, is_inert
+from fgoffload.engine import Lane, is_inert
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice
-from fgoffload.integrations.pytorch.forward import Forward, SizedSaveHook
+from fgoffload.integrations.pytorch.forward import Forward, SizedSaving
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import check_tag
 from fgoffload.transfer_config import TransferConfig
@@ -77,7 +77,6 @@ class SavedTensors(EngineOwner):
         self.group_bytes = group_bytes or min(DEFAULT_GROUP_BYTES, quarter)
         self._tag = tag
         self._entries = _Entries()
-        self._groups = 0
 
     def __enter__(self) -> "SavedTensors":
         """Begin to take what autograd saves."""
@@ -95,7 +94,7 @@ class SavedTensors(EngineOwner):
             return
         engine = self.get_engine()
         lane = Lane(chunk=0, microbatch=self.count_forward())
-        hook = SizedSaveHook(engine, lane, tag=self._tag, group_bytes=self.group_bytes)
+        hook = SizedSaving(engine, lane, tag=self._tag, group_bytes=self.group_bytes)
         forward = Forward(self, engine, lane, hook=hook)
         forward.begin()
         self._entries.open.append(forward)
@@ -105,10 +104,3 @@ class SavedTensors(EngineOwner):
         forward = self._entries.open.pop()
         if forward is not None:
             forward.finish(is_failed=is_failed)
-            with self._lock:
-                self._groups += forward.block_groups
-
-    def _complete(self, stats: StepStats) -> None:
-        groups, self._groups = self._groups, 0
-        if groups:
-            stats.get_tag(self._tag).groups += groups

@@ -166,7 +166,7 @@ class _SaveLedger(ActivationLedger):
         self._storages: dict[int, StorageRef] = {}
         self.saved_bytes = 0
 
-    def count_save(self, tensor: torch.Tensor) -> None:
+    def count_save(self, tensor: torch.Tensor, *, place: object = "") -> None:
         """Autograd has saved `tensor`."""
         base = tensor._base  # noqa: SLF001 - no public name
         if isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter) or not has_bytes(tensor):
@@ -176,7 +176,7 @@ class _SaveLedger(ActivationLedger):
             self._storages[key] = StorageRef(tensor)  # so that no other storage gets this key
             self.saved_bytes += tensor.untyped_storage().nbytes()
 
-    def count_take(self) -> None:
+    def count_take(self, *, place: object = "") -> None:
         """Autograd has taken a tensor back, which says nothing here."""
 
     def observe(self, tensor: torch.Tensor) -> None:

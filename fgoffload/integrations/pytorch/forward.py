@@ -11,7 +11,7 @@ import contextvars
 import torch
 
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
-from fgoffload.engine.region import SaveHook, is_in_backward
+from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.saved import Handle, KeptHandle
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
@@ -32,7 +32,7 @@ def is_shadowed() -> bool:
     return torch.is_grad_enabled() and not is_in_backward() and is_inert()
 
 
-class SizedSaveHook(SaveHook):
+class SizedSaving(Saving):
     """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
 
     What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once.
@@ -58,9 +58,9 @@ class SizedSaveHook(SaveHook):
     def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
         if is_in_backward():
-            return KeptHandle(tensor, self.lane.label)
+            return KeptHandle(tensor, self.lane.place)
         if self.group is None:
-            self.group = self.lane.add(Site(chunk=0, layer=self.groups, tag=self._tag))
+            self.group = self._engine.open_group(Site(chunk=0, layer=self.groups, tag=self._tag), self.lane)
             self.groups += 1
         handle = super().__call__(tensor)
         if isinstance(handle, Handle):
@@ -107,7 +107,7 @@ class Forward:
         hook: Takes what is saved outside of regions; None watches it, so that it joins the groups whose storages it shares.
     """
 
-    def __init__(self, owner: EngineOwner, engine: OffloadEngine, lane: Lane, *, hook: SizedSaveHook | None = None) -> None:
+    def __init__(self, owner: EngineOwner, engine: OffloadEngine, lane: Lane, *, hook: SizedSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
         """The forward around this one."""
@@ -116,12 +116,7 @@ class Forward:
         self._engine = engine
         self._lane = lane
         self._hook = hook
-        self._saving = engine.watch(lane) if hook is None else Saving(hook)
-
-    @property
-    def block_groups(self) -> int:
-        """The groups that were made of what regions did not save."""
-        return 0 if self._hook is None else self._hook.groups
+        self._saving = engine.watch(lane) if hook is None else hook
 
     def begin(self) -> None:
         """Take notice of what autograd saves from here on."""

@@ -96,7 +96,6 @@ class EngineOwner:
         with self._lock:
             forwards, self._forwards = self._forwards, 0
             finished, self._finished_forwards = self._finished_forwards, 0
-            self._complete(stats)
             self._totals.add(stats, forwards=forwards)
             is_first = not self._is_checked and (finished > 0 or any(use.shadowed for use in self._uses.values()))
             self._is_checked = self._is_checked or is_first
@@ -127,9 +126,6 @@ class EngineOwner:
         self._is_reported = True
         if self._totals.forwards:
             logger.info("offload of %s ends after %s", self.name, self._totals)
-
-    def _complete(self, stats: StepStats) -> None:
-        """Add to `stats` what the engine does not count. Called under the lock."""
 
     def _warn_of_idle(self, stats: StepStats) -> None:
         if not self.config.enabled:

@@ -27,7 +27,7 @@ class OffloadedTensor:
 
     __slots__ = ("_engine", "_group", "_handle", "_lane")
 
-    def __init__(self, handle: Handle | KeptHandle, *, engine: OffloadEngine | None, lane: Lane, group: Group) -> None:
+    def __init__(self, handle: Handle | KeptHandle, *, engine: OffloadEngine | None, lane: Lane, group: Group | None) -> None:
         self._handle = handle
         self._engine = engine
         self._lane = lane
@@ -39,9 +39,9 @@ class OffloadedTensor:
 
         Asking lets go of what finished copies held.
         """
-        if self._engine is None:
+        if self._engine is None or self._group is None:
             return False
-        _poll(self._engine)
+        self._engine.poll()
         return bool(self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED))
 
     def prefetch(self) -> None:
@@ -50,7 +50,7 @@ class OffloadedTensor:
         Streams:
             Queued on the host-to-device stream. The host does not block.
         """
-        if self._engine is not None:
+        if self._engine is not None and self._group is not None:
             self._engine.approach_backward(self._lane, self._group)
 
     def reload(self) -> torch.Tensor:
@@ -97,15 +97,9 @@ def offload_tensor(
 def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> OffloadedTensor:
     """Let `tensor` leave through `engine`; without one it stays."""
     lane = Lane(chunk=0, microbatch=0)
-    group = lane.add(Site(chunk=0, layer=0, tag=TAG))
     if engine is None:
-        return OffloadedTensor(KeptHandle(tensor, TAG), engine=None, lane=lane, group=group)
+        return OffloadedTensor(KeptHandle(tensor, lane.place), engine=None, lane=lane, group=None)
+    group = engine.open_group(Site(chunk=0, layer=0, tag=TAG), lane)
     handle = engine.save(tensor, lane=lane, group=group)
     engine.end(lane, group)
     return OffloadedTensor(handle, engine=engine, lane=lane, group=group)
-
-
-def _poll(engine: OffloadEngine) -> None:
-    """Let the engine drop what its finished copies no longer need: it looks at them when a group ends, an empty one too."""
-    lane = Lane(chunk=0, microbatch=0)
-    engine.end(lane, lane.add(Site(chunk=0, layer=0, tag=TAG)))

@@ -248,7 +248,7 @@ def test_fault_16_two_models_in_one_process_share_nothing():
     assert [count_moved_bytes(engine) for engine in engines] == [4 * NBYTES, 0]
     engines[1].close()
     assert_same_bits(expected, get_gradients(lambda sites: outputs[0], [x], Sites(None)))
-    assert [engine.arena.reserved_bytes for engine in engines] == [64 << 20, 0]
+    assert [engine.arena.reserved_bytes > 0 for engine in engines] == [True, False]
     engines[0].close()
 
 

@@ -45,8 +45,9 @@ def test_a_the_streams_that_saved_count_and_not_only_the_one_that_ends(device):
     h = leaf() * 2
     with device.on("side"):
         producer = device.queue()
-        sites(sine, h, is_held=True)
+        output = sites(sine, h, is_held=True)
     engine.flush()
+    assert output.requires_grad
     assert producer.is_before(device.copies[0])
 
 
@@ -56,8 +57,9 @@ def test_a_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
     h = leaf() * 2
     with device.on("side"):
         producer = device.queue()
-        sites(sine_of_columns, h, is_held=True)
+        output = sites(sine_of_columns, h, is_held=True)
     engine.flush()
+    assert output.requires_grad
     assert producer.is_before(device.allocations[0])  # the dense buffer, which is filled right after
     assert device.allocations[0].is_before(device.copies[0])
 
