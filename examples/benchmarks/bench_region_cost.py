@@ -99,7 +99,7 @@ class MegatronChain(PlainChain):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         self.interface.init_chunk_handler(1, None, 0)
         for _ in range(self.regions):
-            with self.interface(True, h, "core_attn") as h:  # noqa: PLW2901
+            with self.interface(True, h, "core_attn") as h:
                 out = h.sin()
             h = self.interface.group_commit(out, name="core_attn", forced_released_tensors=[])
         return h

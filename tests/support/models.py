@@ -19,7 +19,7 @@ ALL = TransferConfig(min_offloaded_bytes=0, window_bytes=0, prefetch_bytes=1 << 
 
 
 class Block(nn.Module):
-    """A layer with a residual, whose parts save: attn its input and its output; mlp its input and the activation's two sides."""
+    """A layer with residuals: attn saves its input and its output; mlp its input and both sides of the activation."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             hidden = layer(hidden)
-        return hidden.square().mean() + hidden.sum(0).sin().sum()
+        return hidden.square().mean() + hidden.sum(1).sin().sum()
 
 
 ATTN_BYTES = 2 * ROW_BYTES  # the linear's input, the softmax's output

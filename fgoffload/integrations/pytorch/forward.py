@@ -32,7 +32,26 @@ def is_shadowed() -> bool:
     return torch.is_grad_enabled() and not is_in_backward() and is_inert()
 
 
-class SizedSaving(Saving):
+class UncompiledSaving(Saving):
+    """A pack hook that `torch.compile` does not look into.
+
+    It would trace the engine wherever autograd saves between two graphs.
+    """
+
+    __slots__ = ()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
+        """Return the handle from which autograd gets the tensor back."""
+        return super().__call__(tensor)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+        """Return the tensor of `handle`: the unpack hook."""
+        return super().take_back(handle)
+
+
+class SizedSaving(UncompiledSaving):
     """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
 
     What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once.
@@ -55,6 +74,7 @@ class SizedSaving(Saving):
         self.groups = 0
         """How many there were."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
         if is_in_backward():
@@ -62,18 +82,20 @@ class SizedSaving(Saving):
         if self.group is None:
             self.group = self._engine.open_group(Site(chunk=0, layer=self.groups, tag=self._tag), self.lane)
             self.groups += 1
-        handle = super().__call__(tensor)
+        handle: Handle | KeptHandle = super().__call__(tensor)
         if isinstance(handle, Handle):
             self._count(tensor)
         return handle
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""
         if self.group is not None and is_in_backward():
             # A backward inside of the block wants this group now: it stays, and the next save begins another one.
             self.group.submit()
             self._forget_group()
-        return super().take_back(handle)
+        tensor: torch.Tensor = super().take_back(handle)
+        return tensor
 
     def close_group(self) -> None:
         """Let the group leave that is being filled, if there is one."""
@@ -116,30 +138,33 @@ class Forward:
         self._engine = engine
         self._lane = lane
         self._hook = hook
-        self._saving = engine.watch(lane) if hook is None else hook
+        self._saving = hook or UncompiledSaving(engine, lane, None)
 
     def begin(self) -> None:
         """Take notice of what autograd saves from here on."""
         self._saving.__enter__()
         _running.set(self)
 
-    def find_region(self, tag: str, *, layer: int | None = None) -> Region | None:
-        """Return a region for one execution of a site here, or None where everything has to be left alone.
+    def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
+        """Begin one execution of a site here, and return its region, or None where everything has to be left alone.
 
         Args:
             tag: Of the site.
+            given: What goes in, for the start mark.
             layer: Of the site; None takes that of the innermost module around it that is a region, or 0.
         """
+        if is_inert():
+            return None
         if layer is None:
             layer = self.layers[-1] if self.layers else 0
-        region = None
-        if is_shadowed():
-            self.owner.count_shadowed(tag)
-        elif not is_inert():
-            if self._hook is not None:
-                self._hook.close_group()  # what is saved after the region belongs behind it
-            region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), self._lane)
-        return region
+        if self._hook is not None:
+            self._hook.close_group()  # what is saved after the region belongs behind it
+        region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), self._lane)
+        if region is None:
+            return None
+        if given is not None:
+            region.enter(given)
+        return SavingRegion(region, UncompiledSaving(self._engine, self._lane, region.group))
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
@@ -156,12 +181,10 @@ class SavingRegion:
 
     __slots__ = ("_region", "_saving")
 
-    def __init__(self, region: Region, tensor: torch.Tensor | None) -> None:
+    def __init__(self, region: Region, saving: Saving) -> None:
         self._region = region
-        if tensor is not None:
-            region.enter(tensor)
-        self._saving = region.saving()
-        self._saving.__enter__()
+        self._saving = saving
+        saving.__enter__()
 
     def close(self, output: torch.Tensor | None, *, is_failed: bool) -> None:
         """Let the group leave, with its end mark on `output`; after a failure only stop saving.

@@ -5,7 +5,7 @@ from types import TracebackType
 import torch
 
 from fgoffload.errors import ConfigError, StateError
-from fgoffload.integrations.pytorch.forward import SavingRegion, find_running
+from fgoffload.integrations.pytorch.forward import SavingRegion, find_running, is_shadowed
 from fgoffload.integrations.pytorch.patterns import check_tag
 
 
@@ -74,9 +74,9 @@ class PlacedRegion:
         if forward is None:
             return
         forward.owner.expect_tag(self._tag)
-        region = forward.find_region(self._tag, layer=self._layer)
-        if region is not None:
-            self._saving = SavingRegion(region, tensor)
+        if is_shadowed():
+            forward.owner.count_shadowed(self._tag)
+        self._saving = forward.begin_region(self._tag, tensor, layer=self._layer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, *, is_failed: bool) -> None:

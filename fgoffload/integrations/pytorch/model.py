@@ -224,9 +224,8 @@ class ModelOffload(EngineOwner):
         if call.forward is None:
             call.forward = call.own_forward = self._begin(given, module)
         if call.forward is not None:
-            region = call.forward.find_region(tag, layer=layer)
+            call.region = call.forward.begin_region(tag, find_tensor(given), layer=layer)
             call.forward.layers.append(layer)
-            call.region = None if region is None else SavingRegion(region, find_tensor(given))
 
     def _leave(self, module: torch.nn.Module, output: Any) -> None:
         """Close the call of `module`, and those inside of it that an exception left open."""

@@ -124,6 +124,12 @@ class EngineOwner:
             return
         self.stats()
         self._is_reported = True
+        if self._engine is None and self.config.enabled:
+            logger.warning(
+                "offload of %s had no effect: no forward with gradients went through it. Call what was offloaded, and compile "
+                "it after `offload`.",
+                self.name,
+            )
         if self._totals.forwards:
             logger.info("offload of %s ends after %s", self.name, self._totals)
 

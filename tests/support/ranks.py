@@ -1,0 +1,164 @@
+"""Trains a small model of plain PyTorch in several processes, with and without offload, and returns what each computed.
+
+As a module: `run_ranks`. As a script: one of those processes. They meet through a file, so no port is taken, and the parent
+ends all of them when one fails or time is up. Starting takes most of the time, so one start runs many scenarios.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 90
+"""Of a whole run. Two processes need fifteen seconds, most of them for imports."""
+STEPS, MICROBATCHES = 2, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """One training."""
+
+    wrapper: str
+    """`ddp`, or `fsdp2`."""
+    offload: str
+    """`none`, `modules`, `before` (the same, called before the model is wrapped), or `block`."""
+    reshard: bool = True
+    """FSDP2: give parameters back after forward, and gather them again for backward."""
+    dtype: str = "float32"
+    """FSDP2: of parameters in compute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankResult:
+    """What one process computed in one scenario."""
+
+    losses: list[float]
+    gradients: list[str]
+    """Digests of this rank's parts of all gradients, by step and parameter."""
+    moved: dict[str, int]
+    """Bytes to the host in the last step, by tag."""
+    asked: list[list[int]]
+    """The shapes of all tensors that could have left, each once."""
+
+
+def run_ranks(scenarios: Sequence[Scenario], *, processes: int = 2) -> dict[Scenario, list[RankResult]]:
+    """Run `scenarios` one after another in `processes` processes, and return their results by rank."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps([dataclasses.asdict(scenario) for scenario in scenarios]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        logs = [(folder / f"log-{rank}").open("w+") for rank in range(processes)]
+        command = [sys.executable, __file__]
+        children = [
+            subprocess.Popen([*command, str(rank), str(processes), name], env=environment, stdout=log, stderr=subprocess.STDOUT)
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            _wait(children, deadline=time.monotonic() + TIMEOUT_SECONDS)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+            for log in logs:
+                log.close()
+        for rank, child in enumerate(children):
+            if child.returncode != 0:
+                tail = "\n".join((folder / f"log-{rank}").read_text().splitlines()[-40:])
+                raise AssertionError(f"rank {rank} ended with {child.returncode}:\n{tail}")
+        found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(processes)]
+        return {scenario: [RankResult(**rank[index]) for rank in found] for index, scenario in enumerate(scenarios)}
+
+
+def _wait(children: list[subprocess.Popen[bytes]], *, deadline: float) -> None:
+    """Return when all have ended, or one has failed, or the deadline has passed."""
+    while time.monotonic() < deadline:
+        codes = [child.poll() for child in children]
+        if all(code == 0 for code in codes) or any(code for code in codes):
+            return
+        time.sleep(0.05)
+
+
+def _train(scenario: Scenario, rank: int) -> RankResult:
+    import torch
+
+    import fgoffload
+    from fgoffload.integrations.pytorch import ModelOffload, SavedTensors
+    from support.models import ALL, PATTERNS, Net, make_inputs, make_net
+
+    asked: set[tuple[int, ...]] = set()
+    config = dataclasses.replace(ALL, keep=lambda tensor: asked.add(tuple(tensor.shape)))
+    net = make_net()
+    handle: ModelOffload | SavedTensors | None = None
+    if scenario.offload == "before":
+        handle = fgoffload.offload(net, PATTERNS, config, device="cpu")
+    model = _wrap(net, scenario)
+    if scenario.offload == "modules":
+        handle = fgoffload.offload(model, PATTERNS, config, device="cpu")
+    elif scenario.offload == "block":
+        handle = fgoffload.saved_tensors(config, group_bytes=20_000, device="cpu")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    losses, gradients, moved = [], [], {}
+    for step in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            with _accumulate(model, is_last=microbatch == MICROBATCHES - 1):
+                with handle if isinstance(handle, SavedTensors) else contextlib.nullcontext():
+                    loss = model(make_inputs(seed=100 * rank + 10 * step + microbatch))
+                loss.backward()
+                losses.append(loss.item())
+        for parameter in net.parameters():
+            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            gradients.append(hashlib.sha256(local.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest())
+        optimizer.step()
+        optimizer.zero_grad()
+        if handle is not None:
+            moved = {tag: numbers.d2h_bytes for tag, numbers in handle.stats().tags.items()}
+    if handle is not None:
+        handle.close()
+    assert isinstance(net, Net)
+    return RankResult(losses, gradients, moved, sorted(map(list, asked)))
+
+
+def _wrap(net: Any, scenario: Scenario) -> Any:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if scenario.wrapper == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(net)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, scenario.dtype), reduce_dtype=torch.float32)
+    for layer in net.layers:
+        fully_shard(layer, reshard_after_forward=scenario.reshard, mp_policy=policy)
+    return fully_shard(net, reshard_after_forward=scenario.reshard, mp_policy=policy)
+
+
+def _accumulate(model: Any, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+    """Let gradients be reduced in the last microbatch only."""
+    if hasattr(model, "no_sync"):
+        return contextlib.nullcontext() if is_last else model.no_sync()
+    model.set_requires_gradient_sync(is_last)
+    return contextlib.nullcontext()
+
+
+def _main(rank: int, processes: int, folder: Path) -> None:
+    import torch
+
+    scenarios = [Scenario(**scenario) for scenario in json.loads((folder / "request.json").read_text())]
+    store = torch.distributed.FileStore(str(folder / "store"), processes)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    results = [dataclasses.asdict(_train(scenario, rank)) for scenario in scenarios]
+    torch.distributed.destroy_process_group()
+    (folder / f"result-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

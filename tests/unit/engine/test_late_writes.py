@@ -1,0 +1,123 @@
+"""Writes that come too late: into a tensor after it was saved, and into a host block that has gone to somebody else."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.sites import Sites, make_engine
+from support.tensors import assert_same_bits, leaf
+
+from fgoffload import StateError, TransferPolicy
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, OffloadEngine
+
+NBYTES = 64 * 64 * 4
+PATIENT = TransferPolicy(window_bytes=1 << 30, prefetch_bytes=0)
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda h: h.add_(1),
+    "an element of a view": lambda h: h.t()[3].__setitem__(5, 0.0),
+    "out=": lambda h: torch.sin(torch.ones(64, 64), out=h),
+    "copy_ to a slice": lambda h: h[60:].copy_(torch.ones(4, 64)),
+    "a detached twin": lambda h: h.detach().zero_(),
+    "relu_": torch.relu_,
+    "an optimizer for all": lambda h: torch._foreach_mul_([h], 2),
+    "storage that is emptied": lambda h: h.untyped_storage().resize_(0),
+    "storage that grows": lambda h: h.untyped_storage().resize_(2 * NBYTES),
+}
+
+
+def save(engine: OffloadEngine, h: torch.Tensor, *, is_held: bool, microbatch: int = 7) -> torch.Tensor:
+    sites = Sites(engine, microbatch=microbatch)
+    _ = sites(torch.sin, leaf(4, 4) * 2)  # so that the site in question is not the first
+    return sites(torch.cos, h, tag="attn_norm", is_held=is_held)
+
+
+@pytest.mark.parametrize("moment", ["before it leaves", "while its copy is queued", "before a kept tensor is taken"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_after_the_save_is_refused_with_tag_layer_and_microbatch(write, moment):
+    is_kept = moment == "before a kept tensor is taken"
+    engine = make_engine(DelayedCpuDevice(), policy=PATIENT, min_offloaded_numel=1 << 20 if is_kept else 0)
+    h = leaf(64, 64) * 2
+    output = save(engine, h, is_held=moment == "before it leaves").sum()
+    with torch.no_grad():
+        WRITES[write](h)
+    with pytest.raises(
+        StateError, match=r"\[64, 64\] that layers\.2\.attn_norm mb=7 saved for backward (was changed|lost its)"
+    ):
+        engine.flush() if moment == "before it leaves" else output.backward()
+
+
+@pytest.mark.parametrize("write", [name for name in WRITES if "storage" not in name])
+def test_a_write_after_the_tensor_has_left_changes_nothing_that_backward_gets(write):
+    # Torch refuses it, since it would give backward the new bytes; here the bytes that were saved are safe on the host.
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=0))
+    h = leaf(64, 64) * 2
+    expected = -h.detach().sin()
+    output = save(engine, h, is_held=False)
+    with torch.no_grad():
+        WRITES[write](h)
+    (gradient,) = torch.autograd.grad(output.sum(), h)
+    assert_same_bits([expected], [gradient])
+
+
+def test_the_write_of_another_microbatch_is_named_by_that_microbatch():
+    engine = make_engine(DelayedCpuDevice(), policy=PATIENT)
+    tensors = [leaf(64, 64, seed=seed) * 2 for seed in range(3)]
+    outputs = [save(engine, h, is_held=False, microbatch=index).sum() for index, h in enumerate(tensors)]
+    with torch.no_grad():
+        tensors[1].zero_()
+    outputs[0].backward()
+    outputs[2].backward()
+    with pytest.raises(StateError, match=r"layers\.2\.attn_norm mb=1 saved"):
+        outputs[1].backward()
+
+
+def make_tight_engine(policy: TransferPolicy) -> OffloadEngine:
+    """One host block of `NBYTES`, so that whoever comes next gets the same bytes of host memory."""
+    return make_engine(DelayedCpuDevice(), policy=policy, host_budget_bytes=NBYTES)
+
+
+def test_a_copy_of_a_dropped_graph_that_is_still_queued_does_not_write_over_the_next_one():
+    engine = make_tight_engine(PATIENT)
+    dropped = Sites(engine)(torch.sin, leaf(64, 64, seed=1) * 2)
+    del dropped  # its copy to the host has not run
+    x = leaf(64, 64)
+    output = Sites(engine)(torch.sin, x * 2)
+    assert engine.finish_step().d2h_bytes == 2 * NBYTES
+    engine.close()  # runs both copies, and releases the source
+    output.sum().backward()
+    assert engine.finish_step().h2d_bytes == NBYTES
+    assert_same_bits([2 * (x * 2).cos()], [x.grad])
+
+
+def test_a_copy_that_was_called_back_and_is_still_queued_does_not_write_over_the_next_one():
+    engine = make_tight_engine(PATIENT)
+    first, second = leaf(64, 64, seed=1), leaf(64, 64, seed=2)
+    sites = Sites(engine)
+    recalled = sites(torch.sin, first * 2)
+    engine.approach_backward(sites.lane, sites.lane.groups[0])  # the block goes back, and its copy has not run
+    output = Sites(engine)(torch.sin, second * 2)
+    assert engine.finish_step().d2h_bytes == 2 * NBYTES
+    engine.close()
+    (recalled.sum() + output.sum()).backward()
+    assert engine.finish_step().h2d_bytes == NBYTES
+    assert_same_bits([2 * (first * 2).cos(), 2 * (second * 2).cos()], [first.grad, second.grad])
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
+def test_a_host_block_changes_hands_many_times_and_nobody_reads_what_another_wrote(make_device):
+    engine = make_engine(
+        make_device(), host_budget_bytes=2 * NBYTES, policy=TransferPolicy(window_bytes=NBYTES, prefetch_bytes=NBYTES)
+    )
+    moved = 0
+    for step in range(20):
+        leaves = [leaf(64, 64, seed=3 * step + index) for index in range(3)]
+        outputs = [Sites(engine, microbatch=index)(torch.sin, x * 2) for index, x in enumerate(leaves)]
+        for index in ((0, 1, 2), (2, 1, 0), (1, 2, 0))[step % 3]:
+            outputs[index].sum().backward()
+            outputs[index] = None
+        assert_same_bits([2 * (x * 2).cos() for x in leaves], [x.grad for x in leaves])
+        moved += engine.finish_step().d2h_bytes
+    assert moved == 20 * 2 * NBYTES  # two of three find room, each time
+    assert engine.arena.used_bytes == 0
+    engine.close()

@@ -1,0 +1,274 @@
+"""Two models in one process: on one engine or on two, on one thread or on several."""
+
+import gc
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.sites import Sites, has_hooks, make_engine
+from support.tensors import assert_same_bits, leaf
+
+from fgoffload import TransferPolicy
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, OffloadEngine
+
+DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
+STEPS = 6
+MICROBATCHES = 3
+SIZE = 48
+NBYTES = SIZE * SIZE * 4
+
+
+class Training:
+    """A model of its own, by its seed; all that changes hands between forward and backward goes through the engine."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.weights = [torch.nn.Parameter(leaf(SIZE, SIZE, seed=100 * seed + n).detach() / 7) for n in range(3)]
+
+    def forward(self, engine: OffloadEngine | None, microbatch: int) -> torch.Tensor:
+        sites = Sites(engine, microbatch=microbatch)
+        h = leaf(SIZE, SIZE, seed=1000 * self.seed + microbatch).detach()
+        with sites.watched():
+            for weight in self.weights:
+                h = h + sites(lambda h, weight=weight: torch.tanh(h @ weight) * h.t(), h, tag="mlp_norm")
+                h = sites(lambda h: h[:, ::4].sin().repeat(1, 4) * h, h, tag="core_attn")
+        return h.square().mean()
+
+    def step(self, engine: OffloadEngine | None) -> None:
+        losses = [self.forward(engine, microbatch) for microbatch in range(MICROBATCHES)]
+        for loss in losses:
+            loss.backward()
+        self.update()
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.sub_(0.5 * weight.grad)
+                weight.grad = None
+
+    def train(self, engine: OffloadEngine | None) -> list[torch.Tensor]:
+        for _ in range(STEPS):
+            self.step(engine)
+        return [weight.detach() for weight in self.weights]
+
+
+def make_tight_engine(make_device: Callable, threads: int) -> OffloadEngine:
+    """An engine in which copies wait, come back late, and take the host blocks of each other."""
+    policy = TransferPolicy(window_bytes=3 * NBYTES, prefetch_bytes=2 * NBYTES)
+    return make_engine(make_device(), policy=policy, host_budget_bytes=threads * 20 * NBYTES)
+
+
+@pytest.fixture
+def _switch_often():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # seconds; 5 ms by default, in which a whole step would run undisturbed
+    yield
+    sys.setswitchinterval(interval)
+
+
+def run_together(functions: list[Callable[[], object]]) -> None:
+    """Run each on a thread, all beginning at the same time; raise the first error."""
+    barrier = threading.Barrier(len(functions))
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            barrier.wait(timeout=30)
+            function()
+            assert not has_hooks()
+        except BaseException as error:  # noqa: BLE001 - raised again below, on the thread of the test
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def train_together(engines: list[OffloadEngine]) -> None:
+    """Train one model for each of `engines`, each on a thread, and check the bits of each."""
+    expected = [Training(seed).train(None) for seed in range(len(engines))]
+    found: dict[int, list[torch.Tensor]] = {}
+    in_step = threading.Barrier(len(engines))
+
+    def train(seed: int) -> None:
+        training = Training(seed)
+        for _ in range(STEPS):
+            in_step.wait(timeout=30)  # so that the steps overlap, however the threads are scheduled
+            training.step(engines[seed])
+        found[seed] = [weight.detach() for weight in training.weights]
+
+    run_together([lambda seed=seed: train(seed) for seed in range(len(engines))])
+    for seed, weights in enumerate(expected):
+        assert_same_bits(weights, found[seed])
+
+
+@pytest.mark.usefixtures("_switch_often")
+@DEVICES
+@pytest.mark.parametrize("repetition", range(3))
+def test_two_threads_with_one_engine_give_the_bits_of_one_thread_without(repetition, make_device):
+    engine = make_tight_engine(make_device, threads=2)
+    train_together([engine] * 2)
+    stats = engine.finish_step()
+    assert stats.tags["mlp_norm"].groups == 2 * STEPS * MICROBATCHES * 3
+    assert stats.d2h_bytes > 0
+    assert engine.arena.used_bytes == 0
+    engine.close()
+
+
+@pytest.mark.usefixtures("_switch_often")
+@DEVICES
+@pytest.mark.parametrize("repetition", range(3))
+def test_two_engines_in_two_threads_give_the_bits_of_one_thread_without(repetition, make_device):
+    engines = [make_tight_engine(make_device, threads=1) for _ in range(2)]
+    train_together(engines)
+    for engine in engines:
+        stats = engine.finish_step()
+        assert stats.tags["mlp_norm"].groups == STEPS * MICROBATCHES * 3
+        assert stats.d2h_bytes > 0
+        assert engine.arena.used_bytes == 0
+        engine.close()
+
+
+@pytest.mark.usefixtures("_switch_often")
+def test_four_threads_with_one_engine_give_the_bits_of_one_thread_without():
+    engine = make_tight_engine(DelayedCpuDevice, threads=4)
+    train_together([engine] * 4)
+    assert engine.arena.used_bytes == 0
+    engine.close()
+
+
+@pytest.mark.usefixtures("_switch_often")
+@DEVICES
+def test_forward_on_one_thread_and_backward_on_another_give_the_same_bits(make_device):
+    trainings = [Training(0), Training(0)]
+    engine = make_tight_engine(make_device, threads=1)
+    for training, one in zip(trainings, (None, engine), strict=True):
+        for _ in range(STEPS):
+            losses: list[torch.Tensor] = []
+            run_together([lambda t=training, e=one, out=losses: out.extend(t.forward(e, index) for index in range(2))])
+            run_together([losses[1].backward])
+            losses.pop()
+            run_together([losses[0].backward])
+            training.update()
+            del losses
+    assert_same_bits(trainings[0].weights, trainings[1].weights)
+    assert engine.finish_step().d2h_bytes > 0
+    engine.close()
+
+
+@pytest.mark.usefixtures("_switch_often")
+@DEVICES
+def test_forward_of_the_next_microbatch_while_another_thread_runs_backward_gives_the_same_bits(make_device):
+    training = Training(0)
+    expected = [torch.autograd.grad(training.forward(None, index), training.weights) for index in range(8)]
+    engine = make_tight_engine(make_device, threads=2)
+    found: list[tuple[torch.Tensor, ...]] = []
+    losses: list[torch.Tensor] = [training.forward(engine, 0)]
+    for index in range(8):
+        loss, following = losses.pop(), []
+
+        def go_forward(index: int = index, following: list = following) -> None:
+            if index < 7:
+                following.append(training.forward(engine, index + 1))
+
+        def go_backward(loss: torch.Tensor = loss) -> None:
+            found.append(torch.autograd.grad(loss, training.weights))
+
+        run_together([go_forward, go_backward])
+        losses = following
+    for one, other in zip(expected, found, strict=True):
+        assert_same_bits(one, other)
+    engine.close()
+
+
+@pytest.mark.usefixtures("_switch_often")
+def test_graphs_that_are_dropped_on_one_thread_while_another_trains_give_their_memory_back():
+    engine = make_tight_engine(DelayedCpuDevice, threads=2)
+    expected = Training(0).train(None)
+    found: list[list[torch.Tensor]] = []
+    is_over = threading.Event()
+
+    def train() -> None:
+        found.append(Training(0).train(engine))
+        is_over.set()
+
+    def drop() -> None:
+        waste = Training(1)
+        for index in itertools.count():
+            waste.forward(engine, index % 4)
+            if is_over.is_set():
+                return
+
+    run_together([train, drop])
+    assert_same_bits(expected, found[0])
+    assert engine.arena.used_bytes == 0
+    engine.close()
+
+
+@pytest.mark.usefixtures("_switch_often")
+def test_a_thread_that_raises_again_and_again_leaves_the_other_its_bits():
+    engine = make_tight_engine(CpuDevice, threads=2)
+    expected = Training(0).train(None)
+    found: list[list[torch.Tensor]] = []
+
+    def fail(h: torch.Tensor) -> torch.Tensor:
+        h.sin()
+        raise ValueError("the user's own")
+
+    def raise_often() -> None:
+        x = leaf(SIZE, SIZE)
+        for _ in range(100):
+            sites = Sites(engine)
+            try:
+                sites(fail, sites(torch.sin, x * 2))
+            except ValueError:
+                continue
+
+    run_together([lambda: found.append(Training(0).train(engine)), raise_often])
+    assert_same_bits(expected, found[0])
+    gc.collect()
+    assert engine.arena.used_bytes == 0
+    engine.close()
+
+
+@DEVICES
+def test_two_models_whose_passes_are_interleaved_on_one_engine_give_the_same_bits(make_device):
+    weights = []
+    engine = make_tight_engine(make_device, threads=2)
+    for one in (None, engine):
+        first, second = Training(0), Training(1)
+        for _ in range(STEPS):
+            losses = [training.forward(one, microbatch) for microbatch in range(2) for training in (first, second)]
+            for index in (2, 1, 3, 0):
+                losses[index].backward()
+            first.update()
+            second.update()
+        weights.append([weight.detach() for weight in first.weights + second.weights])
+    del losses
+    assert_same_bits(*weights)
+    assert engine.arena.used_bytes == 0
+    engine.close()
+
+
+@DEVICES
+def test_a_region_of_one_model_inside_of_a_region_of_another_on_another_engine_gives_the_same_bits(make_device):
+    gradients = []
+    engines = [make_tight_engine(make_device, threads=1) for _ in range(2)]
+    for first, second in ((None, None), engines):
+        student, teacher = Training(0), Training(1)
+        outer = Sites(first)
+        h = leaf(SIZE, SIZE).detach() @ student.weights[0]
+        output = outer(lambda h: teacher.forward(second, 0) * (h @ student.weights[1]).sin(), h)  # noqa: B023 - runs at once
+        gradients.append(torch.autograd.grad(output.sum(), student.weights[:2] + teacher.weights))
+    assert_same_bits(*gradients)
+    assert all(engine.finish_step().d2h_bytes > 0 for engine in engines)
+    assert all(engine.arena.used_bytes == 0 for engine in engines)

@@ -1,0 +1,140 @@
+"""One tensor, offloaded and brought back by hand."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support.models import ALL, make_inputs, make_net
+
+import fgoffload
+from fgoffload import StateError, TransferConfig
+from fgoffload.engine import DelayedCpuDevice, KeptReason
+from fgoffload.engine.identity import StorageRef
+
+BASE = torch.arange(1000, dtype=torch.float32)
+TENSORS = {
+    "contiguous": BASE.clone(),
+    "transposed": BASE.reshape(10, 100).t(),
+    "with an offset": BASE[100:200].view(10, 10),
+    "every other": BASE[::2],
+    "a column of few": BASE.view(10, 100)[:, 3],
+    "expanded": BASE[:10].unsqueeze(1).expand(10, 5),
+    "bfloat16": BASE.bfloat16(),
+    "booleans": BASE > 500,
+    "of no dimension": BASE[7],
+    "empty": BASE[:0],
+}
+
+
+@pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_tensor_comes_back_with_its_bytes_size_and_strides(kind, make_device):
+    tensor = TENSORS[kind]
+    with fgoffload.saved_tensors(ALL, device=make_device() or "cpu") as store:
+        back = store.offload_tensor(tensor).reload()
+    assert torch.equal(back, tensor)
+    assert (back.dtype, back.stride(), back.device) == (tensor.dtype, tensor.stride(), tensor.device)
+    assert torch.equal(fgoffload.offload_tensor(tensor, device=make_device()).reload(), tensor)
+
+
+def test_the_device_memory_goes_and_the_host_memory_with_the_object():
+    store = fgoffload.saved_tensors(ALL, device="cpu")
+    tensor = torch.ones(4096)
+    storage = StorageRef(tensor)
+    offloaded = store.offload_tensor(tensor)
+    del tensor
+    assert offloaded.is_on_host
+    assert storage.is_freed
+    assert store.engine.arena.used_bytes == 4096 * 4
+    assert offloaded.reload().sum() == 4096
+    del offloaded
+    assert store.engine.arena.used_bytes == 0
+    store.close()
+
+
+def test_one_tensor_without_a_model_takes_host_memory_of_exactly_its_size():
+    offloaded = fgoffload.offload_tensor(torch.ones(1000))
+    assert offloaded.is_on_host
+    assert offloaded._engine.arena.reserved_bytes == 4096  # 4000, in multiples of 512
+    engine = weakref.ref(offloaded._engine)
+    del offloaded
+    gc.collect()
+    assert engine() is None
+
+
+def test_a_copy_that_is_not_done_keeps_the_tensor_where_it_is():
+    store = fgoffload.saved_tensors(TransferConfig(min_offloaded_bytes=0), device=DelayedCpuDevice())
+    offloaded = store.offload_tensor(BASE.clone())
+    assert not offloaded.is_on_host
+    assert torch.equal(offloaded.reload(), BASE)
+
+
+def test_prefetch_starts_the_way_back():
+    store = fgoffload.saved_tensors(ALL, device=DelayedCpuDevice())
+    offloaded = store.offload_tensor(BASE.clone())
+    assert store.engine.finish_step().h2d_bytes == 0
+    offloaded.prefetch()
+    offloaded.prefetch()
+    assert store.engine.finish_step().h2d_bytes == 4000
+    assert torch.equal(offloaded.reload(), BASE)
+    assert store.engine.finish_step().prefetch_misses == 0
+
+
+def test_what_reload_returned_may_be_held_longer_than_the_object():
+    offloaded = fgoffload.offload_tensor(BASE.clone())
+    back = offloaded.reload()
+    assert offloaded.reload().data_ptr() == back.data_ptr()  # the same memory
+    del offloaded
+    assert torch.equal(back, BASE)
+
+
+def test_a_change_in_place_of_what_came_back_is_refused_at_the_next_reload():
+    offloaded = fgoffload.offload_tensor(BASE.clone())
+    offloaded.reload().add_(1)
+    with pytest.raises(StateError, match="changed in place"):
+        offloaded.reload()
+
+
+def test_a_change_in_place_before_the_copy_is_done_is_refused():
+    store = fgoffload.saved_tensors(TransferConfig(min_offloaded_bytes=0), device=DelayedCpuDevice())
+    tensor = BASE.clone()
+    offloaded = store.offload_tensor(tensor)
+    tensor.add_(1)
+    with pytest.raises(StateError, match="changed in place"):
+        offloaded.reload()
+
+
+def test_a_tensor_with_a_history_comes_back_without_it_and_may_be_used_in_any_mode():
+    x = make_inputs().requires_grad_()
+    hidden = x * 2
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            back = fgoffload.offload_tensor(hidden).reload()
+        assert not back.requires_grad
+        assert torch.equal(back, hidden)
+
+
+def test_what_stays_by_the_rules_comes_back_all_the_same_and_is_counted():
+    net = make_net()
+    with fgoffload.offload(net, ["layers.*.mlp"], TransferConfig(min_offloaded_bytes=1 << 20)) as handle:
+        weight, small = net.layers[0].norm.weight, torch.ones(8)
+        stayed = [handle.offload_tensor(weight), handle.offload_tensor(small)]
+        assert [offloaded.is_on_host for offloaded in stayed] == [False, False]
+        assert torch.equal(stayed[0].reload(), weight)
+        assert torch.equal(stayed[1].reload(), small)
+        assert handle.stats().tags["by_hand"].kept_bytes == {KeptReason.TOO_SMALL.value: 32}
+
+
+def test_without_a_config_a_single_tensor_leaves_whatever_its_size():
+    assert fgoffload.offload_tensor(torch.ones(8)).is_on_host
+    assert not fgoffload.offload_tensor(torch.ones(8), config=TransferConfig()).is_on_host
+    assert not fgoffload.offload_tensor(torch.ones(8), config=TransferConfig(enabled=False)).is_on_host
+
+
+def test_a_tensor_that_is_offloaded_twice_is_on_the_host_once():
+    store = fgoffload.saved_tensors(ALL, device="cpu")
+    tensor = torch.ones(4096)
+    both = [store.offload_tensor(tensor), store.offload_tensor(tensor)]
+    assert store.engine.arena.used_bytes == 4096 * 4
+    assert torch.equal(both[1].reload(), tensor)

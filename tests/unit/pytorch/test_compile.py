@@ -1,0 +1,165 @@
+"""`torch.compile` of a module in a region, of the model around regions, and of the code around a block: the same bits."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support.models import (
+    ALL,
+    LAYERS,
+    MLP_BYTES,
+    PATTERNS,
+    ROW_BYTES,
+    WIDTH,
+    check_equal,
+    get_gradients,
+    make_inputs,
+    make_net,
+)
+from support.sites import has_hooks
+from torch import nn
+
+import fgoffload
+
+BACKENDS = ["eager", "aot_eager"]
+
+# Torch's own, whenever a graph begins with a tensor that has a history; it hides the warning where warnings are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compile_whole(net: nn.Module, backend: str) -> Callable[..., torch.Tensor]:
+    return torch.compile(net, backend=backend)
+
+
+def compile_in_place(net: nn.Module, backend: str) -> Callable[..., torch.Tensor]:
+    net.compile(backend=backend)
+    return net
+
+
+def compile_parts(net: nn.Module, backend: str) -> Callable[..., torch.Tensor]:
+    for layer in net.layers:
+        layer.mlp = torch.compile(layer.mlp, backend=backend)
+    return net
+
+
+def get_expected(compile_model: Callable[..., Callable[..., torch.Tensor]], backend: str) -> list[torch.Tensor]:
+    net, inputs = make_net(), make_inputs()
+    compiled = compile_model(net, backend)
+    expected = get_gradients(net, lambda: compiled(inputs))
+    torch.compiler.reset()
+    return expected
+
+
+def check_twice(net: nn.Module, compiled: Callable[..., torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Check a forward that compiles and one that is compiled already."""
+    inputs = make_inputs()
+    for _ in range(2):
+        check_equal(expected, get_gradients(net, lambda: compiled(inputs)))
+        assert not has_hooks()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("compile_model", [compile_whole, compile_in_place])
+def test_a_model_that_is_compiled_after_offload_gives_the_same_bits(compile_model, backend):
+    expected = get_expected(compile_model, backend)
+    net = make_net()
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        check_twice(net, compile_model(net, backend), expected)
+        assert handle.stats().tags["mlp"].d2h_bytes == 2 * LAYERS * MLP_BYTES
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_modules_in_regions_give_the_same_bits(backend):
+    expected = get_expected(compile_parts, backend)
+    net = make_net()
+    compiled = compile_parts(net, backend)
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        check_twice(net, compiled, expected)
+        assert handle.stats().tags["mlp"].d2h_bytes == 2 * LAYERS * MLP_BYTES
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_optimized_module_may_be_offloaded_before_its_first_forward(backend):
+    expected = get_expected(compile_whole, backend)
+    net = make_net()
+    compiled = torch.compile(net, backend=backend)
+    with fgoffload.offload(compiled, PATTERNS, ALL) as handle:
+        check_twice(net, compiled, expected)
+        assert handle.stats().tags["mlp"].groups == 2 * LAYERS
+
+
+def test_a_model_that_ran_compiled_before_offload_stays_right_and_is_warned_about(caplog):
+    expected = get_expected(compile_whole, "aot_eager")
+    net = make_net()
+    compiled = torch.compile(net, backend="aot_eager")
+    get_gradients(net, lambda: compiled(make_inputs()))
+    with fgoffload.offload(net, PATTERNS, ALL):
+        check_twice(net, compiled, expected)
+    assert "compiled before `offload`" in caplog.text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_around_and_inside_of_compiled_code_gives_the_same_bits(backend):
+    expected = get_expected(compile_whole, backend)
+    net = make_net()
+    block = fgoffload.saved_tensors(ALL, group_bytes=20_000, device="cpu")
+
+    def run(inputs: torch.Tensor) -> torch.Tensor:
+        with block:
+            return net(inputs)
+
+    inner = torch.compile(net, backend=backend)
+
+    def run_compiled(inputs: torch.Tensor) -> torch.Tensor:
+        with block:
+            return inner(inputs)
+
+    check_twice(net, run_compiled, expected)
+    check_twice(net, torch.compile(run, backend=backend), expected)
+    assert block.stats().d2h_bytes > 0
+    block.close()
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * 2
+        with fgoffload.region(hidden, "linear") as region:
+            output = self.linear(hidden).tanh()
+            region.end(output)
+        return output.sum()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hand_placed_region_in_compiled_code_gives_the_same_bits(backend):
+    torch.manual_seed(0)
+    model = Places()
+    compiled = torch.compile(model, backend=backend)
+    expected = get_gradients(model, lambda: compiled(make_inputs()))
+    torch.compiler.reset()
+    with fgoffload.offload(model, config=ALL) as handle:
+        check_twice(model, torch.compile(model, backend=backend), expected)
+        assert handle.stats().tags["linear"].d2h_bytes == 2 * 2 * ROW_BYTES
+
+
+def test_nothing_of_the_engine_is_compiled():
+    net, inputs = make_net(), make_inputs()
+    compiled = torch.compile(net, backend="eager")
+    with fgoffload.offload(net, PATTERNS, ALL):
+        get_gradients(net, lambda: compiled(inputs))
+        frames = torch._dynamo.utils.counters["frames"]
+        total = frames["total"]
+        get_gradients(net, lambda: compiled(inputs))
+    assert 0 < frames["total"] == total
+    traced = [code.co_filename for code in map(lambda ref: ref(), list(torch._dynamo.convert_frame.output_codes.seen)) if code]
+    assert not [name for name in traced if "/fgoffload/engine/" in name]

@@ -1,0 +1,159 @@
+"""`fgoffload.region`: regions placed by hand in a model's code."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.models import ALL, ROW_BYTES, WIDTH, check_equal, get_gradients, make_inputs
+from support.sites import has_hooks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fgoffload
+from fgoffload import ConfigError, StateError
+from fgoffload.engine import DelayedCpuDevice
+
+
+class Places(nn.Module):
+    """Two layers; each tells its region, and the end of it where `tells_end` says so."""
+
+    def __init__(self, *, tells_end: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.tells_end = tells_end
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            with fgoffload.region(hidden, "linear") as region:
+                output = layer(hidden).tanh()
+                if self.tells_end:
+                    region.end(output)
+            hidden = output * 3
+        return hidden.sum()
+
+
+def make_model(**options: bool) -> Places:
+    torch.manual_seed(0)
+    return Places(**options)
+
+
+@pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
+@pytest.mark.parametrize("tells_end", [True, False])
+def test_hand_placed_regions_of_an_offloaded_model_give_the_same_bits(tells_end, make_device):
+    model, inputs = make_model(tells_end=tells_end), make_inputs()
+    expected = get_gradients(model, lambda: model(inputs))
+    with fgoffload.offload(model, config=ALL, device=make_device()) as handle:
+        check_equal(expected, get_gradients(model, lambda: model(inputs)))
+        moved = handle.stats().tags["linear"]
+    assert (moved.groups, moved.d2h_bytes) == (2, 2 * 2 * ROW_BYTES)  # the linear's input, and its output
+    assert not has_hooks()
+
+
+def test_a_region_in_a_block_is_a_group_of_its_own_between_the_blocks_groups():
+    model, inputs = make_model(), make_inputs()
+    expected = get_gradients(model, lambda: (model(inputs * 2) + inputs.sum()).sin())
+    block = fgoffload.saved_tensors(ALL, device="cpu")
+
+    def run() -> torch.Tensor:
+        with block:
+            return (model(inputs * 2) + inputs.sum()).sin()
+
+    check_equal(expected, get_gradients(model, run))
+    tags = block.stats().tags
+    assert tags["linear"].d2h_bytes == 2 * 2 * ROW_BYTES
+    assert tags["saved"].groups == 1  # the sine's input; nothing is saved before and between the regions
+    block.close()
+
+
+def test_where_no_forward_of_a_handle_runs_a_region_does_nothing():
+    model, inputs = make_model(), make_inputs()
+    expected = get_gradients(model, lambda: model(inputs))
+    with fgoffload.offload(nn.Linear(2, 2), config=ALL) as handle:
+        check_equal(expected, get_gradients(model, lambda: model(inputs)))
+        assert handle.engine is None
+    with torch.no_grad():
+        model(inputs)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_region_inside_of_a_checkpoint_does_nothing(use_reentrant):
+    model, inputs = make_model(), make_inputs().requires_grad_()
+
+    class Recomputes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, hidden, use_reentrant=use_reentrant)
+
+    outer = Recomputes()
+    expected = get_gradients(outer, lambda: outer(inputs * 2))
+    with fgoffload.offload(outer, config=ALL) as handle:
+        check_equal(expected, get_gradients(outer, lambda: outer(inputs * 2)))
+        assert handle.stats().tags == {}
+
+
+def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
+    model, inputs = make_model(), make_inputs()
+    expected = get_gradients(model, lambda: model(inputs))
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise ValueError("somebody's own")
+
+    with fgoffload.offload(model, config=ALL):
+        hook = model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="somebody's own"):
+            model(inputs)
+        assert not has_hooks()
+        hook.remove()
+        check_equal(expected, get_gradients(model, lambda: model(inputs)))
+
+
+def test_a_hand_placed_region_takes_the_layer_of_the_module_around_it(caplog):
+    caplog.set_level("DEBUG", logger="fgoffload")
+
+    class Holds(nn.Module):
+        def __init__(self, *, layer: int | None) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            with fgoffload.region(hidden, "inner", layer=self.layer):
+                return hidden.sin()
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Holds(layer=None), Holds(layer=7))
+    with fgoffload.offload(model, {"[12]": "outer"}, ALL):
+        model(make_inputs()).sum().backward()
+    labels = {line.message.split()[1] for line in caplog.records if line.message.startswith("offload layers")}
+    assert labels == {"layers.1.inner", "layers.7.inner"}
+
+
+def run_in_forward(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with fgoffload.saved_tensors(ALL, device="cpu"):
+        function(make_inputs().requires_grad_() * 2)
+
+
+def test_an_end_that_is_told_too_late_is_refused():
+    def function(hidden: torch.Tensor) -> torch.Tensor:
+        with fgoffload.region(hidden, "sine") as region:
+            output = hidden.sin()
+        region.end(output)
+        return output
+
+    with pytest.raises(StateError, match="region 'sine' was left before its end was told"):
+        run_in_forward(function)
+
+
+def test_a_region_holds_nothing_of_the_graph_when_it_was_left():
+    hidden = make_inputs().requires_grad_() * 2
+    with fgoffload.saved_tensors(ALL, device="cpu"):
+        with fgoffload.region(hidden, "sine") as region:
+            region.end(hidden.sin())
+        assert region._tensor is region._output is region._saving is None
+
+
+@pytest.mark.parametrize(("tensor", "tag", "says"), [([1], "a", "was given a list"), (torch.ones(1), "a b", "not one word")])
+def test_what_a_region_cannot_be_made_of_is_refused_everywhere(tensor, tag, says):
+    with pytest.raises(ConfigError, match=says):
+        fgoffload.region(tensor, tag)

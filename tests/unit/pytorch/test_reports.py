@@ -1,0 +1,188 @@
+"""What is logged: one line at set-up, one at the end, and a warning for what has no effect."""
+
+import logging
+
+import pytest
+import torch
+from support.models import ALL, LAYERS, PATTERNS, WIDTH, make_inputs, make_net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fgoffload
+from fgoffload import TransferConfig
+
+NAMES = "fgoffload.integrations.pytorch"
+
+
+@pytest.fixture
+def logged(caplog):
+    """Return a function that gives what was logged at a level, and forgets it."""
+    caplog.set_level(logging.INFO, logger="fgoffload")
+
+    def take(level: int) -> list[str]:
+        found = [line.getMessage() for line in caplog.records if line.levelno == level and line.name.startswith(NAMES)]
+        caplog.clear()
+        return found
+
+    return take
+
+
+def train(net: nn.Module, steps: int = 1) -> None:
+    for _ in range(steps):
+        net(make_inputs()).backward()
+
+
+def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
+    handle = fgoffload.offload(make_net(), PATTERNS, ALL)
+    assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp"]
+    handle.remove_hooks()
+
+
+def test_one_line_at_the_end_says_what_the_run_saved(logged):
+    net = make_net()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    logged(logging.INFO)
+    for _ in range(3):
+        train(net, 2)
+        handle.stats()
+    handle.remove()
+    handle.close()
+    # 264 KiB a forward: three layers of two and nine tensors of 8 KiB. Those that were still to leave are not counted.
+    (line,) = logged(logging.INFO)
+    assert line.startswith(
+        "offload of Net ends after 6 forwards: of 264.00 KiB that the regions of one saved, 264.00 KiB (100.0%)"
+    )
+    assert line.endswith("at most 264.00 KiB of host memory in use")
+
+
+def test_what_was_called_back_or_stayed_was_not_gone(logged):
+    net = make_net()
+    config = TransferConfig(min_offloaded_bytes=0)  # a window of 1 GiB: nothing is gone when backward begins
+    with fgoffload.offload(net, PATTERNS, config):
+        train(net)
+    (_, line) = logged(logging.INFO)
+    assert "(100.0%)" in line  # on the CPU a copy is done when it is queued
+    with fgoffload.offload(net, PATTERNS, TransferConfig(min_offloaded_bytes=1 << 20)):
+        train(net)
+    assert "0 B (0.0%)" in logged(logging.INFO)[-1]
+
+
+def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
+    net = make_net()
+    with fgoffload.offload(
+        net, {"layers.*.mlp": "mlp", "layers.*.norm": "norm"}, TransferConfig(host_budget_bytes=1 << 20)
+    ) as handle:
+        train(net)
+        handle.stats()
+        train(net)
+        handle.stats()
+    warnings = logged(logging.WARNING)
+    assert len(warnings) == 2  # in the order of the modules
+    assert warnings[1].startswith("offload of Net: tag 'mlp' moved nothing: all stayed. 216.00 KiB: below the minimum size")
+    assert warnings[0].startswith("offload of Net: tag 'norm' moved nothing: all stayed.")
+
+
+def test_a_tag_whose_modules_never_run_is_warned_about(logged):
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.used(hidden).sin().sum()
+
+    model = Skips()
+    with fgoffload.offload(model, ["used", "unused"], ALL):
+        model(make_inputs() * 2).backward()
+    (warning,) = logged(logging.WARNING)
+    assert "tag 'unused' moved nothing: no region of it ran in a forward with gradients" in warning
+
+
+def test_a_tag_inside_of_a_checkpoint_is_warned_about(logged):
+    class Recomputes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, hidden, use_reentrant=False).sum()
+
+    model = Recomputes()
+    with fgoffload.offload(model, ["inner"], ALL):
+        model(make_inputs()).backward()
+    (warning,) = logged(logging.WARNING)
+    assert "tag 'inner' moved nothing: its regions ran 1 times below saved-tensor hooks of somebody else" in warning
+
+
+def test_a_tag_that_saves_nothing_or_only_parameters_is_warned_about(logged):
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adds, self.scales = nn.Identity(), nn.Identity()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.adds.forward = lambda hidden: hidden + 1
+            self.scales.forward = lambda hidden: hidden * self.weight
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden.requires_grad_()
+            self.weight.requires_grad = False
+            return self.scales(self.adds(hidden)).sum()
+
+    model = Adds()
+    with fgoffload.offload(model, ["adds", "scales"], ALL):
+        model(make_inputs()).backward()
+    warnings = logged(logging.WARNING)
+    assert "tag 'adds' moved nothing: autograd saved nothing inside" in warnings[0]
+    assert "tag 'scales' moved nothing: autograd saved parameters alone" in warnings[1]
+
+
+def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_about(logged):
+    net = make_net()
+    with fgoffload.offload(net, config=ALL) as handle:
+        train(net)
+        handle.stats()
+        train(net)
+    (warning,) = logged(logging.WARNING)
+    assert "names no module, and no `fgoffload.region` ran in its forward" in warning
+
+
+def test_a_hand_placed_tag_that_moves_nothing_is_warned_about(logged):
+    x = make_inputs().requires_grad_()
+    with fgoffload.saved_tensors(TransferConfig(), device="cpu") as block, fgoffload.region(x, "tiny"):
+        loss = (x * 2).sin().sum()
+    loss.backward()
+    block.close()
+    assert [line for line in logged(logging.WARNING) if "tag 'tiny' moved nothing: all stayed" in line]
+
+
+def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logged):
+    net = make_net()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    with torch.no_grad():
+        net(make_inputs())
+    handle.stats()
+    assert logged(logging.WARNING) == []
+    handle.close()
+    handle.close()
+    (warning,) = logged(logging.WARNING)
+    assert "offload of Net had no effect: no forward with gradients went through it" in warning
+
+
+def test_what_is_not_enabled_says_so_and_warns_of_nothing(logged):
+    net = make_net()
+    with fgoffload.offload(net, PATTERNS, TransferConfig(enabled=False)) as handle:
+        assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp (not enabled)"]
+        train(net)
+        handle.stats()
+    assert logged(logging.WARNING) == []
+
+
+def test_a_step_that_failed_is_not_taken_for_a_setting_without_effect(logged):
+    net = make_net()
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        with pytest.raises(RuntimeError):
+            net(torch.ones(2, 3))
+        handle.stats()
+        assert logged(logging.WARNING) == []
+        train(net)
+    assert logged(logging.WARNING) == []

@@ -1,0 +1,312 @@
+"""`fgoffload.saved_tensors`: whatever autograd saves in a block, with backward behind it or inside."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from support.models import ALL, ROW_BYTES, check_equal, copy_gradients, get_gradients, make_inputs, make_net
+from support.sites import has_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fgoffload
+from fgoffload import ConfigError, TransferConfig
+from fgoffload.engine import DelayedCpuDevice, KeptReason
+from fgoffload.integrations.pytorch.block import DEFAULT_GROUP_BYTES
+from fgoffload.units import MIB
+
+
+def make_block(device=None, **options):
+    options.setdefault("group_bytes", 3 * ROW_BYTES)
+    return fgoffload.saved_tensors(ALL, device=device or "cpu", **options)
+
+
+@pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
+@pytest.mark.parametrize("group_bytes", [1, 3 * ROW_BYTES, 1 << 30])
+def test_gradients_are_equal_to_the_bit_with_backward_behind_the_block(make_device, group_bytes):
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    block = make_block(make_device(), group_bytes=group_bytes)
+
+    def run() -> torch.Tensor:
+        with block:
+            return net(inputs)
+
+    for _ in range(2):
+        check_equal(expected, get_gradients(net, run))
+        assert not has_hooks()
+    assert block.stats().d2h_bytes > 0
+    block.close()
+
+
+@pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
+@pytest.mark.parametrize("group_bytes", [1, 3 * ROW_BYTES, 1 << 30])
+def test_gradients_are_equal_to_the_bit_with_backward_inside_of_the_block(make_device, group_bytes):
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    block = make_block(make_device(), group_bytes=group_bytes)
+    for _ in range(2):
+        net.zero_grad()
+        with block:
+            net(inputs).backward()
+        check_equal(expected, copy_gradients(net))
+    assert block.engine.arena.used_bytes == 0
+    block.close()
+
+
+def test_what_the_last_group_holds_does_not_leave_when_backward_is_in_the_block():
+    x = make_inputs().requires_grad_()
+    block = make_block(group_bytes=4 * ROW_BYTES)
+    with block:
+        (x * 2).sin().sum().backward()
+        assert block.engine.finish_step().d2h_bytes == 0
+    assert block.stats().d2h_bytes == 0  # nor behind backward, when nobody wants it any more
+    block.close()
+
+
+def test_groups_leave_when_they_have_grown_to_their_size():
+    x = make_inputs().requires_grad_()
+    block = make_block(group_bytes=2 * ROW_BYTES)
+    with block:
+        hidden = x * 2
+        for _ in range(5):
+            hidden = hidden.sin()  # each saves its input, a tensor of its own
+        before = block.engine.finish_step().d2h_bytes
+    assert before == 4 * ROW_BYTES
+    stats = block.stats()
+    assert (stats.d2h_bytes, stats.tags["saved"].groups) == (ROW_BYTES, 3)
+    hidden.sum().backward()
+    block.close()
+
+
+def test_groups_come_back_ahead_of_backward():
+    x = make_inputs().requires_grad_()
+    block = make_block(group_bytes=ROW_BYTES)
+    with block:
+        hidden = x * 2
+        for _ in range(6):
+            hidden = hidden.sin()
+    hidden.sum().backward()
+    stats = block.stats()
+    assert (stats.h2d_bytes, stats.prefetch_misses) == (6 * ROW_BYTES, 1)  # only the first one that backward wants is late
+    block.close()
+
+
+def test_a_tensor_that_is_saved_twice_counts_once():
+    x = make_inputs().requires_grad_()
+    block = make_block(group_bytes=2 * ROW_BYTES)
+    with block:
+        hidden = x * 2
+        output = hidden.sin() + hidden.cos()
+        assert block.engine.finish_step().d2h_bytes == 0  # one tensor, saved twice: the group has room for another
+    output.sum().backward()
+    block.close()
+
+
+def test_what_backward_saves_in_the_block_stays():
+    x = make_inputs().requires_grad_()
+
+    def run(block) -> torch.Tensor:
+        with block:
+            (first,) = torch.autograd.grad((x * 2).sin().exp().sum(), x, create_graph=True)
+            saved = block.engine.finish_step() if hasattr(block, "engine") else None
+            (second,) = torch.autograd.grad(first.square().sum(), x)
+        if saved is not None:
+            assert saved.tags["saved"].saved_tensors == 2  # the sine's input and the exponential's output
+        return second
+
+    block = make_block(group_bytes=1)
+    check_equal([run(torch.enable_grad())], [run(block)])
+    block.close()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("is_backward_inside", [True, False])
+def test_a_checkpoint_in_the_block_saves_its_input_and_recomputes_as_always(use_reentrant, is_backward_inside):
+    x = make_inputs().requires_grad_()
+
+    def run(block) -> torch.Tensor:
+        x.grad = None
+        with block:
+            loss = checkpoint(lambda h: h.sin().exp(), x * 2, use_reentrant=use_reentrant).sum()
+            if is_backward_inside:
+                loss.backward()
+        if not is_backward_inside:
+            loss.backward()
+        return x.grad.clone()
+
+    block = make_block(group_bytes=1)
+    check_equal([run(torch.enable_grad())], [run(block)])
+    assert block.stats().d2h_bytes == ROW_BYTES
+    block.close()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_block_inside_of_a_checkpoint_does_nothing(use_reentrant):
+    x = make_inputs().requires_grad_()
+    block = make_block()
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        with block:
+            return h.sin().exp()
+
+    checkpoint(function, x * 2, use_reentrant=use_reentrant).sum().backward()
+    assert block.engine is None
+    assert not has_hooks()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_block_without_grad_does_nothing(context):
+    block = make_block()
+    with context(), block:
+        make_net()(make_inputs())
+    assert block.engine is None
+
+
+def test_a_block_in_place_gives_its_host_memory_back_with_the_graph():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    with make_block() as block:
+        loss = net(inputs)
+    engine = block.engine
+    del block
+    net.zero_grad()
+    loss.backward()
+    check_equal(expected, copy_gradients(net))
+    assert engine.arena.used_bytes == 0
+
+
+def raise_in(block, kind: type[BaseException]) -> None:
+    with block:
+        make_net()(make_inputs())
+        raise kind
+
+
+def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    block = make_block()
+    for kind in (ValueError, KeyboardInterrupt):
+        with pytest.raises(kind):
+            raise_in(block, kind)
+        assert not has_hooks()
+
+    def run() -> torch.Tensor:
+        with block:
+            return net(inputs)
+
+    check_equal(expected, get_gradients(net, run))
+    gc.collect()
+    assert block.engine.arena.used_bytes == 0
+    block.close()
+
+
+def test_a_block_may_be_entered_inside_of_itself():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs) + net.layers[0](inputs).sum())
+    block = make_block()
+
+    def run() -> torch.Tensor:
+        with block:
+            first = net(inputs)
+            with block:
+                return first + net.layers[0](inputs).sum()
+
+    check_equal(expected, get_gradients(net, run))
+    assert not has_hooks()
+    block.close()
+
+
+def test_two_threads_may_be_in_one_block():
+    net = make_net()
+    batches = [make_inputs(seed) for seed in range(6)]
+    weights = list(net.parameters())
+    expected = [torch.autograd.grad(net(batch), weights) for batch in batches]
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+    block = make_block(DelayedCpuDevice())
+    barrier = threading.Barrier(2, timeout=30)
+
+    def train(part: int) -> None:
+        for index in range(part, 6, 2):
+            barrier.wait()
+            with block:
+                loss = net(batches[index])
+            found[index] = torch.autograd.grad(loss, weights)
+
+    threads = [threading.Thread(target=train, args=(part,)) for part in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for index, gradients in enumerate(expected):
+        check_equal(gradients, found[index])
+    block.close()
+
+
+def test_a_model_with_regions_inside_of_a_block_gives_the_same_bits():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    block = make_block()
+
+    def run() -> torch.Tensor:
+        with block:
+            return net(inputs)
+
+    with fgoffload.offload(net, ["layers.*.mlp"], ALL) as handle:
+        check_equal(expected, get_gradients(net, run))
+        assert handle.stats().d2h_bytes > 0
+    block.close()
+
+
+def test_what_lies_on_another_device_stays_and_is_said(caplog):
+    block = fgoffload.saved_tensors(ALL, device=OtherDevice())
+    with block:
+        loss = make_net()(make_inputs())
+    kept = block.stats().tags["saved"].kept_bytes
+    assert set(kept) == {KeptReason.OTHER_DEVICE.value}
+    assert "tag 'saved' moved nothing: all stayed" in caplog.text
+    assert "not in the memory of the engine's device" in caplog.text
+    loss.backward()
+    block.close()
+
+
+class OtherDevice(DelayedCpuDevice):
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+def test_without_a_device_it_is_the_accelerator_or_else_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    block = fgoffload.saved_tensors(ALL)
+    assert block.get_engine().device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, DEFAULT_GROUP_BYTES),
+        ({"prefetch_bytes": 4 * MIB}, 1 * MIB),
+        ({"prefetch_bytes": 0}, DEFAULT_GROUP_BYTES),
+    ],
+)
+def test_the_default_size_of_a_group_fits_into_what_comes_back_ahead(options, expected):
+    assert fgoffload.saved_tensors(TransferConfig(**options)).group_bytes == expected
+    assert fgoffload.saved_tensors(TransferConfig(**options), group_bytes=7).group_bytes == 7
+
+
+@pytest.mark.parametrize("group_bytes", [0, -1])
+def test_a_group_size_that_is_not_above_0_is_refused(group_bytes):
+    with pytest.raises(ConfigError, match=rf"group_bytes {group_bytes} is not above 0"):
+        fgoffload.saved_tensors(group_bytes=group_bytes)
+
+
+def test_a_bad_tag_is_refused():
+    with pytest.raises(ConfigError, match="tag 'my tag' is not one word"):
+        fgoffload.saved_tensors(tag="my tag")
+
+
+def test_what_is_not_enabled_does_nothing():
+    with fgoffload.saved_tensors(TransferConfig(enabled=False)) as block:
+        make_net()(make_inputs()).backward()
+        assert not has_hooks()
+    assert block.engine is None
