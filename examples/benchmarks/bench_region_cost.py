@@ -44,6 +44,7 @@ class PlainChain:
         self.regions = regions
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Return the end of the chain that begins at `h`."""
         for _ in range(self.regions):
             h = h.sin()
         return h
@@ -65,6 +66,7 @@ class OurChain(PlainChain):
         self.sites = [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(regions)]
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Return the end of the chain that begins at `h`."""
         lane = Lane(chunk=0, microbatch=0)
         for site in self.sites:
             region = self.engine.find_region(site, lane)
@@ -77,6 +79,7 @@ class OurChain(PlainChain):
         return h
 
     def finish(self) -> None:
+        """Check that everything left."""
         moved = self.engine.finish_step()
         if moved.d2h_bytes != self.regions * SAVED_BYTES:
             raise RuntimeError(f"{moved.d2h_bytes} bytes left, and {self.regions * SAVED_BYTES} were saved")
@@ -97,18 +100,21 @@ class MegatronChain(PlainChain):
         self.interface.reset_instance()
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Return the end of the chain that begins at `h`."""
         self.interface.init_chunk_handler(1, None, 0)
         for _ in range(self.regions):
-            with self.interface(True, h, "core_attn") as h:
+            with self.interface(True, h, "core_attn") as h:  # noqa: FBT003 - Megatron's signature
                 out = h.sin()
             h = self.interface.group_commit(out, name="core_attn", forced_released_tensors=[])
         return h
 
     def finish(self) -> None:
+        """End the step."""
         self.interface.reset()
 
 
 def synchronize(device: str) -> None:
+    """Wait for all work of the device."""
     if device != "cpu":
         torch.accelerator.synchronize()
 
@@ -131,6 +137,7 @@ def run_once(chain: PlainChain, x: torch.Tensor, profile: cProfile.Profile | Non
 
 
 def main() -> None:
+    """Run the systems in turn and print what each adds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--regions", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=40)
@@ -157,6 +164,7 @@ def main() -> None:
 
 
 def report(seconds: dict[str, list[float]], regions: int, device: str) -> None:
+    """Print a row for each system."""
     plain = seconds["no regions"]
     table = Table(title=f"host time of a region, {SAVED_BYTES >> 20} MiB saved, {regions} regions, {device}")
     for column in ("system", "p20 us", "p50 us", "p80 us"):
@@ -170,11 +178,13 @@ def report(seconds: dict[str, list[float]], regions: int, device: str) -> None:
 
 
 def quantiles(values: list[float]) -> tuple[float, float, float]:
+    """Return p20, p50 and p80."""
     tenths = statistics.quantiles(values, n=10)
     return tenths[1], statistics.median(values), tenths[7]
 
 
 def report_profile(chain: PlainChain, x: torch.Tensor) -> None:
+    """Print the functions that take longest."""
     # Backward of a CUDA graph runs on autograd's own thread: profile that one too.
     profile = cProfile.Profile()
     for _ in range(20):
