@@ -1,61 +1,71 @@
-"""The engine by itself: regions placed by hand in a small network of plain PyTorch.
+"""Any PyTorch model: name its modules, and what they save for backward leaves the device until it is needed.
 
     python examples/01_plain_pytorch.py
 
-What you should see: three lines. The gradients are equal to the bit; eight storages of 1 MiB left and came back or were called
-back; no host memory is in use at the end.
+What you should see: what an estimate says before anything moves, gradients that are equal to the bit, and how much left by
+tag.
 """
 
 import torch
+from torch import nn
 
-from fgoffload import Site, TransferPolicy
-from fgoffload.engine import Lane, OffloadEngine, find_device
-from fgoffload.units import MIB, format_bytes
+import fgoffload
+from fgoffload.units import format_bytes
 
-LAYERS, SIZE = 4, 512  # a matrix of 512 x 512 in fp32 is 1 MiB
+WIDTH, HEADS, LAYERS, BATCH, LENGTH = 256, 4, 4, 2, 512  # hidden states of 1 MiB in fp32
 
 
-def run_forward(weights: list[torch.nn.Parameter], inputs: torch.Tensor, engine: OffloadEngine | None) -> torch.Tensor:
-    """Return the sum of the last layer's outputs; with an engine each layer is a site of the tag `layer`."""
-    lane = Lane(chunk=0, microbatch=0)
-    hidden = inputs
-    for number, weight in enumerate(weights):
-        region = None if engine is None else engine.find_region(Site(chunk=0, layer=number, tag="layer"), lane)
-        if region is None:
-            hidden = torch.nn.functional.silu(hidden @ weight)
-            continue
-        region.enter(hidden)
-        with region.saving():
-            output = torch.nn.functional.silu(hidden @ weight)
-        region.end(output)
-        hidden = output
-    return hidden.sum()
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[b, s, h]` for `[b, s, h]`."""
+        q, k, v = self.qkv(hidden).view(BATCH, LENGTH, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
+
+
+class Layer(nn.Module):
+    """A transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[b, s, h]` for `[b, s, h]`."""
+        hidden = hidden + self.attn(self.norm1(hidden))
+        return hidden + self.mlp(self.norm2(hidden))
+
+
+def get_gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of one forward and backward."""
+    model.zero_grad()
+    model(batch).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def main() -> None:
-    """Compare the gradients without and with the engine."""
+    """Estimate, compare, and read the numbers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(SIZE, SIZE, device=device) / SIZE**0.5) for _ in range(LAYERS)]
-    inputs = torch.randn(SIZE, SIZE, device=device) * 2
+    model = nn.Sequential(*(Layer() for _ in range(LAYERS))).to(device)
+    batch = torch.randn(BATCH, LENGTH, WIDTH, device=device)
+    tags = {"*.attn": "attn", "*.mlp": "mlp"}
 
-    run_forward(weights, inputs, None).backward()
-    expected = [weight.grad for weight in weights]
-    for weight in weights:
-        weight.grad = None
-
-    engine = OffloadEngine(device=find_device(device), policy=TransferPolicy(prefetch_bytes=4 * MIB))
-    run_forward(weights, inputs, engine).backward()
-    are_equal = all(torch.equal(weight.grad, other) for weight, other in zip(weights, expected, strict=True))
-
-    moved = engine.finish_step().tags["layer"]
-    print(f"gradients equal to the bit: {are_equal}")
-    print(
-        f"to the host {format_bytes(moved.d2h_bytes)}, back {format_bytes(moved.h2d_bytes)}, "
-        f"called back before they had left {format_bytes(moved.recalled_bytes)}"
-    )
-    print(f"host memory in use: {format_bytes(engine.arena.used_bytes)}")
-    engine.close()
+    print(f"estimate: {fgoffload.estimate_savings(lambda: model(batch), model, tags)}".splitlines()[0])
+    expected = get_gradients(model, batch)
+    with fgoffload.offload(model, tags) as handle:
+        found = get_gradients(model, batch)
+        stats = handle.stats()
+    print(f"gradients equal to the bit: {all(map(torch.equal, expected, found))}")
+    for tag, moved in stats.tags.items():
+        print(f"{tag}: {format_bytes(moved.d2h_bytes)} to the host, {moved.groups} groups")
 
 
 if __name__ == "__main__":

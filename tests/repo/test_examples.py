@@ -11,14 +11,30 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXPECTED_LINES = {
     "01_plain_pytorch.py": [
+        r"estimate: 64\.\d+ MiB saved, 56\.\d+ MiB would leave \(87\.\d%\), 56\.\d+ MiB of host memory needed",
         r"gradients equal to the bit: True",
-        r"to the host 8\.00 MiB, back .+, called back before they had left .+",
-        r"host memory in use: 0 B",
+        r"attn: 20\.\d+ MiB to the host, 4 groups",
+        r"mlp: 36\.\d+ MiB to the host, 4 groups",
     ],
     "02_megatron_in_code.py": [
         *(rf"step {step}: loss \d\.\d+" for step in (1, 2, 3)),
         *(rf"{tag}: .+ to the host, .+ back" for tag in ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")),
         *(rf"{tag}: .+ to the host, .+ back" for tag in ("expert_fc1", "moe_act")),
+    ],
+    "03_block_of_code.py": [
+        *[r"loss (\d\.\d{6}), offloaded \1, equal: True"] * 3,
+        r"72\.00 MiB to the host in \d+ groups",
+        r"host memory in use: 0 B",
+    ],
+    "04_by_hand.py": [
+        r"the region moved 4\.00 MiB of 2 saved tensors",
+        r"on the host: True",
+        r"back and equal to the bit: True",
+    ],
+    "05_engine_alone.py": [
+        r"gradients equal to the bit: True",
+        r"to the host 8\.00 MiB, back .+, called back before they had left .+",
+        r"host memory in use: 0 B",
     ],
 }
 

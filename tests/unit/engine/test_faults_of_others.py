@@ -299,7 +299,11 @@ def test_fault_19_a_held_group_puts_nothing_on_the_copy_stream_before_the_flush(
     engine.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"min_offloaded_numel": 1 << 20}, {"host_budget_bytes": 512}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"min_offloaded_numel": 1 << 20}, {"host_budget_bytes": 512}, {"keep": torch.is_tensor}],
+    ids=["leaves", "too small", "no host memory", "kept"],
+)
 def test_fault_20_a_saved_output_closes_no_cycle_through_its_graph(options):
     engine = make_engine(**options)
     x = leaf(64, 64)

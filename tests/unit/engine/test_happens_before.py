@@ -1,7 +1,7 @@
 """Whatever touches the same bytes is ordered by streams and events, and no wait of the engine could be left out.
 
 The recording device knows each read and write of each kernel, copy, allocation and free. See `support/recording.py` for what
-counts as ordered, and `support/schedules.py` for what runs.
+counts as ordered, and `support/schedules.py` and `support/stream_schedules.py` for what runs.
 """
 
 import ast
@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from support import schedules, stream_schedules
+from support.random_streams import make_sees_done, run_setup, setups
 from support.recording import leaves_out_hazard, leaves_out_site
-from support.schedules import SCHEDULES
 from support.streams import record
 
 import fgoffload.engine
 from fgoffload.engine import Hazard
 
-EACH_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.__name__)
+SCHEDULES = schedules.ON_ONE_STREAM + stream_schedules.ON_SEVERAL_STREAMS
+FAULTS = schedules.FAULTS + stream_schedules.FAULTS
+NOT_YET = pytest.mark.xfail(reason="the engine does not do this right yet", strict=True)
+EACH_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES + FAULTS, ids=lambda schedule: schedule.__name__)
 
 
 def sees_nothing():
@@ -35,21 +40,31 @@ def sees_every_third():
 
 
 def sees_some():
-    return lambda generator=random.Random(0): generator.random() < 0.4  # noqa: B008 - one generator a device
+    generator = random.Random(0)
+    return lambda: generator.random() < 0.4
+
+
+def check_order_and_bits(schedule, sees_done):
+    alone, expected = record(schedule, has_engine=False)
+    assert list(map(str, alone.unordered)) == []  # or the program itself is wrong
+    device, program = record(schedule, sees_done=sees_done)
+    assert list(map(str, device.unordered)) == []
+    assert len(program.results) == len(expected.results)
+    assert all(map(torch.equal, program.results, expected.results))
 
 
 def each_schedule_and_what_the_host_sees():
     for schedule, sees_done in itertools.product(SCHEDULES, (sees_nothing, sees_everything, sees_every_third, sees_some)):
-        yield pytest.param(schedule, sees_done, id=f"{schedule.__name__}-{sees_done.__name__}")
+        marks = ()
+        if (schedule, sees_done) == (stream_schedules.a_storage_that_two_streams_save, sees_everything):
+            # It has left at once, and is saved again after: `a_storage_saved_again_on_another_stream_after_it_left`.
+            marks = NOT_YET
+        yield pytest.param(schedule, sees_done, id=f"{schedule.__name__}-{sees_done.__name__}", marks=marks)
 
 
 @pytest.mark.parametrize(("schedule", "sees_done"), list(each_schedule_and_what_the_host_sees()))
 def test_all_accesses_to_the_same_bytes_are_ordered_and_the_bits_are_those_without_the_engine(schedule, sees_done):
-    device, program = record(schedule, sees_done=sees_done())
-    assert list(map(str, device.unordered)) == []
-    _, expected = record(schedule, has_engine=False)
-    assert len(program.results) == len(expected.results)
-    assert all(map(torch.equal, program.results, expected.results))
+    check_order_and_bits(schedule, sees_done())
 
 
 @EACH_SCHEDULE
@@ -57,6 +72,12 @@ def test_the_program_is_right_by_itself(schedule):
     device, _ = record(schedule, has_engine=False)
     assert list(map(str, device.unordered)) == []
     assert device.copies == []
+
+
+@NOT_YET
+@pytest.mark.parametrize("schedule", FAULTS, ids=lambda schedule: schedule.__name__)
+def test_what_the_engine_does_not_do_right_yet(schedule):
+    check_order_and_bits(schedule, sees_nothing())
 
 
 @pytest.mark.parametrize("hazard", Hazard, ids=lambda hazard: hazard.name)
@@ -86,3 +107,9 @@ def test_every_wait_in_the_source_of_the_engine_is_reached():
                 if len(node.args) == 3 and not is_reached:
                     missed.append(f"{path.name}:{node.lineno}")
     assert missed == []
+
+
+@given(setup=setups())
+@settings(max_examples=100, deadline=None)
+def test_random_programs_on_several_streams_are_ordered_and_give_the_same_bits(setup):
+    check_order_and_bits(lambda program: run_setup(program, setup), make_sees_done(setup))

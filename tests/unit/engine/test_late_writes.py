@@ -32,11 +32,13 @@ def save(engine: OffloadEngine, h: torch.Tensor, *, is_held: bool, microbatch: i
     return sites(torch.cos, h, tag="attn_norm", is_held=is_held)
 
 
-@pytest.mark.parametrize("moment", ["before it leaves", "while its copy is queued", "before a kept tensor is taken"])
+@pytest.mark.parametrize(
+    "moment", ["before it leaves", "while its copy is queued", "while it is too small", "while it is kept"]
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_after_the_save_is_refused_with_tag_layer_and_microbatch(write, moment):
-    is_kept = moment == "before a kept tensor is taken"
-    engine = make_engine(DelayedCpuDevice(), policy=PATIENT, min_offloaded_numel=1 << 20 if is_kept else 0)
+    stays = {"while it is too small": {"min_offloaded_numel": 1 << 20}, "while it is kept": {"keep": torch.is_tensor}}
+    engine = make_engine(DelayedCpuDevice(), policy=PATIENT, **stays.get(moment, {}))
     h = leaf(64, 64) * 2
     output = save(engine, h, is_held=moment == "before it leaves").sum()
     with torch.no_grad():

@@ -1,4 +1,7 @@
-"""What must be ordered before what, hazard by hazard: the notes (a) to (g) at the top of `transfers.py`."""
+"""What must be ordered before what, a few lines for each hazard of `hazards.py`.
+
+That nothing else is needed, and that all this is enough, is in `test_happens_before.py`.
+"""
 
 import pytest
 import torch
@@ -39,7 +42,7 @@ def test_a_copy_to_the_host_comes_after_the_kernels_that_wrote_its_source(device
     assert producer.is_before(device.copies[0])
 
 
-def test_a_the_streams_that_saved_count_and_not_only_the_one_that_ends(device):
+def test_a_copy_to_the_host_waits_for_the_streams_that_saved_and_not_only_for_the_one_that_flushes(device):
     engine = make_engine(device)
     sites = Sites(engine)
     h = leaf() * 2
@@ -51,7 +54,7 @@ def test_a_the_streams_that_saved_count_and_not_only_the_one_that_ends(device):
     assert producer.is_before(device.copies[0])
 
 
-def test_a_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
+def test_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
     engine = make_engine(device)
     sites = Sites(engine)
     h = leaf() * 2
@@ -64,7 +67,7 @@ def test_a_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
     assert device.allocations[0].is_before(device.copies[0])
 
 
-def test_b_a_copy_to_the_host_comes_after_the_copy_that_reads_its_block(device):
+def test_a_copy_to_the_host_comes_after_the_copy_that_reads_its_block(device):
     engine = make_engine(device, host_budget_bytes=NUMEL * 4, policy=patient(0))
     sites = Sites(engine)
     output = sites(sine, leaf() * 2)
@@ -76,28 +79,39 @@ def test_b_a_copy_to_the_host_comes_after_the_copy_that_reads_its_block(device):
     del again
 
 
-def test_c_compute_goes_on_in_freed_memory_only_after_the_copy(device):
+def test_a_source_is_freed_after_its_copy_to_the_host(device):
     engine = make_engine(device, policy=patient(0))
     output = Sites(engine)(sine, leaf() * 2)
     assert device.copies[0].is_before(device.queue())
     del output
 
 
-def test_c_a_reader_on_another_stream_is_waited_for_before_the_memory_goes(device):
-    engine = make_engine(device, policy=patient())
-    sites = Sites(engine)
+def test_a_source_is_freed_after_a_kernel_of_another_stream_that_saved_it(device):
+    sites = Sites(make_engine(device, policy=patient(NUMEL * 4)))
     h = leaf() * 2
     first = sites(sine, h)
     with device.on("side"):
         second = sites(lambda h: h.cos(), h)  # the same storage, whose copy is under way
         reader = device.queue()
-    engine._transfers.release_oldest()
+    third = sites(sine, first)  # past the window
     assert reader.is_before(device.queue())
     assert device.copies[0].is_before(device.queue("side"))
+    del second, third
+
+
+def test_past_the_window_the_stream_that_goes_on_waits_although_the_copies_are_of_another_stream(device):
+    engine = make_engine(device, policy=patient(NUMEL * 4))
+    with device.on("side"):
+        first = Sites(engine)(sine, leaf() * 2)
+    second = Sites(engine)(sine, leaf() * 2)
+    first_copy, second_copy = device.find_copies(device.d2h_stream)
+    goes_on = device.queue()
+    assert first_copy.is_before(goes_on)
+    assert not second_copy.is_before(goes_on)
     del first, second
 
 
-def test_c_a_watched_reader_on_another_stream_is_waited_for_too(device):
+def test_a_source_is_freed_after_a_watched_kernel_of_another_stream(device):
     engine = make_engine(device, policy=patient(0))
     sites = Sites(engine)
     h = leaf() * 2
@@ -110,7 +124,7 @@ def test_c_a_watched_reader_on_another_stream_is_waited_for_too(device):
     del watched, output
 
 
-def test_d_a_copy_to_the_device_comes_after_earlier_users_of_the_memory(device):
+def test_a_copy_to_the_device_comes_after_earlier_users_of_its_buffer(device):
     engine = make_engine(device, policy=patient(0))
     output = Sites(engine)(sine, leaf() * 2)
     earlier = device.queue()
@@ -119,13 +133,13 @@ def test_d_a_copy_to_the_device_comes_after_earlier_users_of_the_memory(device):
 
 
 @pytest.mark.parametrize("function", [sine, sine_of_columns])
-def test_e_a_copy_to_the_device_comes_after_the_copy_that_wrote_its_block(function, device):
+def test_a_copy_to_the_device_comes_after_the_copy_that_wrote_its_block(function, device):
     engine = make_engine(device, policy=patient(0 if function is sine else 1 << 30))
     Sites(engine)(function, leaf() * 2).sum().backward()
     assert device.find_copies(device.d2h_stream)[0].is_before(device.find_copies(device.h2d_stream)[0])
 
 
-def test_f_who_takes_comes_after_the_copy(device):
+def test_who_takes_a_buffer_comes_after_the_copy_that_fills_it(device):
     engine = make_engine(device, policy=patient(0))
     output = Sites(engine)(sine, leaf() * 2)
     with device.on("side"):
@@ -135,7 +149,7 @@ def test_f_who_takes_comes_after_the_copy(device):
     del saved
 
 
-def test_f_a_second_stream_comes_after_gathered_bytes_were_put_in_place(device):
+def test_a_second_stream_comes_after_gathered_bytes_were_put_in_place(device):
     engine = make_engine(device, policy=patient(0))
     output = Sites(engine)(lambda h: (h[:, ::16].sin(), h[:, ::16].cos()), leaf() * 2, output=lambda pair: pair[0])
     output[0].grad_fn._saved_self  # noqa: B018 - takes
@@ -146,7 +160,7 @@ def test_f_a_second_stream_comes_after_gathered_bytes_were_put_in_place(device):
     assert placed.is_before(reader)
 
 
-def test_g_a_buffer_that_nobody_took_is_dropped_after_its_copy(device):
+def test_a_buffer_that_nobody_took_is_dropped_after_its_copy(device):
     engine = make_engine(device, policy=TransferPolicy(window_bytes=0, prefetch_bytes=1 << 30))
     sites = Sites(engine)
     output = sites(sine, sites(sine, leaf() * 2))
@@ -158,7 +172,7 @@ def test_g_a_buffer_that_nobody_took_is_dropped_after_its_copy(device):
     assert all(copy.is_before(device.queue()) for copy in copies)
 
 
-def test_g_a_buffer_that_another_stream_took_is_dropped_after_that_stream(device):
+def test_a_buffer_that_another_stream_took_is_dropped_after_that_stream(device):
     engine = make_engine(device, policy=patient(0))
     sites = Sites(engine)
     output = sites(sine, leaf() * 2)
@@ -171,7 +185,7 @@ def test_g_a_buffer_that_another_stream_took_is_dropped_after_that_stream(device
     assert reader.is_before(device.queue())
 
 
-def test_g_gathered_bytes_in_place_are_dropped_after_the_other_streams_that_read_them(device):
+def test_gathered_bytes_in_place_are_dropped_after_the_other_streams_that_read_them(device):
     engine = make_engine(device, policy=patient(0))
     sites = Sites(engine)
     output = sites(lambda h: (h[:, ::16].sin(), h[:, ::16].cos()), leaf() * 2, output=lambda pair: pair[0])
@@ -186,7 +200,7 @@ def test_g_gathered_bytes_in_place_are_dropped_after_the_other_streams_that_read
     assert reader.is_before(device.queue())
 
 
-def test_g_packed_bytes_are_dropped_after_another_stream_has_put_them_in_place(device):
+def test_packed_bytes_are_dropped_after_another_stream_has_put_them_in_place(device):
     engine = make_engine(device, policy=patient(0))
     sites = Sites(engine)
     output = sites(sine_of_columns, leaf() * 2)
