@@ -190,6 +190,16 @@ def views_gathered_for_a_group_that_was_refused(program: Program) -> None:
     program.results.append(weight.grad)
 
 
+def an_engine_dropped_without_closing(program: Program) -> None:
+    engine, weight = program.make_engine(prefetch=FAR), program.leaf()
+    sites = Sites(engine)
+    output = run_layers(program, sites, weight)
+    if engine:
+        engine.approach_backward(sites.lane, sites.lane.groups[-1])
+    del output, engine, sites
+    program.forget_engines()
+
+
 ON_ONE_STREAM = (
     a_step_with_nothing_ahead,
     a_step_with_a_little_ahead,
@@ -208,5 +218,5 @@ ON_ONE_STREAM = (
     closing_while_a_graph_wants_its_bytes_back,
 )
 
-FAULTS = (views_gathered_for_a_group_that_was_refused,)
+FAULTS = (views_gathered_for_a_group_that_was_refused, an_engine_dropped_without_closing)
 """Those in which the engine does not order all accesses, or does not give back all bytes, yet."""
