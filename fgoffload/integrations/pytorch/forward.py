@@ -51,7 +51,7 @@ class UncompiledSaveHook(SaveHook):
         return super().take_back(handle)
 
 
-class SizedSaveHook(UncompiledSaveHook):
+class SizedSaveHook(SaveHook):
     """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
 
     What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once.
@@ -82,7 +82,7 @@ class SizedSaveHook(UncompiledSaveHook):
         if self.group is None:
             self.group = self.lane.add(Site(chunk=0, layer=self.groups, tag=self._tag))
             self.groups += 1
-        handle: Handle | KeptHandle = super().__call__(tensor)
+        handle = super().__call__(tensor)
         if isinstance(handle, Handle):
             self._count(tensor)
         return handle
@@ -94,8 +94,7 @@ class SizedSaveHook(UncompiledSaveHook):
             # A backward inside of the block wants this group now: it stays, and the next save begins another one.
             self.group.submit()
             self._forget_group()
-        tensor: torch.Tensor = super().take_back(handle)
-        return tensor
+        return super().take_back(handle)
 
     def close_group(self) -> None:
         """Let the group leave that is being filled, if there is one."""
