@@ -46,6 +46,5 @@ def test_without_its_wait_the_bits_differ(hazard):
     assert not is_right(hazard, left_out=hazard)
 
 
-@pytest.mark.xfail(strict=True, reason="a save of a storage that has left orders nothing before the storage's memory goes")
 def test_a_storage_that_has_left_and_is_saved_again_on_another_stream_is_read_before_its_memory_goes():
     assert is_right(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)

@@ -190,6 +190,16 @@ def views_gathered_for_a_group_that_was_refused(program: Program) -> None:
     program.results.append(weight.grad)
 
 
+def an_engine_dropped_without_closing(program: Program) -> None:
+    engine, weight = program.make_engine(prefetch=FAR), program.leaf()
+    sites = Sites(engine)
+    output = run_layers(program, sites, weight)
+    if engine:
+        engine.approach_backward(sites.lane, sites.lane.groups[-1])
+    del output, engine, sites
+    program.forget_engines()
+
+
 ON_ONE_STREAM = (
     a_step_with_nothing_ahead,
     a_step_with_a_little_ahead,
@@ -206,7 +216,6 @@ ON_ONE_STREAM = (
     a_block_that_comes_back_unwritten_while_it_is_read,
     a_branch_of_a_kept_graph_that_backward_leaves_out,
     closing_while_a_graph_wants_its_bytes_back,
+    views_gathered_for_a_group_that_was_refused,
+    an_engine_dropped_without_closing,
 )
-
-FAULTS = (views_gathered_for_a_group_that_was_refused,)
-"""Those in which the engine does not order all accesses, or does not give back all bytes, yet."""

@@ -140,6 +140,19 @@ def a_storage_that_another_stream_looks_at_while_it_leaves(program: Program) -> 
     program.results.append(weight.grad)
 
 
+def closing_after_another_stream_looked_at_what_leaves(program: Program) -> None:
+    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
+    first = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
+    device.join("side", "compute")
+    with device.on("side"):
+        read(first.grad_fn._saved_self)
+    if engine:
+        engine.close()  # lets go of the source, which is the compute stream's
+    device.join("compute", "side")
+    program.backward(first)
+    program.results.append(weight.grad)
+
+
 def closing_while_copies_past_the_window_are_under_way(program: Program) -> None:
     engine, weight = program.make_engine(window=0), program.leaf()
     output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
@@ -232,6 +245,32 @@ def branches_on_three_streams(program: Program) -> None:
     program.results.append(weight.grad)
 
 
+class _ReturnSaved(torch.autograd.Function):
+    """Its gradient is the tensor that it saved, as where a loss computes its gradient in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        return h * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ctx.saved_tensors[0]
+
+
+def a_gradient_that_is_what_was_saved_on_another_stream(program: Program) -> None:
+    engine, weight, device = program.make_engine(prefetch=FAR), program.leaf(), program.device
+    sites = Sites(engine)
+    device.join("side", "compute")
+    with device.on("side"):
+        h = sites(program.wrap(_ReturnSaved.apply), program.run(lambda w: w * 2, weight))
+    device.join("compute", "side")
+    device.record_stream(h, "compute")
+    h = sites(program.wrap(sine), program.run(lambda h: h * 3, h))  # its marks prefetch on the compute stream
+    program.backward(h)
+    program.results.append(weight.grad)
+
+
 ON_SEVERAL_STREAMS = (
     a_region_on_another_stream,
     a_storage_that_two_streams_save,
@@ -243,12 +282,10 @@ ON_SEVERAL_STREAMS = (
     gathered_views_that_two_streams_take,
     gathered_views_that_another_stream_puts_in_place,
     branches_on_three_streams,
-)
-
-FAULTS = (
     gathering_a_source_of_another_stream,
     a_storage_saved_again_on_another_stream_after_it_left,
     a_storage_that_another_stream_looks_at_while_it_leaves,
     closing_while_copies_past_the_window_are_under_way,
+    a_gradient_that_is_what_was_saved_on_another_stream,
+    closing_after_another_stream_looked_at_what_leaves,
 )
-"""Those in which the engine does not order all accesses, or does not give back all bytes, yet."""

@@ -5,6 +5,7 @@ It may run without the engine too; it is right by itself, so whatever its record
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,11 @@ class Program:
     def close(self) -> None:
         for engine in self._engines:
             engine.close()
+
+    def forget_engines(self) -> None:
+        """Drop the engines without closing them. They refer to themselves, so that the collector has to run."""
+        self._engines.clear()
+        gc.collect()
 
     def _follow(self, tensor: torch.Tensor) -> None:
         """Let backward go on where `tensor` was made when it has its gradient: that is where the engine's marks run."""

@@ -32,7 +32,7 @@ def is_shadowed() -> bool:
     return torch.is_grad_enabled() and not is_in_backward() and is_inert()
 
 
-class UncompiledSaving(Saving):
+class UncompiledSaveHook(SaveHook):
     """A pack hook that `torch.compile` does not look into.
 
     It would trace the engine wherever autograd saves between two graphs.
@@ -51,7 +51,7 @@ class UncompiledSaving(Saving):
         return super().take_back(handle)
 
 
-class SizedSaving(UncompiledSaving):
+class SizedSaving(Saving):
     """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
 
     What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once.
@@ -82,7 +82,7 @@ class SizedSaving(UncompiledSaving):
         if self.group is None:
             self.group = self._engine.open_group(Site(chunk=0, layer=self.groups, tag=self._tag), self.lane)
             self.groups += 1
-        handle: Handle | KeptHandle = super().__call__(tensor)
+        handle = super().__call__(tensor)
         if isinstance(handle, Handle):
             self._count(tensor)
         return handle
@@ -94,8 +94,7 @@ class SizedSaving(UncompiledSaving):
             # A backward inside of the block wants this group now: it stays, and the next save begins another one.
             self.group.submit()
             self._forget_group()
-        tensor: torch.Tensor = super().take_back(handle)
-        return tensor
+        return super().take_back(handle)
 
     def close_group(self) -> None:
         """Let the group leave that is being filled, if there is one."""
@@ -138,7 +137,7 @@ class Forward:
         self._engine = engine
         self._lane = lane
         self._hook = hook
-        self._saving = hook or UncompiledSaving(engine, lane, None)
+        self._saving = Saving(hook or UncompiledSaveHook(engine, lane, None))
 
     def begin(self) -> None:
         """Take notice of what autograd saves from here on."""
@@ -164,7 +163,7 @@ class Forward:
             return None
         if given is not None:
             region.enter(given)
-        return SavingRegion(region, UncompiledSaving(self._engine, self._lane, region.group))
+        return SavingRegion(region, Saving(UncompiledSaveHook(self._engine, self._lane, region.group)))
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""

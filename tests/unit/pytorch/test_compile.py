@@ -163,3 +163,11 @@ def test_nothing_of_the_engine_is_compiled():
     assert 0 < frames["total"] == total
     traced = [code.co_filename for code in map(lambda ref: ref(), list(torch._dynamo.convert_frame.output_codes.seen)) if code]
     assert not [name for name in traced if "/fgoffload/engine/" in name]
+
+
+def test_a_full_graph_is_refused_by_torch_and_no_hooks_are_left():
+    net = make_net()
+    with fgoffload.offload(net, PATTERNS, ALL):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+            torch.compile(net, backend="eager", fullgraph=True)(make_inputs())
+        assert not has_hooks()

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import pickle
 import threading
 
 import pytest
@@ -447,3 +449,26 @@ def test_a_device_that_torch_does_not_know_is_refused():
 def test_a_setting_that_cannot_be_is_refused_by_its_own_name(field, value, says):
     with pytest.raises(ConfigError, match=says):
         TransferConfig(**{field: value})
+
+
+def test_nothing_of_a_step_waits_for_the_cyclic_collector():
+    net, inputs = make_net(), make_inputs()
+    with fgoffload.offload(net, {**PATTERNS, "layers.*": "layer"}, ALL) as handle:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                net(inputs).backward()
+            kinds = {type(found).__name__ for found in gc.get_objects() if str(type(found).__module__).startswith("fgoffload")}
+        finally:
+            gc.enable()
+        assert handle.engine.arena.used_bytes == 0
+    assert not kinds & {"Forward", "SavingRegion", "Region", "Lane", "Group", "SavedStorage", "Handle", "KeptHandle", "_Call"}
+
+
+def test_a_whole_model_can_be_pickled_after_remove_and_its_state_always():
+    net = make_net()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    pickle.dumps(net.state_dict())
+    handle.remove_hooks()
+    pickle.dumps(net)
