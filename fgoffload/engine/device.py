@@ -11,6 +11,7 @@ gradient.
 """
 
 import abc
+import contextlib
 import dataclasses
 import mmap
 import time
@@ -36,7 +37,7 @@ class HostSlab:
 
     Args:
         buffer: uint8 `[size_bytes]`, on the CPU.
-        free: Gives the memory back to the system. It must not refer to the slab.
+        free: Gives the memory back to the system when the copies queued so far are done. It must not refer to the slab.
     """
 
     def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
@@ -45,7 +46,7 @@ class HostSlab:
         self._finalizer.atexit = False  # the driver may be gone by then, and the system takes the memory anyway
 
     def close(self) -> None:
-        """Give the memory back to the system, once; so does dropping the slab. No copy may be under way."""
+        """Give the memory back to the system, once; so does dropping the slab. The host blocks until its copies are done."""
         self._finalizer()
 
 
@@ -66,6 +67,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def current_stream(self) -> Stream:
         """Return the stream on which the caller's thread queues compute now."""
+
+    @abc.abstractmethod
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which `stream` is the current one."""
 
     @abc.abstractmethod
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:
@@ -99,6 +104,9 @@ class Device(abc.ABC):
     def allocate_host(self, size_bytes: int) -> HostSlab:
         """Return host memory of exactly `size_bytes`.
 
+        Lifetime:
+            Until the slab is closed or dropped; the memory goes back when the copies that touch it are done.
+
         Raises:
             StateError: The system refuses the memory, or refuses to lock it.
         """
@@ -123,6 +131,9 @@ class CpuDevice(Device):
 
     def current_stream(self) -> Stream:  # noqa: D102
         return self._compute_stream
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+        return contextlib.nullcontext()
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
         return time.perf_counter()
@@ -166,6 +177,9 @@ class AcceleratorDevice(Device):
     def current_stream(self) -> Stream:  # noqa: D102
         return torch.accelerator.current_stream(self._index)
 
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+        return stream  # type: ignore[no-any-return]
+
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
         event = torch.Event(device=self._device, enable_timing=is_timed)
         event.record(stream)
@@ -195,6 +209,7 @@ class AcceleratorDevice(Device):
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
         if self._host_memory is HostMemory.PAGEABLE:
+            # The driver copies from and to such memory while the host waits, through buffers of its own: nothing is under way.
             return HostSlab(torch.empty(size_bytes, dtype=torch.uint8), free=lambda: None)
         if self.type == "cuda":
             return _register_host(size_bytes)

@@ -33,6 +33,9 @@ from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+MOST_OUTLIVED = 16
+"""Storages that may wait to be looked at until no copy is under way."""
+
 
 class OffloadEngine:
     """Moves what autograd saves to the host and back.
@@ -174,9 +177,10 @@ class OffloadEngine:
             stream = self.device.current_stream()
             saved = self._find_saved(key, contents, view)
             if saved is None or not saved.is_ordered_on(stream):
-                streams = {stream} if saved is None else {stream, *saved.streams}
-                saved = SavedStorage(self._transfers, tensor, contents, place, stats or self._watched)
-                saved.streams = streams
+                before = saved
+                saved = SavedStorage(self._transfers, tensor, contents, place, stats or self._watched, owner=stream)
+                if before is not None:
+                    saved.streams |= before.streams
                 self._saved[key] = weakref.ref(saved)
             saved.add(tensor, view)
             saved.streams.add(stream)
@@ -310,9 +314,14 @@ class OffloadEngine:
             reference = self._saved.get(key)
             if reference is not None and reference() is None:
                 del self._saved[key]
-        while outlived:
-            # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
-            self._let_stay(outlived.popleft(), KeptReason.HELD)
+        if self._transfers.in_flight_bytes == 0:  # or the copies under way may be what holds them
+            while outlived:
+                # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
+                self._let_stay(outlived.popleft(), KeptReason.HELD)
+        elif len(outlived) > MOST_OUTLIVED:
+            for storage in [outlived.popleft() for _ in range(len(outlived))]:
+                if not storage.is_freed:
+                    outlived.append(storage)
 
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         with self._lock:

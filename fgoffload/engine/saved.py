@@ -75,6 +75,7 @@ class SavedStorage:
         "gathered",
         "has_left",
         "itemsize",
+        "owner",
         "place",
         "reload",
         "start",
@@ -86,7 +87,9 @@ class SavedStorage:
         "views",
     )
 
-    def __init__(self, transfers: "Transfers", tensor: torch.Tensor, contents: Contents, place: Place, stats: TagStats) -> None:
+    def __init__(
+        self, transfers: "Transfers", tensor: torch.Tensor, contents: Contents, place: Place, stats: TagStats, *, owner: Stream
+    ) -> None:
         self._transfers = transfers
         self._aliases: dict[View, torch.Tensor] = {}
         self.place = place
@@ -110,7 +113,9 @@ class SavedStorage:
         self.block: HostBlock | None = None
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
-        self.streams: set[Stream] = set()
+        self.owner = owner
+        """The compute stream that saved it first, whose memory it comes back to."""
+        self.streams: set[Stream] = {owner}
         """The compute streams on which its tensors were saved."""
         self.has_left = False
         """Whether a copy to the host was ever made."""

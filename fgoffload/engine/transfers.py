@@ -68,7 +68,6 @@ class Transfers:
         """Storages whose saves autograd no longer wants."""
         self.outlived: collections.deque[StorageRef] = collections.deque()
         """Those of them that had left: what is still alive belongs to something else."""
-        self._last_d2h_done: Event | None = None
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
@@ -101,7 +100,7 @@ class Transfers:
                 for part, stretch in block.pair(source):
                     device.copy_bytes(destination=part, source=stretch, stream=d2h)
         self._watch.stop(start, d2h, stats, TimeKind.D2H)
-        self._last_d2h_done = d2h_done = device.record_event(d2h)
+        d2h_done = device.record_event(d2h)
         for saved, block in leaving:
             saved.leave(block, d2h_done)
         size_bytes = sum(source.numel() for source in sources)
@@ -146,12 +145,12 @@ class Transfers:
             The device buffers live as long as autograd wants them, or until `drop_reloaded`.
         """
         device, h2d = self._device, self._device.h2d_stream
-        compute = device.current_stream()
-        buffers = [self._allocate(saved.moved_bytes) for saved in away]
-        device.wait_event(h2d, device.record_event(compute), Hazard.BUFFER_STILL_USED)
+        buffers = [self._allocate_for(saved) for saved in away]
+        for owner in {saved.owner for saved in away}:
+            device.wait_event(h2d, device.record_event(owner), Hazard.BUFFER_STILL_USED)
         with _name_range("reload", place):
             for saved, buffer in zip(away, buffers, strict=True):
-                self._fill(saved, buffer, compute)
+                self._fill(saved, buffer)
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
         """Return what `view` saw of the reloaded `saved`.
@@ -194,11 +193,10 @@ class Transfers:
 
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""
-        if self._last_d2h_done is not None:
-            self._device.synchronize(self._last_d2h_done)  # those past the window too, which nobody remembers any more
-            self._last_d2h_done = None
         while self._in_flight:
-            self._release_done(self._in_flight.popleft())
+            entry = self._in_flight.popleft()
+            self._device.synchronize(entry.d2h_done)
+            self._release_done(entry)
         self.poll()
 
     def _release_done(self, entry: _InFlight) -> None:
@@ -234,7 +232,7 @@ class Transfers:
                 streams |= saved.streams
         return streams
 
-    def _fill(self, saved: SavedStorage, buffer: torch.Tensor, compute: Stream) -> None:
+    def _fill(self, saved: SavedStorage, buffer: torch.Tensor) -> None:
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
             raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
@@ -247,7 +245,7 @@ class Transfers:
         self._watch.stop(start, h2d, saved.stats, TimeKind.H2D)
         h2d_done = device.record_event(h2d)
         saved.block.last_read = h2d_done
-        saved.reload = Reload(buffer, h2d_done, compute, is_dense=bool(saved.gathered))
+        saved.reload = Reload(buffer, h2d_done, saved.owner, is_dense=bool(saved.gathered))
         saved.state = SavedState.RELOADED
 
     def _get_sources(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], streams: Set[Stream]) -> Sequence[torch.Tensor]:
@@ -276,6 +274,17 @@ class Transfers:
         placed.taken_on.add(stream)
         self._order(dense)
         return placed
+
+    def _allocate_for(self, saved: SavedStorage) -> torch.Tensor:
+        """Return a buffer of the stream that saved `saved`, on which autograd runs backward too.
+
+        Backward may hand out what it takes as a gradient, which outlives whatever the engine knows. Were the buffer another
+        stream's, nothing would order its memory behind those who read that gradient.
+        """
+        if saved.owner == self._device.current_stream():
+            return self._allocate(saved.moved_bytes)
+        with self._device.on(saved.owner):
+            return self._allocate(saved.moved_bytes)
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
         buffer = self._device.allocate_device(round_up(size_bytes, to=PADDING_BYTES))

@@ -163,7 +163,12 @@ class RecordingCpuDevice(ClockedCpuDevice):
         slabs = sum(book.owner == HOST for book in self._books.values())
         self._books[key] = _Book(f"host{slabs or ''}", _refer(buffer), HOST, size_bytes, is_users=False)
         self._note(HOST, f"allocate {self._books[key].name}")
-        return HostSlab(buffer, free=lambda: self._free(key))
+        return HostSlab(buffer, free=lambda: self._free_after_copies(key))
+
+    def _free_after_copies(self, key: int) -> None:
+        for stream in (self.d2h_stream, self.h2d_stream):
+            self.synchronize(super().record_event(stream))
+        self._free(key)
 
     # The books.
 

@@ -1,5 +1,6 @@
 """What offload would save, measured by one forward in which nothing moves."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -124,6 +125,9 @@ class HostlessDevice(Device):
 
     def current_stream(self) -> Stream:  # noqa: D102
         return self._real.current_stream()
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+        return self._real.on(stream)
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
         return self._real.record_event(stream, is_timed=is_timed)

@@ -32,7 +32,7 @@ def is_shadowed() -> bool:
     return torch.is_grad_enabled() and not is_in_backward() and is_inert()
 
 
-class UncompiledSaveHook(SaveHook):
+class UncompiledSaving(Saving):
     """A pack hook that `torch.compile` does not look into.
 
     It would trace the engine wherever autograd saves between two graphs.
@@ -137,7 +137,7 @@ class Forward:
         self._engine = engine
         self._lane = lane
         self._hook = hook
-        self._saving = Saving(hook or UncompiledSaveHook(engine, lane, None))
+        self._saving = hook or UncompiledSaving(engine, lane, None)
 
     def begin(self) -> None:
         """Take notice of what autograd saves from here on."""
@@ -163,7 +163,7 @@ class Forward:
             return None
         if given is not None:
             region.enter(given)
-        return SavingRegion(region, Saving(UncompiledSaveHook(self._engine, self._lane, region.group)))
+        return SavingRegion(region, UncompiledSaving(self._engine, self._lane, region.group))
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""

@@ -204,7 +204,17 @@ def test_packed_bytes_are_dropped_after_another_stream_has_put_them_in_place(dev
     engine = make_engine(device, policy=patient(0))
     sites = Sites(engine)
     output = sites(sine_of_columns, leaf() * 2)
+    engine.approach_backward(sites.lane, sites.lane.groups[-1])
     with device.on("side"):
-        engine.approach_backward(sites.lane, sites.lane.groups[-1])
-    output.grad_fn._saved_self  # noqa: B018 - takes, and puts in place, on the main stream
-    assert device.allocations[-1].is_before(device.queue("side"))
+        output.grad_fn._saved_self  # noqa: B018 - takes, and puts in place, on a stream that did not save it
+    assert device.allocations[-1].is_before(device.queue())
+
+
+def test_a_buffer_is_allocated_on_the_stream_that_saved_whoever_calls_it_back(device):
+    engine = make_engine(device, policy=patient(0))
+    sites = Sites(engine)
+    with device.on("side"):
+        output = sites(sine, leaf() * 2)
+    engine.approach_backward(sites.lane, sites.lane.groups[-1])
+    assert output.requires_grad
+    assert device.allocations[-1].stream == "side"
