@@ -38,8 +38,9 @@ def test_a_copy_to_the_host_comes_after_the_kernels_that_wrote_its_source(device
     sites = Sites(make_engine(device))
     h = leaf() * 2
     producer = device.queue()
-    sites(sine, h)
+    output = sites(sine, h)
     assert producer.is_before(device.copies[0])
+    del output
 
 
 def test_a_copy_to_the_host_waits_for_the_streams_that_saved_and_not_only_for_the_one_that_flushes(device):
@@ -48,9 +49,10 @@ def test_a_copy_to_the_host_waits_for_the_streams_that_saved_and_not_only_for_th
     h = leaf() * 2
     with device.on("side"):
         producer = device.queue()
-        sites(sine, h, is_held=True)
+        output = sites(sine, h, is_held=True)
     engine.flush()
     assert producer.is_before(device.copies[0])
+    del output
 
 
 def test_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
@@ -59,10 +61,11 @@ def test_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
     h = leaf() * 2
     with device.on("side"):
         producer = device.queue()
-        sites(sine_of_columns, h, is_held=True)
+        output = sites(sine_of_columns, h, is_held=True)
     engine.flush()
     assert producer.is_before(device.allocations[0])  # the dense buffer, which is filled right after
     assert device.allocations[0].is_before(device.copies[0])
+    del output
 
 
 def test_a_copy_to_the_host_comes_after_the_copy_that_reads_its_block(device):
