@@ -68,6 +68,8 @@ class Transfers:
         """Storages whose saves autograd no longer wants."""
         self.outlived: collections.deque[StorageRef] = collections.deque()
         """Those of them that had left: what is still alive belongs to something else."""
+        self._filling: list[torch.Tensor] = []
+        """Buffers between the start of their copy and its event. What an exception leaves here is kept until `close`."""
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
@@ -112,9 +114,10 @@ class Transfers:
     def poll(self) -> None:
         """Drop what no copy touches any more, without waiting for anything."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
-            self._release_done(self._in_flight.popleft())
+            self._release_done(self._in_flight[0])
         while self.abandoned:
-            self._order(self.abandoned.popleft())
+            self._order(self.abandoned[0])
+            self.abandoned.popleft()  # only now: what raises before must not drop a buffer that is still touched
 
     def release_oldest(self) -> None:
         """Let go of the sources of the oldest copies to the host, their device memory with them, though they may be under way.
@@ -122,7 +125,7 @@ class Transfers:
         Streams:
             The compute streams wait for these copies. The host does not block.
         """
-        entry = self._in_flight.popleft()
+        entry = self._in_flight[0]
         current = self._device.current_stream()
         start = self._watch.start(current)
         # The current stream too: it is what has run ahead of the link.
@@ -194,13 +197,15 @@ class Transfers:
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""
         while self._in_flight:
-            entry = self._in_flight.popleft()
-            self._device.synchronize(entry.d2h_done)
-            self._release_done(entry)
+            self._device.synchronize(self._in_flight[0].d2h_done)
+            self._release_done(self._in_flight[0])
         self.poll()
+        if self._filling:
+            self._device.synchronize(self._device.record_event(self._device.h2d_stream))
+            self._filling.clear()
 
     def _release_done(self, entry: _InFlight) -> None:
-        """Let go of the sources of `entry`, whose copies the host has seen done.
+        """Let go of the sources of `entry`, the oldest, whose copies the host has seen done.
 
         No stream needs to wait for them any more: whatever the host queues from now on comes later anyway.
         """
@@ -209,9 +214,10 @@ class Transfers:
             saved.d2h_done = None
 
     def _release(self, entry: _InFlight) -> None:
-        """Let go of the sources of `entry`, whose copies are done, or are waited for."""
-        self.in_flight_bytes -= entry.size_bytes
+        """Let go of the sources of `entry`, the oldest, whose copies are done, or are waited for."""
         self._join(self._list_streams(entry), Hazard.SOURCE_STILL_USED)
+        self._in_flight.popleft()  # only now: it may be all that holds a source that is still read, and a wait may raise
+        self.in_flight_bytes -= entry.size_bytes
         for saved in self._list_gone(entry):
             if saved.state is SavedState.OFFLOADING:
                 saved.fault = saved.find_change("its copy to the host was done")
@@ -238,6 +244,7 @@ class Transfers:
             raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
         if saved.d2h_done is not None:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
+        self._filling.append(buffer)
         start = self._watch.start(h2d)
         destination = buffer if buffer.numel() == saved.moved_bytes else buffer[: saved.moved_bytes]
         for part, stretch in saved.block.pair(destination):
@@ -247,6 +254,7 @@ class Transfers:
         saved.block.last_read = h2d_done
         saved.reload = Reload(buffer, h2d_done, saved.owner, is_dense=bool(saved.gathered))
         saved.state = SavedState.RELOADED
+        self._filling.pop()
 
     def _get_sources(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], streams: Set[Stream]) -> Sequence[torch.Tensor]:
         if not any(saved.gathered for saved, _ in leaving):

@@ -134,7 +134,7 @@ def a_block_that_is_cut_in_two_while_it_is_read(program: Program) -> None:
 
 
 def a_block_that_comes_back_unwritten_while_it_is_read(program: Program) -> None:
-    engine, weight = program.make_engine(prefetch=FAR, budget=2 * NBYTES), program.leaf()
+    engine, weight = program.make_engine(prefetch=FAR, budget=NBYTES), program.leaf()
     sites = Sites(engine)
     output = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
     if engine:

@@ -55,6 +55,34 @@ def a_storage_that_two_streams_save(program: Program) -> None:
     program.results.append(weight.grad)
 
 
+def a_storage_that_two_streams_save_whose_copy_the_host_sees_done(program: Program) -> None:
+    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
+    sites = Sites(engine)
+    h = program.run(lambda w: w * 2, weight)
+    first = sites(program.wrap(sine), h)
+    second = sites(program.on("side", square), h)
+    del h
+    device.synchronize(device.record_event(device.d2h_stream))
+    third = sites(program.wrap(sine), first)  # the host has seen the copy done, and not the other stream's kernel
+    device.join("compute", "side")
+    program.backward(program.run(lambda a, b: a + b, second, third))
+    program.results.append(weight.grad)
+
+
+def closing_while_a_storage_that_two_streams_save_leaves(program: Program) -> None:
+    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
+    sites = Sites(engine)
+    h = program.run(lambda w: w * 2, weight)
+    first = sites(program.wrap(sine), h)
+    second = sites(program.on("side", square), h)
+    del h
+    if engine:
+        engine.close()
+    device.join("compute", "side")
+    program.backward(program.run(lambda a, b: a + b, first, second))
+    program.results.append(weight.grad)
+
+
 def a_graph_of_another_stream_that_is_dropped_while_it_leaves(program: Program) -> None:
     engine, weight, device = program.make_engine(window=NBYTES), program.leaf(), program.device
     device.join("side", "compute")
@@ -274,6 +302,8 @@ def a_gradient_that_is_what_was_saved_on_another_stream(program: Program) -> Non
 ON_SEVERAL_STREAMS = (
     a_region_on_another_stream,
     a_storage_that_two_streams_save,
+    a_storage_that_two_streams_save_whose_copy_the_host_sees_done,
+    closing_while_a_storage_that_two_streams_save_leaves,
     a_graph_of_another_stream_that_is_dropped_while_it_leaves,
     a_watched_save_on_another_stream,
     gathering_what_another_stream_saves,

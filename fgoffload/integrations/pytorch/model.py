@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -127,6 +128,7 @@ class ModelOffload(EngineOwner):
             raise ConfigError(
                 f"{name} is offloaded already. Call `remove` on the first handle, or name all modules in one call."
             )
+        self._model = weakref.ref(model)  # its hooks hold the handle
         self._calls = _Calls()
         self._hooks: list[RemovableHandle] = []
         if self.config.enabled:
@@ -141,7 +143,7 @@ class ModelOffload(EngineOwner):
         For code that calls the model's parts and not the model itself. Without it, each module call outside of the model's
         forward is a forward by itself: right, but nothing comes back ahead of backward.
         """
-        forward = self._begin(())
+        forward = self._begin()
         is_failed = True
         try:
             yield
@@ -199,11 +201,11 @@ class ModelOffload(EngineOwner):
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
 
-    def _begin(self, given: Any, module: torch.nn.Module | None = None) -> Forward | None:
+    def _begin(self, given: Any = ()) -> Forward | None:
         """Begin a forward, or return None where everything has to be left alone."""
         if is_inert() or not self.config.enabled:
             return None
-        engine = self._engine or self.get_engine(_list_places(module, given))
+        engine = self._engine or self.get_engine(given)
         forward = Forward(self, engine, Lane(chunk=0, microbatch=self.count_forward()))
         forward.begin()
         return forward
@@ -211,7 +213,7 @@ class ModelOffload(EngineOwner):
     def _enter_model(self, module: torch.nn.Module, given: Any) -> None:
         call = _Call(module, sys.exc_info()[1])
         self._calls.open.append(call)
-        call.own_forward = self._begin(given, module)
+        call.own_forward = self._begin(given)
 
     def _enter_site(self, module: torch.nn.Module, given: Any, tag: str, layer: int) -> None:
         call = _Call(module, sys.exc_info()[1])
@@ -222,7 +224,7 @@ class ModelOffload(EngineOwner):
             return
         call.forward = find_running(self)
         if call.forward is None:
-            call.forward = call.own_forward = self._begin(given, module)
+            call.forward = call.own_forward = self._begin(given)
         if call.forward is not None:
             call.region = call.forward.begin_region(tag, find_tensor(given), layer=layer)
             call.forward.layers.append(layer)
@@ -238,10 +240,9 @@ class ModelOffload(EngineOwner):
             call.close(None, is_failed=True)
         call.close(output, is_failed=error is not call.error)
 
-
-def _list_places(module: torch.nn.Module | None, given: Any) -> Iterator[torch.Tensor]:
-    """Yield tensors that tell where the model runs."""
-    if module is not None:
-        yield from module.parameters()
-        yield from module.buffers()
-    yield from list_tensors(given)
+    def _find_tensors(self, given: Any) -> Iterator[torch.Tensor]:
+        model = self._model()
+        if model is not None:
+            yield from model.parameters()
+            yield from model.buffers()
+        yield from list_tensors(given)

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -47,17 +48,17 @@ class EngineOwner:
         """The engine; None until the first forward with gradients has made it."""
         return self._engine
 
-    def get_engine(self, tensors: Iterable[torch.Tensor] | None = None) -> OffloadEngine:
+    def get_engine(self, given: Any = ()) -> OffloadEngine:
         """Return the engine, made now if need be.
 
         Args:
-            tensors: Where the device was left open, these decide; see `make_device`.
+            given: What goes into the forward that begins: may help to tell where it runs.
         """
         with self._lock:
             if self._engine is None:
                 config = self.config
                 self._engine = OffloadEngine(
-                    device=make_device(self._device, tensors=tensors, host_memory=config.host_memory),
+                    device=make_device(self._device, tensors=self._find_tensors(given), host_memory=config.host_memory),
                     policy=config.transfer_policy,
                     min_offloaded_bytes=config.min_offloaded_bytes,
                     keep=config.keep,
@@ -110,7 +111,7 @@ class EngineOwner:
         Lifetime:
             See `OffloadedTensor`. Your own references to `tensor` keep its device memory.
         """
-        return offload_with(None if not self.config.enabled else self.get_engine((tensor,)), tensor)
+        return offload_with(self.get_engine(tensor) if self.config.enabled else None, tensor)
 
     def close(self) -> None:
         """Give back all memory but what a graph still wants, and log what the run came to. A second call does no harm."""
@@ -133,14 +134,20 @@ class EngineOwner:
         if self._totals.forwards:
             logger.info("offload of %s ends after %s", self.name, self._totals)
 
+    def _find_tensors(self, given: Any) -> Iterable[torch.Tensor] | None:
+        """Return tensors that tell where forward runs, or None where there are none; see `make_device`."""
+        return None
+
     def _warn_of_idle(self, stats: StepStats) -> None:
         if not self.config.enabled:
             return
-        for tag, use in self._uses.items():
+        with self._lock:
+            uses = dict(self._uses)
+        for tag, use in uses.items():
             explanation = explain_idle(tag, stats.tags.get(tag), use)
             if explanation is not None:
                 logger.warning("offload of %s: %s", self.name, explanation)
-        if not self._uses:
+        if not uses:
             logger.warning(
                 "offload of %s: it names no module, and no `fgoffload.region` ran in its forward, so nothing moves. Name "
                 "modules, or place regions.",

@@ -38,8 +38,9 @@ def test_a_copy_to_the_host_comes_after_the_kernels_that_wrote_its_source(device
     sites = Sites(make_engine(device))
     h = leaf() * 2
     producer = device.queue()
-    sites(sine, h)
+    output = sites(sine, h)
     assert producer.is_before(device.copies[0])
+    del output
 
 
 def test_a_copy_to_the_host_waits_for_the_streams_that_saved_and_not_only_for_the_one_that_flushes(device):
@@ -52,6 +53,7 @@ def test_a_copy_to_the_host_waits_for_the_streams_that_saved_and_not_only_for_th
     engine.flush()
     assert output.requires_grad
     assert producer.is_before(device.copies[0])
+    del output
 
 
 def test_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
@@ -65,6 +67,7 @@ def test_gathering_comes_after_the_kernels_of_all_streams_that_saved(device):
     assert output.requires_grad
     assert producer.is_before(device.allocations[0])  # the dense buffer, which is filled right after
     assert device.allocations[0].is_before(device.copies[0])
+    del output
 
 
 def test_a_copy_to_the_host_comes_after_the_copy_that_reads_its_block(device):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.sites import Sites, check_same_bits, get_gradients, make_engine
 
 from fgoffload import TransferPolicy
@@ -230,44 +228,6 @@ def test_marks_do_not_change_the_order_in_which_gradients_are_summed():
         return h
 
     check_same_bits(forward, [x, w]).close()
-
-
-OPERATIONS = (
-    lambda h, k: h.sin(),
-    lambda h, k: h * h.t(),
-    lambda h, k: h @ k,
-    lambda h, k: k.exp() * h,
-    lambda h, k: h[::2].repeat(2, 1) * k,
-    lambda h, k: torch.cat([h[:, :5], k[:, 5:]], dim=1).tanh(),
-    lambda h, k: h.t().contiguous().softmax(-1) + k,
-    lambda h, k: h[3:4].expand(16, 16) * k[:, 2:3].cos(),
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    steps=st.lists(st.tuples(st.sampled_from(range(len(OPERATIONS))), st.booleans(), st.booleans()), min_size=1, max_size=8),
-    window_bytes=st.sampled_from([0, 2048, 1 << 20]),
-    prefetch_bytes=st.sampled_from([0, 2048, 1 << 20]),
-    is_delayed=st.booleans(),
-)
-def test_random_graphs_give_the_same_bits(steps, window_bytes, prefetch_bytes, is_delayed):
-    x, w = leaf(16, 16), leaf(16, 16, seed=1)
-
-    def forward(sites: Sites) -> torch.Tensor:
-        h, k = x * 0.5, w * 0.5
-        with sites.watched():
-            for index, is_region, swaps in steps:
-                h, k = (k, h) if swaps else (h, k)
-                h = sites(OPERATIONS[index], h, k) if is_region else OPERATIONS[index](h, k)
-        return h + k
-
-    engine = make_engine(
-        DelayedCpuDevice() if is_delayed else None,
-        policy=TransferPolicy(window_bytes=window_bytes, prefetch_bytes=prefetch_bytes),
-    )
-    check_same_bits(forward, [x, w], engine)
-    engine.close()
 
 
 def test_two_microbatches_in_flight_come_back_in_any_order():

@@ -1,10 +1,12 @@
 """`fgoffload.offload`: chosen modules of any tree, equal to the bit, in any way in which they are called."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -27,8 +29,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fgoffload
-from fgoffload import ConfigError, StateError, TransferConfig
-from fgoffload.engine import DelayedCpuDevice, KeptReason
+from fgoffload import ConfigError, HostMemory, StateError, TransferConfig
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason
+from fgoffload.engine.identity import StorageRef
+from fgoffload.integrations.pytorch import devices, owner
 from fgoffload.integrations.pytorch.outputs import find_tensor
 
 
@@ -57,11 +61,14 @@ def test_saves_outside_of_the_regions_do_not_hold_what_regions_let_go():
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             output = self.inner(hidden * 2)  # saves its output
+            self.storage = StorageRef(output)
             return output.view(-1).sin().sum()  # saves a view of the same storage, outside
 
     model, inputs = Shares(), make_inputs().requires_grad_()
     with fgoffload.offload(model, ["inner"], ALL) as handle:
-        model(inputs).backward()
+        loss = model(inputs)
+        assert model.storage.is_freed
+        loss.backward()
         moved = handle.stats().tags["inner"]
     assert (moved.d2h_bytes, moved.held_elsewhere_bytes) == (ROW_BYTES, 0)
 
@@ -472,3 +479,25 @@ def test_a_whole_model_can_be_pickled_after_remove_and_its_state_always():
     pickle.dumps(net.state_dict())
     handle.remove_hooks()
     pickle.dumps(net)
+
+
+def test_the_engine_is_made_for_the_accelerator_that_parameters_or_inputs_lie_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(devices, "find_device", lambda kind, **_: asked.append(kind) or CpuDevice())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
+    on_cpu = torch.ones(1)
+    on_gpu = types.SimpleNamespace(device=torch.device("cuda", 1))
+    on_meta = torch.ones(1, device="meta")
+    for tensors in ([on_cpu, on_meta], [on_cpu, on_gpu], [on_meta, on_gpu, on_cpu], []):
+        devices.make_device(None, tensors=tensors, host_memory=HostMemory.PINNED)
+    devices.make_device("cuda:1", tensors=[on_cpu], host_memory=HostMemory.PINNED)
+    assert asked == ["cpu", "cuda", "cuda", "cpu", "cuda"]
+
+
+def test_the_models_parameters_and_what_its_forward_is_given_decide_on_the_device(monkeypatch):
+    seen = []
+    monkeypatch.setattr(owner, "make_device", lambda choice, *, tensors, host_memory: seen.extend(tensors) or CpuDevice())
+    net, inputs = make_net(), make_inputs()
+    with fgoffload.offload(net, PATTERNS, ALL):
+        net.layers[0].mlp(inputs)  # a part alone: the whole model decides all the same
+    assert {id(tensor) for tensor in seen} == {id(inputs), *map(id, net.parameters())}

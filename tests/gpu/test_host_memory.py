@@ -1,0 +1,169 @@
+"""Locked host memory on a real device: its exact size as the system counts it, blocks of several parts, budgets, refusals."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from support.sites import Sites
+
+from fgoffload import HostMemory, StateError, TransferPolicy
+from fgoffload.engine import AcceleratorDevice, HostArena, KeptReason, OffloadEngine
+from fgoffload.units import GIB, MIB
+
+SLACK_BYTES = 16 * MIB
+"""What the driver and Python may take beside: tables of pages, 8 bytes for each 4 KiB, and a few of their own."""
+
+
+def read_resident_bytes() -> int:
+    """Return the resident bytes of this process that no file backs, private and shared.
+
+    Memory that the driver locks was touched and counts here. `VmLck` counts what `mlock` locks, and need not know of it.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+    if not kib:
+        pytest.skip("this kernel does not tell RssAnon")
+    return sum(kib) * 1024
+
+
+def is_locked(buffer: torch.Tensor) -> bool:
+    """Return whether CUDA has locked the first page of `buffer`: a second lock of the same page is refused."""
+    cudart = torch.cuda.cudart()
+    page = buffer.data_ptr() // 4096 * 4096
+    if int(cudart.cudaHostRegister(page, 4096, 0)) != 0:
+        with contextlib.suppress(RuntimeError):  # the refusal is CUDA's last error now, and the next kernel would raise it
+            torch.ones(1, device="cuda")
+        return True
+    assert int(cudart.cudaHostUnregister(page)) == 0
+    return False
+
+
+@pytest.fixture
+def device() -> AcceleratorDevice:
+    device = AcceleratorDevice()
+    device.allocate_host(MIB).close()  # whatever CUDA sets up at the first lock
+    return device
+
+
+def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(device):
+    arena = HostArena(device, budget_bytes=2 * GIB)
+    before = read_resident_bytes()
+    blocks = [arena.find_block(size_bytes) for size_bytes in (257 * MIB, 300 * MIB + 1, 513 * MIB)]
+    reserved_bytes = arena.reserved_bytes
+    assert reserved_bytes == 257 * MIB + 300 * MIB + 512 + 513 * MIB  # rounded up it would be 2 GiB
+    assert abs(read_resident_bytes() - before - reserved_bytes) < SLACK_BYTES
+    assert all(is_locked(block.buffer) for block in blocks)
+    blocks.clear()
+    arena.close()
+    assert read_resident_bytes() - before < SLACK_BYTES
+
+
+def test_shapes_that_change_reuse_what_is_locked(device):
+    arena = HostArena(device, budget_bytes=GIB)
+    whole = arena.find_block(200 * MIB)
+    del whole
+    reserved_bytes, before = arena.reserved_bytes, read_resident_bytes()
+    for size_bytes in range(MIB, 200 * MIB, 7 * MIB + 333):
+        assert arena.find_block(size_bytes) is not None
+    assert arena.reserved_bytes == reserved_bytes
+    assert abs(read_resident_bytes() - before) < SLACK_BYTES
+    arena.close()
+
+
+def test_a_block_of_several_parts_goes_out_and_comes_back_to_the_bit(device):
+    arena = HostArena(device, budget_bytes=GIB, slab_bytes=8 * MIB, min_part_bytes=MIB)
+    blocks = [arena.find_block(4 * MIB) for _ in range(8)]
+    del blocks[::2]
+    block = arena.find_block(30 * MIB - 100)
+    assert len(block.parts) > 3
+    assert all(is_locked(part) for part in block.parts)
+    source = torch.randint(0, 256, (30 * MIB - 100,), device="cuda", dtype=torch.uint8)
+    back = torch.zeros_like(source)
+    written = device.record_event(device.current_stream())
+    device.d2h_stream.wait_event(written)
+    for part, stretch in block.pair(source):
+        device.copy_bytes(destination=part, source=stretch, stream=device.d2h_stream)
+    device.h2d_stream.wait_event(device.record_event(device.d2h_stream))
+    for part, stretch in block.pair(back):
+        device.copy_bytes(destination=stretch, source=part, stream=device.h2d_stream)
+    device.synchronize(device.record_event(device.h2d_stream))
+    assert torch.equal(source, back)
+    del block, part
+    blocks.clear()
+    arena.close()
+
+
+def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
+    arena = HostArena(device, budget_bytes=64 * MIB, slab_bytes=64 * MIB)
+    block = arena.find_block(64 * MIB)
+    block.buffer.fill_(7)
+    target = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
+    torch.cuda.synchronize()
+    with device.h2d_stream:
+        torch.cuda._sleep(200_000_000)  # about 100 ms
+    device.copy_bytes(destination=target, source=block.buffer, stream=device.h2d_stream)
+    block.last_read = read = device.record_event(device.h2d_stream)
+    del block
+    again = arena.find_block(64 * MIB)
+    assert again.reads_to_wait_for == (read,)
+    for event in again.reads_to_wait_for:
+        device.synchronize(event)
+    again.buffer.fill_(9)
+    assert bool((target == 7).all())
+    del again
+    assert arena.find_block(64 * MIB).reads_to_wait_for == ()
+    arena.close()
+
+
+def test_closing_waits_for_a_copy_that_still_reads(device):
+    arena = HostArena(device, budget_bytes=64 * MIB, slab_bytes=64 * MIB)
+    block = arena.find_block(64 * MIB)
+    block.buffer.fill_(7)
+    target = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
+    torch.cuda.synchronize()
+    with device.h2d_stream:
+        torch.cuda._sleep(200_000_000)  # about 100 ms
+    device.copy_bytes(destination=target, source=block.buffer, stream=device.h2d_stream)
+    block.last_read = device.record_event(device.h2d_stream)
+    del block
+    arena.close()
+    assert bool((target == 7).all())
+
+
+def test_beyond_the_host_budget_groups_stay_and_bits_are_the_same():
+    n = 1024
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter((torch.randn(n, n, generator=generator) / 32).cuda()) for _ in range(4)]
+
+    def run(engine: OffloadEngine | None) -> list[torch.Tensor]:
+        sites = Sites(engine)
+        h = torch.ones(n, n, device="cuda")
+        for w in weights:
+            h = sites(lambda h, w=w: (h @ w).sin(), h)
+        return list(torch.autograd.grad(h.sum(), weights))
+
+    expected = run(None)
+    engine = OffloadEngine(
+        device=AcceleratorDevice(), policy=TransferPolicy(window_bytes=0), host_budget_bytes=3 * n * n * 4 + 1000
+    )
+    for one, other in zip(expected, run(engine), strict=True):
+        assert torch.equal(one, other)
+    stats = engine.finish_step().tags["core_attn"]
+    assert stats.d2h_bytes == 3 * n * n * 4
+    assert stats.kept_bytes == {KeptReason.HOST_BUDGET.value: 5 * n * n * 4}
+    assert engine.arena.reserved_bytes <= 3 * n * n * 4 + 1000
+    engine.close()
+
+
+def test_memory_that_nobody_has_is_one_clear_error(device):
+    with pytest.raises(StateError, match="--offload-host-budget"):
+        device.allocate_host(1 << 55)
+    torch.cuda.synchronize()  # the error did not stay behind
+    assert torch.ones(2, device="cuda").sum().item() == 2
+
+
+def test_pageable_memory_is_not_locked():
+    slab = AcceleratorDevice(host_memory=HostMemory.PAGEABLE).allocate_host(MIB)
+    assert not is_locked(slab.buffer)
+    slab.close()
