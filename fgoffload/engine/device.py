@@ -14,6 +14,7 @@ import abc
 import contextlib
 import dataclasses
 import mmap
+import resource
 import time
 import weakref
 from collections.abc import Callable
@@ -228,9 +229,11 @@ def _register_host(size_bytes: int) -> HostSlab:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
     if status != 0:
+        _clear_last_error()
         raise StateError(
-            f"CUDA could not lock {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). Lower "
-            "--offload-host-budget, or raise the limit of locked memory (`ulimit -l`, or the container's memory limit)."
+            f"CUDA could not lock {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit of "
+            f"locked memory of this process is {_say_memlock_limit()}: raise it (`ulimit -l`), or the container's memory limit, "
+            "or lower --offload-host-budget."
         )
 
     def free() -> None:
@@ -240,6 +243,18 @@ def _register_host(size_bytes: int) -> HostSlab:
             raise InternalError(f"cudaHostUnregister returned {status} for {format_bytes(size_bytes)} of host memory.")
 
     return HostSlab(buffer, free)
+
+
+def _clear_last_error() -> None:
+    """Let a kernel of ours meet the error that the driver remembers, or the next one of the user's would raise it."""
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+
+
+def _say_memlock_limit() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
 def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED) -> Device:

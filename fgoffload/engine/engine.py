@@ -314,6 +314,8 @@ class OffloadEngine:
             reference = self._saved.get(key)
             if reference is not None and reference() is None:
                 del self._saved[key]
+        if outlived:
+            self._transfers.poll()
         if self._transfers.in_flight_bytes == 0:  # or the copies under way may be what holds them
             while outlived:
                 # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.

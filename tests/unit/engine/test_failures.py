@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.failing import FailingCpuDevice, refuse_to_lock, run_out_of_memory
+from support.failing import OPERATIONS, FailingCpuDevice, refuse_to_lock, run_out_of_memory
 from support.sites import Sites, has_hooks, make_engine
 from support.tensors import assert_same_bits, leaf
 
@@ -167,12 +167,11 @@ def interrupt() -> KeyboardInterrupt:
     return KeyboardInterrupt("Ctrl-C")
 
 
-def get_ids(failures: list[tuple[str, MakeError]]) -> list[str]:
-    return [f"{operation}-{make_error.__name__}" for operation, make_error in failures]
-
-
-LACKS = [("allocate_device", run_out_of_memory), ("allocate_host", refuse_to_lock)]
-INTERRUPTS = [(operation, interrupt) for operation in ("current_stream", "wait_event", "copy_bytes", "allocate_device")]
+FAILURES = [(operation, interrupt) for operation in OPERATIONS]
+FAILURES += [("allocate_device", run_out_of_memory), ("allocate_host", refuse_to_lock)]
+EVERY_FAILURE = pytest.mark.parametrize(
+    ("operation", "make_error"), FAILURES, ids=[f"{operation}-{make_error.__name__}" for operation, make_error in FAILURES]
+)
 
 
 def fail_each_call(operation: str, make_error: MakeError, run: Callable[[OffloadEngine], object]) -> None:
@@ -193,7 +192,7 @@ def fail_each_call(operation: str, make_error: MakeError, run: Callable[[Offload
     assert call > 1
 
 
-@pytest.mark.parametrize(("operation", "make_error"), LACKS + INTERRUPTS, ids=get_ids(LACKS + INTERRUPTS))
+@EVERY_FAILURE
 def test_an_exception_in_any_call_of_the_device_leaves_nothing_and_the_next_step_is_right(operation, make_error):
     kind = type(make_error())
     fail_each_call(operation, make_error, lambda engine: raise_in(lambda: run_step(Model(), engine), kind))
@@ -228,8 +227,8 @@ def run_and_go_on(model: Model, engine: OffloadEngine | None, kind: type[BaseExc
     return gradients
 
 
-@pytest.mark.parametrize(("operation", "make_error"), LACKS, ids=get_ids(LACKS))
-def test_who_catches_a_lack_of_memory_and_goes_on_gets_the_same_bits(operation, make_error):
+@EVERY_FAILURE
+def test_who_catches_an_exception_of_the_device_and_goes_on_gets_the_same_bits(operation, make_error):
     kind = type(make_error())
 
     def run(engine: OffloadEngine) -> None:

@@ -187,6 +187,21 @@ def test_what_the_user_still_holds_is_not_freed_and_what_nobody_holds_is(make_de
     engine.close()
 
 
+def test_a_table_that_is_called_back_each_time_leaves_once():
+    device = DelayedCpuDevice()
+    engine = make_engine(device, policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
+    table, x = torch.randn(64, 64, generator=torch.Generator().manual_seed(5)), leaf(64, 64)
+    moved = []
+    for _ in range(4):
+        Sites(engine)(lambda h: h * table, x * 2).sum().backward()  # before the copy is done
+        device.synchronize(device.record_event(device.d2h_stream))
+        stats = engine.finish_step()
+        moved.append((stats.d2h_bytes // NBYTES, stats.h2d_bytes))
+    assert moved == [(1, 0), (0, 0), (0, 0), (0, 0)]
+    assert stats.tags["core_attn"].kept_bytes == {KeptReason.HELD.value: NBYTES}
+    engine.close()
+
+
 def test_what_was_held_once_and_is_let_go_does_not_stay_held():
     engine = make_engine()
     x = leaf(64, 64)
