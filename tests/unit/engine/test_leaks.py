@@ -174,7 +174,8 @@ def test_a_thousand_steps_use_no_more_than_a_few(kind, make_device):
         if stats.d2h_bytes:
             found.add(None)
 
-    check_flat(run_step, steps=STEPS if make_device is CpuDevice else STEPS // 10)
+    # With late copies a tenth of the steps shows as much, but where tables fill up slowly and are cleared then.
+    check_flat(run_step, steps=STEPS if make_device is CpuDevice or "under way" in kind else STEPS // 10)
     assert found == expected
     engine.close()
 
