@@ -232,8 +232,8 @@ def _register_host(size_bytes: int) -> HostSlab:
         _clear_last_error()
         raise StateError(
             f"CUDA could not lock {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit of "
-            f"locked memory of this process is {_say_memlock_limit()}: raise it (`ulimit -l`), or the container's memory limit, "
-            "or lower --offload-host-budget."
+            f"locked memory here is {_say_memlock_limit()}: raise it (`ulimit -l`) or the container's memory limit, or lower "
+            "--offload-host-budget."
         )
 
     def free() -> None:
@@ -247,7 +247,7 @@ def _register_host(size_bytes: int) -> HostSlab:
 
 def _clear_last_error() -> None:
     """Let a kernel of ours meet the error that the driver remembers, or the next one of the user's would raise it."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
 
