@@ -92,9 +92,7 @@ def a_block_of_another_stream_that_goes_on_while_it_is_read(program: Program) ->
         if engine:
             engine.approach_backward(sites.lane, sites.lane.groups[-1])
         del output  # the copy to the device still reads the block
-    output = Sites(engine)(
-        program.wrap(sine), program.run(lambda w: w * 2, weight)
-    )  # gets it, and knows nothing of that stream
+    output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # gets the block
     device.join("compute", "side")
     program.backward(output)
     program.results.append(weight.grad)
