@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import pickle
 import threading
+import time
 import types
 
 import pytest
@@ -104,7 +105,7 @@ class Output:
 
 
 WRAP = {
-    "tuple": lambda hidden: (None, [hidden]),
+    "tuple": lambda hidden: (torch.ones(1), [hidden]),
     "dict": lambda hidden: {"loss": None, "hidden": hidden},
     "dataclass": lambda hidden: Output(3, hidden),
 }
@@ -542,3 +543,21 @@ def test_the_models_parameters_and_what_its_forward_is_given_decide_on_the_devic
     with fgoffload.offload(net, PATTERNS, ALL):
         net.layers[0].mlp(inputs)  # a part alone: the whole model decides all the same
     assert {id(tensor) for tensor in seen} == {id(inputs), *map(id, net.parameters())}
+
+
+def test_two_threads_that_begin_at_once_make_one_engine(monkeypatch):
+    made = []
+
+    def make_slowly(choice, *, tensors, host_memory) -> CpuDevice:
+        made.append(choice)
+        time.sleep(0.05)
+        return CpuDevice()
+
+    monkeypatch.setattr(owner, "make_device", make_slowly)
+    with fgoffload.offload(make_net(), PATTERNS, ALL) as handle:
+        threads = [threading.Thread(target=handle.get_engine) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert len(made) == 1

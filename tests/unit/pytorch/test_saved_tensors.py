@@ -244,6 +244,29 @@ def test_two_threads_may_be_in_one_block():
     block.close()
 
 
+def test_a_thread_that_leaves_a_block_closes_its_own_group_and_not_that_of_another():
+    x = make_inputs().requires_grad_()
+    block = make_block(group_bytes=1 << 30)
+    has_entered, may_go_on = threading.Event(), threading.Event()
+    outputs = []
+
+    def run() -> None:
+        with block:
+            has_entered.set()
+            assert may_go_on.wait(30)
+            outputs.append((x * 2).sin())
+
+    thread = threading.Thread(target=run)
+    with block:
+        thread.start()
+        assert has_entered.wait(30)
+        outputs.append((x * 2).sin())
+    may_go_on.set()
+    thread.join(30)
+    assert block.stats().d2h_bytes == 2 * ROW_BYTES
+    block.close()
+
+
 def test_a_model_with_regions_inside_of_a_block_gives_the_same_bits():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
