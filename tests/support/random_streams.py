@@ -15,6 +15,10 @@ from support.streams import FAR, NBYTES, Function, Program
 
 STREAMS = ("compute", "side", "third")
 
+AVOIDS_OPEN_FAULTS = True
+"""Whether random programs keep away from what the engine did not order when they were written: gathering on another stream than
+the source's, a storage saved again on another stream after it left, and closing while copies past the window are under way."""
+
 
 class Kind(enum.Enum):
     SITE = enum.auto()  # an op in a region, on the stream that made its input
@@ -111,9 +115,8 @@ def run_setup(program: Program, setup: Setup) -> None:
     late: list[tuple[torch.Tensor, Sites, Ending]] = []
     for number, microbatch in enumerate(setup.microbatches):
         sites = Sites(engine, microbatch=number)
-        # Saving a storage again when it has left is `a_storage_saved_again_on_another_stream_after_it_left`.
         may_have_left = setup.window == 0 or setup.sees_done is not None
-        forward = _Forward(program, sites, is_held=may_have_left)
+        forward = _Forward(program, sites, is_held=AVOIDS_OPEN_FAULTS and may_have_left)
         late.append((forward.run(weight, microbatch.steps), sites, microbatch.ending))
         if not microbatch.ends_late:
             _end(program, *late.pop())
@@ -121,8 +124,7 @@ def run_setup(program: Program, setup: Setup) -> None:
         _end(program, *late.pop())
     if weight.grad is not None:
         program.results.append(weight.grad)
-    if engine:
-        # Closing does not wait for copies past the window: see `closing_while_copies_past_the_window_are_under_way`.
+    if engine and AVOIDS_OPEN_FAULTS:
         device.synchronize(device.record_event(device.d2h_stream))
 
 
@@ -179,8 +181,8 @@ class _Forward:
                     with self._sites.watched():
                         result = function(tensor)
                 else:
-                    # A held group is gathered on the stream of the flush: see `gathering_a_source_of_another_stream`.
-                    result = self._sites(function, tensor, is_held=step.is_held and step.function != "columns")
+                    may_be_held = not AVOIDS_OPEN_FAULTS or step.function != "columns"
+                    result = self._sites(function, tensor, is_held=step.is_held and may_be_held)
         del tensor
         if result is not None:
             if not step.keeps_source:
@@ -189,13 +191,14 @@ class _Forward:
 
     def _save_on_two_streams(self, tensor: torch.Tensor, home: str, step: Step) -> torch.Tensor:
         function = FUNCTIONS[step.function]
-        is_held = self._is_held or step.is_held or step.function == "columns"
+        is_gathered = AVOIDS_OPEN_FAULTS and step.function == "columns"
+        is_held = self._is_held or step.is_held or is_gathered
         with self._device.on(home):
             shared = self._program.run(lambda h: h * 3, tensor)
             result = self._sites(self._program.wrap(function), shared, is_held=is_held)
             other = self._sites(self._program.on(step.stream, function), shared, is_held=is_held)
-            if step.function == "columns":
-                self._flush()  # on the stream that made it: see `gathering_a_source_of_another_stream`
+            if is_gathered:
+                self._flush()  # on the stream that made it
         self._live.append((other, step.stream))
         return result
 

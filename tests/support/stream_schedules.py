@@ -83,6 +83,21 @@ def closing_while_a_storage_that_two_streams_save_leaves(program: Program) -> No
     program.results.append(weight.grad)
 
 
+def a_block_of_another_stream_that_goes_on_while_it_is_read(program: Program) -> None:
+    engine, weight, device = program.make_engine(prefetch=FAR, budget=NBYTES), program.leaf(), program.device
+    device.join("side", "compute")
+    with device.on("side"):
+        sites = Sites(engine)
+        output = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
+        if engine:
+            engine.approach_backward(sites.lane, sites.lane.groups[-1])
+        del output  # the copy to the device still reads the block
+    output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # gets the block
+    device.join("compute", "side")
+    program.backward(output)
+    program.results.append(weight.grad)
+
+
 def a_graph_of_another_stream_that_is_dropped_while_it_leaves(program: Program) -> None:
     engine, weight, device = program.make_engine(window=NBYTES), program.leaf(), program.device
     device.join("side", "compute")
@@ -304,6 +319,7 @@ ON_SEVERAL_STREAMS = (
     a_storage_that_two_streams_save,
     a_storage_that_two_streams_save_whose_copy_the_host_sees_done,
     closing_while_a_storage_that_two_streams_save_leaves,
+    a_block_of_another_stream_that_goes_on_while_it_is_read,
     a_graph_of_another_stream_that_is_dropped_while_it_leaves,
     a_watched_save_on_another_stream,
     gathering_what_another_stream_saves,

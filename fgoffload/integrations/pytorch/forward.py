@@ -152,12 +152,10 @@ class Forward:
             given: What goes in, for the start mark.
             layer: Of the site; None takes that of the innermost module around it that is a region, or 0.
         """
-        if is_inert():
-            return None
         if layer is None:
             layer = self.layers[-1] if self.layers else 0
         if self._hook is not None:
-            self._hook.close_group()  # what is saved after the region belongs behind it
+            self._hook.close_group()  # what is saved after the region belongs behind it; early where there is no region
         region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), self._lane)
         if region is None:
             return None

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import pickle
 import threading
+import time
 import types
 
 import pytest
@@ -33,7 +34,6 @@ from fgoffload import ConfigError, HostMemory, StateError, TransferConfig
 from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason
 from fgoffload.engine.identity import StorageRef
 from fgoffload.integrations.pytorch import devices, owner
-from fgoffload.integrations.pytorch.outputs import find_tensor
 
 
 def count_hooks(model: nn.Module) -> int:
@@ -105,7 +105,7 @@ class Output:
 
 
 WRAP = {
-    "tuple": lambda hidden: (None, [hidden]),
+    "tuple": lambda hidden: (torch.ones(1), [hidden]),
     "dict": lambda hidden: {"loss": None, "hidden": hidden},
     "dataclass": lambda hidden: Output(3, hidden),
 }
@@ -132,7 +132,9 @@ class Unwraps(nn.Module):
         self.inner = Wraps(kind)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return UNWRAP[self.inner.kind](self.inner(batch={"hidden": hidden})).sum()
+        output = UNWRAP[self.inner.kind](self.inner(batch={"hidden": hidden}))
+        self.marks = [len(tensor._backward_hooks or ()) for tensor in (hidden, output)]
+        return output.sum()
 
 
 @pytest.mark.parametrize("kind", WRAP)
@@ -143,7 +145,7 @@ def test_outputs_may_be_tuples_dicts_and_dataclasses_and_inputs_keywords(kind):
         check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
         stats = handle.stats()
     assert stats.tags["inner"].d2h_bytes == 2 * ROW_BYTES
-    assert find_tensor(WRAP[kind](inputs)) is inputs  # where the mark goes
+    assert model.marks == [1, 1]  # by which backward tells where it is
 
 
 def test_a_module_that_runs_twice_in_one_forward_is_two_groups():
@@ -243,9 +245,10 @@ def test_two_handles_on_two_models_do_not_know_each_other():
 
     model, inputs = Outer(), make_inputs()
     expected = get_gradients(model, lambda: model(inputs))
-    with fgoffload.offload(model, ["tail"], ALL) as one, fgoffload.offload(model.net, PATTERNS, ALL) as other:
+    names = ["tail", "net.layers.*.norm"]
+    with fgoffload.offload(model, names, ALL) as one, fgoffload.offload(model.net, PATTERNS, ALL) as other:
         check_equal(expected, get_gradients(model, lambda: model(inputs)))
-        assert set(one.stats().tags) == {"tail"}
+        assert set(one.stats().tags) == {"tail", "norm"}
         assert set(other.stats().tags) == {"attn", "mlp"}
 
 
@@ -288,8 +291,46 @@ def test_an_exception_that_the_model_handles_itself_leaves_the_rest_of_forward_r
     expected = get_gradients(model, lambda: model(inputs * 2))
     with fgoffload.offload(model, ["first", "second"], ALL) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
-        assert handle.stats().tags["second"].d2h_bytes == 2 * ROW_BYTES
+        tags = handle.stats().tags
+    assert tags["second"].d2h_bytes == 2 * ROW_BYTES
+    assert tags["first"].d2h_bytes == 0  # nobody wants it back
     assert not has_hooks()
+
+
+def test_an_interrupt_that_the_model_handles_itself_leaves_no_hooks_behind_the_forward():
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Tanh(), Fails(KeyboardInterrupt))
+            self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.first(hidden)
+            return self.second(hidden).sum()
+
+    model, inputs = Tries(), make_inputs()
+    expected = get_gradients(model, lambda: model(inputs * 2))
+    with fgoffload.offload(model, ["first", "second"], ALL):
+        for _ in range(2):
+            check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
+            assert not has_hooks()
+
+
+def test_a_hook_of_somebody_else_that_raises_before_ours_ran_is_passed_on():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise ValueError("somebody's own")
+
+    hook = net.layers[1].mlp.register_forward_pre_hook(fail)
+    with fgoffload.offload(net, PATTERNS, ALL):
+        with pytest.raises(ValueError, match="somebody's own"):
+            net(inputs)
+        assert not has_hooks()
+        hook.remove()
+        check_equal(expected, get_gradients(net, lambda: net(inputs)))
 
 
 def test_remove_undoes_what_a_keyboard_interrupt_has_left():
@@ -303,7 +344,8 @@ def test_remove_undoes_what_a_keyboard_interrupt_has_left():
     assert not has_hooks()
 
 
-def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused():
+@pytest.mark.parametrize("is_whole", [True, False], ids=["model", "part"])
+def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused(is_whole):
     class Changes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -322,7 +364,7 @@ def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused()
         fgoffload.offload(model, ["inner"], ALL),
         pytest.raises(StateError, match=r"layers\.0\.inner mb=0 .* changed in place"),
     ):
-        model(hidden)
+        (model if is_whole else model.inner)(hidden)
     assert not has_hooks()
 
 
@@ -501,3 +543,21 @@ def test_the_models_parameters_and_what_its_forward_is_given_decide_on_the_devic
     with fgoffload.offload(net, PATTERNS, ALL):
         net.layers[0].mlp(inputs)  # a part alone: the whole model decides all the same
     assert {id(tensor) for tensor in seen} == {id(inputs), *map(id, net.parameters())}
+
+
+def test_two_threads_that_begin_at_once_make_one_engine(monkeypatch):
+    made = []
+
+    def make_slowly(choice, *, tensors, host_memory) -> CpuDevice:
+        made.append(choice)
+        time.sleep(0.05)
+        return CpuDevice()
+
+    monkeypatch.setattr(owner, "make_device", make_slowly)
+    with fgoffload.offload(make_net(), PATTERNS, ALL) as handle:
+        threads = [threading.Thread(target=handle.get_engine) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert len(made) == 1

@@ -184,11 +184,12 @@ def raise_in(block, kind: type[BaseException]) -> None:
 def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
-    block = make_block()
+    block = make_block(group_bytes=1 << 30)
     for kind in (ValueError, KeyboardInterrupt):
         with pytest.raises(kind):
             raise_in(block, kind)
         assert not has_hooks()
+    assert block.engine.finish_step().d2h_bytes == 0  # nobody wants it back
 
     def run() -> torch.Tensor:
         with block:
@@ -239,6 +240,29 @@ def test_two_threads_may_be_in_one_block():
         thread.join(60)
     for index, gradients in enumerate(expected):
         check_equal(gradients, found[index])
+    block.close()
+
+
+def test_a_thread_that_leaves_a_block_closes_its_own_group_and_not_that_of_another():
+    x = make_inputs().requires_grad_()
+    block = make_block(group_bytes=1 << 30)
+    has_entered, may_go_on = threading.Event(), threading.Event()
+    outputs = []
+
+    def run() -> None:
+        with block:
+            has_entered.set()
+            assert may_go_on.wait(30)
+            outputs.append((x * 2).sin())
+
+    thread = threading.Thread(target=run)
+    with block:
+        thread.start()
+        assert has_entered.wait(30)
+        outputs.append((x * 2).sin())
+    may_go_on.set()
+    thread.join(30)
+    assert block.stats().d2h_bytes == 2 * ROW_BYTES
     block.close()
 
 
