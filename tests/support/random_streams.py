@@ -15,16 +15,12 @@ from support.streams import FAR, NBYTES, Function, Program
 
 STREAMS = ("compute", "side", "third")
 
-AVOIDS_OPEN_FAULTS = True
-"""Whether random programs keep away from what the engine did not order when they were written: gathering on another stream than
-the source's, a storage saved again on another stream after it left, and closing while copies past the window are under way."""
-
 
 class Kind(enum.Enum):
     SITE = enum.auto()  # an op in a region, on the stream that made its input
     WATCHED = enum.auto()  # an op that is watched
     PLAIN = enum.auto()  # an op outside of everything
-    TWO_STREAMS = enum.auto()  # two regions on two streams that save one storage, held
+    TWO_STREAMS = enum.auto()  # two regions on two streams that save one storage
     MOVE = enum.auto()  # an op on another stream, that saves nothing
     JOIN = enum.auto()  # one stream waits for another
     FLUSH = enum.auto()
@@ -111,12 +107,11 @@ def make_sees_done(setup: Setup) -> Callable[[], bool]:
 
 def run_setup(program: Program, setup: Setup) -> None:
     engine = program.make_engine(window=setup.window, prefetch=setup.prefetch, budget=setup.budget)
-    weight, device = program.leaf(), program.device
+    weight = program.leaf()
     late: list[tuple[torch.Tensor, Sites, Ending]] = []
     for number, microbatch in enumerate(setup.microbatches):
         sites = Sites(engine, microbatch=number)
-        may_have_left = setup.window == 0 or setup.sees_done is not None
-        forward = _Forward(program, sites, is_held=AVOIDS_OPEN_FAULTS and may_have_left)
+        forward = _Forward(program, sites)
         late.append((forward.run(weight, microbatch.steps), sites, microbatch.ending))
         if not microbatch.ends_late:
             _end(program, *late.pop())
@@ -124,8 +119,6 @@ def run_setup(program: Program, setup: Setup) -> None:
         _end(program, *late.pop())
     if weight.grad is not None:
         program.results.append(weight.grad)
-    if engine and AVOIDS_OPEN_FAULTS:
-        device.synchronize(device.record_event(device.d2h_stream))
 
 
 def _end(program: Program, output: torch.Tensor, sites: Sites, ending: Ending) -> None:
@@ -139,8 +132,7 @@ def _end(program: Program, output: torch.Tensor, sites: Sites, ending: Ending) -
 
 
 class _Forward:
-    def __init__(self, program: Program, sites: Sites, *, is_held: bool) -> None:
-        self._is_held = is_held
+    def __init__(self, program: Program, sites: Sites) -> None:
         self._program = program
         self._device = program.device
         self._sites = sites
@@ -181,8 +173,7 @@ class _Forward:
                     with self._sites.watched():
                         result = function(tensor)
                 else:
-                    may_be_held = not AVOIDS_OPEN_FAULTS or step.function != "columns"
-                    result = self._sites(function, tensor, is_held=step.is_held and may_be_held)
+                    result = self._sites(function, tensor, is_held=step.is_held)
         del tensor
         if result is not None:
             if not step.keeps_source:
@@ -191,14 +182,10 @@ class _Forward:
 
     def _save_on_two_streams(self, tensor: torch.Tensor, home: str, step: Step) -> torch.Tensor:
         function = FUNCTIONS[step.function]
-        is_gathered = AVOIDS_OPEN_FAULTS and step.function == "columns"
-        is_held = self._is_held or step.is_held or is_gathered
         with self._device.on(home):
             shared = self._program.run(lambda h: h * 3, tensor)
-            result = self._sites(self._program.wrap(function), shared, is_held=is_held)
-            other = self._sites(self._program.on(step.stream, function), shared, is_held=is_held)
-            if is_gathered:
-                self._flush()  # on the stream that made it
+            result = self._sites(self._program.wrap(function), shared, is_held=step.is_held)
+            other = self._sites(self._program.on(step.stream, function), shared, is_held=step.is_held)
         self._live.append((other, step.stream))
         return result
 
