@@ -64,10 +64,14 @@ def test_one_tensor_without_a_model_takes_host_memory_of_exactly_its_size():
 
 
 def test_a_copy_that_is_not_done_keeps_the_tensor_where_it_is():
-    store = fgoffload.saved_tensors(TransferConfig(min_offloaded_bytes=0), device=DelayedCpuDevice())
-    offloaded = store.offload_tensor(BASE.clone())
-    assert not offloaded.is_on_host
-    assert torch.equal(offloaded.reload(), BASE)
+    device = DelayedCpuDevice()
+    store = fgoffload.saved_tensors(TransferConfig(min_offloaded_bytes=0), device=device)
+    early, late = store.offload_tensor(BASE.clone()), store.offload_tensor(BASE + 1)
+    assert not early.is_on_host
+    assert torch.equal(early.reload(), BASE)
+    device.synchronize(device.record_event(device.d2h_stream))
+    assert late.is_on_host  # asking is what lets its memory go: nothing else calls the engine
+    assert torch.equal(late.reload(), BASE + 1)
 
 
 def test_prefetch_starts_the_way_back():
