@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.locking import is_locked
 from support.sites import Sites
 
 from fgoffload import HostMemory, StateError, TransferPolicy
@@ -25,18 +26,6 @@ def read_resident_bytes() -> int:
     if not kib:
         pytest.skip("this kernel does not tell RssAnon")
     return sum(kib) * 1024
-
-
-def is_locked(buffer: torch.Tensor) -> bool:
-    """Return whether CUDA has locked the first page of `buffer`: a second lock of the same page is refused."""
-    cudart = torch.cuda.cudart()
-    page = buffer.data_ptr() // 4096 * 4096
-    if int(cudart.cudaHostRegister(page, 4096, 0)) != 0:
-        with contextlib.suppress(RuntimeError):  # the refusal is CUDA's last error now, and the next kernel would raise it
-            torch.ones(1, device="cuda")
-        return True
-    assert int(cudart.cudaHostUnregister(page)) == 0
-    return False
 
 
 @pytest.fixture

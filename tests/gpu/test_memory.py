@@ -9,7 +9,7 @@ import torch
 from support.chain import make_weights, run_chain, take_gradients
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import AcceleratorDevice, ActivationLedger, KeptReason, LedgerSample, OffloadEngine
+from fgoffload.engine import AcceleratorDevice, ActivationLedger, KeptReason, OffloadEngine
 
 SIZE = 2048
 NBYTES = SIZE * SIZE * 2
@@ -92,18 +92,15 @@ def test_the_peak_falls_and_the_ledger_knows_where_it_is():
     _, peak_with, ledger_with = measure(engine, weights)
     # Each layer saves its input, its weight and its product; the first one no weight, as its input needs no gradient.
     saves = 3 * LAYERS - 1
-    assert find_peak(ledger_without) == (saves, 2 * LAYERS * NBYTES)  # forward has come to its end, and nothing was taken yet
-    assert find_peak(ledger_with) == (saves, 4 * NBYTES)  # backward begins: a group, and the one called back ahead of it
+    peak, peak_now = ledger_without.find_peak(), ledger_with.find_peak()
+    assert peak[:2] == (saves, 2 * LAYERS * NBYTES)  # forward has come to its end, and nothing was taken yet
+    assert peak_now[:2] == (saves, 4 * NBYTES)  # backward begins: a group, and the one called back ahead of it
+    assert peak_now.place == f"layers.{LAYERS}.core_attn mb=0"  # the last save, which is where it is
     # The peak falls by what the ledger's peak falls by, but for the gradients: those of the weights come while others go.
     saved_bytes = ledger_without.peak_bytes - ledger_with.peak_bytes
     assert peak_without - peak_with >= saved_bytes - LAYERS * NBYTES
     assert peak_with < peak_without
     engine.close()
-
-
-def find_peak(ledger: ActivationLedger) -> LedgerSample:
-    """Return the first sample at which the most bytes were alive."""
-    return max(ledger.samples, key=lambda sample: sample.resident_bytes)
 
 
 @pytest.mark.parametrize("rows", [(SIZE,), (256, 1024, 512, 2048, 768)], ids=["one shape", "shapes that change"])

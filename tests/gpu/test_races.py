@@ -38,6 +38,7 @@ def find_wrong_steps(device: HostileGpu, seeds: range, *, first_only: bool = Fal
             expected = runner.run(program, None)
             check_is_telling(expected)
             found = runner.run(program, engine, pause=lambda: device.nap(device.current_stream()))
+            torch.cuda.synchronize()  # a copy that nobody waited for must not write into what the next program expects
             if not have_same_bits(expected, found):
                 wrong.append(seed)
         moved_bytes = engine.finish_step().d2h_bytes
