@@ -1,6 +1,5 @@
 """Locked host memory on a real device: its exact size as the system counts it, blocks of several parts, budgets, refusals."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
