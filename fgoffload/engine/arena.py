@@ -11,12 +11,18 @@ two of them. Where the shapes of a mixture of experts change with the routing, w
 a block that is a little larger: of what blocks in one piece reserve over thousands of steps a fifth to a half is never needed
 (tests/unit/engine/test_fragmentation.py). So a block that fits into no free range takes several, the largest first, and only
 what is missing then is reserved. The price is one queued copy for each part.
+
+[Note: A block that comes back]
+Most steps ask for the same sizes in the same order, and a search costs the host several times what the driver takes for a copy.
+So a block that comes back is put aside as it is, for the next one that asks for its size. Only when nothing of the size lies
+there is all that lies there joined to the free ranges, and the search begins.
 """
 
 import bisect
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -44,27 +50,38 @@ class _FreeRange:
     slab: int
     start: int
     end: int
-    reads: list[Event]  # copies to the device that may still read a part of the range
+    reads: Sequence[Event]  # copies to the device that may still read a part of the range
 
     @property
     def size_bytes(self) -> int:
         return self.end - self.start
 
 
+class _Place(NamedTuple):
+    """Where a block lies."""
+
+    size_bytes: int
+    ranges: Sequence[_FreeRange]
+    parts: tuple[torch.Tensor, ...]
+
+
 class HostBlock:
     """Host memory for one offloaded storage. It goes back to the arena when the last reference to it dies."""
 
-    __slots__ = ("_arena", "_ranges", "last_read", "parts", "reads_to_wait_for")
+    __slots__ = ("_arena", "_place", "last_read", "reads_to_wait_for")
 
-    def __init__(self, arena: "HostArena", ranges: list[_FreeRange], size_bytes: int) -> None:
+    def __init__(self, arena: "HostArena", place: _Place, reads: Sequence[Event]) -> None:
         self._arena = arena
-        self._ranges = ranges
+        self._place = place
         self.last_read: Event | None = None
         """The event after the last copy to the device that reads this block."""
-        self.reads_to_wait_for: tuple[Event, ...] = tuple(event for taken in ranges for event in taken.reads)
+        self.reads_to_wait_for = tuple(reads)
         """Events after which the block may be written. See [Note: A host block that is still read]."""
-        self.parts: tuple[torch.Tensor, ...] = tuple(arena.cut(ranges, size_bytes))
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
         """uint8 `[n]` each, on the host; one behind the other they are the block. See [Note: A block of several parts]."""
+        return self._place.parts
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -94,10 +111,9 @@ class HostBlock:
 
     def __del__(self) -> None:
         # Any thread may get here, in the middle of anything, the arena's own code included: so only an atomic append.
-        for taken in self._ranges:
-            # What was read before counts still: the block may never have been written, and then nobody has waited.
-            reads = taken.reads if self.last_read is None else [*taken.reads, self.last_read]
-            self._arena.returned.append(_FreeRange(taken.slab, taken.start, taken.end, reads))
+        # What was read before counts still: the block may never have been written, and then nobody has waited.
+        reads = self.reads_to_wait_for if self.last_read is None else (*self.reads_to_wait_for, self.last_read)
+        self._arena.returned.append((self._place, reads))
 
 
 class HostArena:
@@ -125,8 +141,10 @@ class HostArena:
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
-        self.returned: collections.deque[_FreeRange] = collections.deque()
-        """Ranges that came back and are not yet joined to the free ones."""
+        self.returned: collections.deque[tuple[_Place, Sequence[Event]]] = collections.deque()
+        """Where blocks lay that came back, and the copies that may still read there."""
+        self._aside: dict[int, list[tuple[_Place, Sequence[Event]]]] = {}
+        """The same, by size. See [Note: A block that comes back]."""
         # The free ranges three times: by size for the best fit, by either end to find neighbours.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
         self._by_start: dict[tuple[int, int], _FreeRange] = {}
@@ -143,7 +161,7 @@ class HostArena:
     @property
     def used_bytes(self) -> int:
         """Bytes in use now, alignment included."""
-        self._collect()
+        self._put_aside()
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
@@ -152,19 +170,28 @@ class HostArena:
         Lifetime:
             The block is the caller's until its last reference dies.
         """
-        self._collect()
+        self._put_aside()
         needed_bytes = round_up(max(1, size_bytes))
-        chosen, missing_bytes = self._choose(needed_bytes)
-        if missing_bytes:
-            if not self._grow(missing_bytes):
-                return None
-            chosen, _ = self._choose(needed_bytes)
-        taken = self._take(chosen, needed_bytes)
+        aside = self._aside.get(size_bytes)
+        if aside:
+            place, reads = aside[-1]
+            reads = self._list_unfinished(reads)
+            aside.pop()
+        else:
+            self._join_aside()
+            chosen, missing_bytes = self._choose(needed_bytes)
+            if missing_bytes:
+                if not self._grow(missing_bytes):
+                    return None
+                chosen, _ = self._choose(needed_bytes)
+            taken = self._take(chosen, needed_bytes)
+            place = _Place(size_bytes, taken, tuple(self._cut(taken, size_bytes)))
+            reads = _unite(part.reads for part in taken)
         self._used_bytes += needed_bytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-        return HostBlock(self, taken, size_bytes)
+        return HostBlock(self, place, reads)
 
-    def cut(self, ranges: list[_FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
+    def _cut(self, ranges: list[_FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
         """Yield uint8 `[n]` for each of `ranges`, `size_bytes` together: what lies there in the slabs."""
         for taken in ranges:
             end = min(taken.end, taken.start + size_bytes)
@@ -179,6 +206,7 @@ class HostArena:
         """
         if self.used_bytes:
             raise InternalError(f"The host arena was closed with {self._used_bytes} bytes in use.")
+        self._join_aside()
         for free in self._by_start.values():
             for event in free.reads:
                 # The pages go back to the system next: a copy that still reads them would read what is mapped there then.
@@ -238,23 +266,39 @@ class HostArena:
         self._add(_FreeRange(len(self._slabs) - 1, 0, size_bytes, []))
         return True
 
-    def _collect(self) -> None:
+    def _put_aside(self) -> None:
         while self.returned:
-            free = self.returned[0]
-            neighbours = (self._by_end.get((free.slab, free.start)), self._by_start.get((free.slab, free.end)))
-            joined = [free, *(neighbour for neighbour in neighbours if neighbour is not None)]
-            # Ask the device before anything moves: what it raises must not lose the range.
-            reads = self._list_unfinished([event for part in joined for event in part.reads])
-            for neighbour in joined[1:]:
-                self._remove(neighbour)
-            start, end = min(part.start for part in joined), max(part.end for part in joined)
-            self._add(_FreeRange(free.slab, start, end, reads))
-            self._used_bytes -= free.size_bytes
+            place, _ = self.returned[0]
+            self._aside.setdefault(place.size_bytes, []).append(self.returned[0])
+            self._used_bytes -= sum(taken.size_bytes for taken in place.ranges)
             self.returned.popleft()
 
-    def _list_unfinished(self, reads: list[Event]) -> list[Event]:
-        """Return the events that have not passed, each once: ranges that were cut apart and joined have them in common."""
-        return [event for event in {id(event): event for event in reads}.values() if not self._device.is_done(event)]
+    def _join_aside(self) -> None:
+        """Join all that lies aside to the free ranges."""
+        # Ask the device before anything moves: what it raises must not lose a range.
+        for free in self._by_start.values():
+            if free.reads:
+                free.reads = self._list_unfinished(free.reads)
+        for aside in self._aside.values():
+            while aside:
+                place, reads = aside[-1]
+                unfinished = self._list_unfinished(reads)
+                aside.pop()
+                for taken in place.ranges:
+                    self._join(_FreeRange(taken.slab, taken.start, taken.end, unfinished))
+        self._aside.clear()
+
+    def _join(self, free: _FreeRange) -> None:
+        """Join `free` with its neighbours."""
+        neighbours = (self._by_end.get((free.slab, free.start)), self._by_start.get((free.slab, free.end)))
+        joined = [free, *(neighbour for neighbour in neighbours if neighbour is not None)]
+        for neighbour in joined[1:]:
+            self._remove(neighbour)
+        start, end = min(part.start for part in joined), max(part.end for part in joined)
+        self._add(_FreeRange(free.slab, start, end, _unite(part.reads for part in joined)))
+
+    def _list_unfinished(self, reads: Sequence[Event]) -> Sequence[Event]:
+        return [event for event in reads if not self._device.is_done(event)] if reads else ()
 
     def _add(self, free: _FreeRange) -> None:
         bisect.insort(self._by_size, (free.size_bytes, free.slab, free.start))
@@ -265,3 +309,8 @@ class HostArena:
         del self._by_size[bisect.bisect_left(self._by_size, (free.size_bytes, free.slab, free.start))]
         del self._by_start[free.slab, free.start]
         del self._by_end[free.slab, free.end]
+
+
+def _unite(reads: Iterable[Sequence[Event]]) -> Sequence[Event]:
+    """Return the events of all of `reads`, each once: ranges that were cut apart have them in common."""
+    return list({id(event): event for events in reads for event in events}.values())

@@ -33,9 +33,6 @@ from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-MOST_OUTLIVED = 16
-"""Storages that may wait to be looked at until no copy is under way."""
-
 
 class OffloadEngine:
     """Moves what autograd saves to the host and back.
@@ -74,6 +71,8 @@ class OffloadEngine:
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
         self._lock = threading.RLock()
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
+        self._outlived: list[StorageRef] = []
+        """Storages that left, that autograd no longer wants, and that are alive."""
         self._stay: dict[int, tuple[StorageRef, KeptReason]] = {}
         self._stay_limit = 1024
         # Weakly: what a forward held that raised since, or whose graph was dropped, is nobody's any more.
@@ -308,22 +307,25 @@ class OffloadEngine:
         return saved if saved is not None and saved.contents == contents and saved.holds(view) else None
 
     def _forget_dropped(self) -> None:
-        dropped, outlived = self._transfers.dropped, self._transfers.outlived
+        dropped = self._transfers.dropped
         while dropped:
-            key = dropped.popleft().key
-            reference = self._saved.get(key)
+            storage, has_left = dropped.popleft()
+            reference = self._saved.get(storage.key)
             if reference is not None and reference() is None:
-                del self._saved[key]
-        if outlived:
-            self._transfers.poll()
+                del self._saved[storage.key]
+            if has_left and not storage.is_freed:
+                self._outlived.append(storage)
+        if self._outlived:
+            self._look_at_outlived()
+
+    def _look_at_outlived(self) -> None:
+        self._transfers.poll()
+        self._outlived = [storage for storage in self._outlived if not storage.is_freed]
         if self._transfers.in_flight_bytes == 0:  # or the copies under way may be what holds them
-            while outlived:
+            for storage in self._outlived:
                 # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
-                self._let_stay(outlived.popleft(), KeptReason.HELD)
-        elif len(outlived) > MOST_OUTLIVED:
-            for storage in [outlived.popleft() for _ in range(len(outlived))]:
-                if not storage.is_freed:
-                    outlived.append(storage)
+                self._let_stay(storage, KeptReason.HELD)
+            self._outlived.clear()
 
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         with self._lock:

@@ -43,19 +43,25 @@ def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
     return storage._cdata, Contents(tensor._version, storage.data_ptr(), storage.nbytes())  # noqa: SLF001 - the only names
 
 
-class StorageRef:
+class StorageRef(StorageWeakRef):
     """A reference to a storage that keeps its address from being given to another one, and not its memory."""
 
-    __slots__ = ("_reference", "key")
+    __slots__ = ()
+
+    cdata: int
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.key: int = self._reference.cdata
+        super().__init__(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    @property
+    def key(self) -> int:
+        """As `get_key` returns it for tensors of the storage."""
+        return self.cdata
 
     @property
     def is_freed(self) -> bool:
         """Whether nothing holds the storage any more."""
-        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+        return bool(self.expired())  # type: ignore[no-untyped-call]
 
     def find_nbytes(self) -> int | None:
         """Return the bytes of the storage now, or None where it is freed."""

@@ -220,9 +220,7 @@ class SavedStorage:
         # Any thread may get here, in the middle of anything: only atomic appends. Who runs next does the rest.
         if self.reload is not None and not self.reload.is_ordered:
             self._transfers.abandoned.append(self.reload)
-        self._transfers.dropped.append(self.storage)
-        if self.has_left:
-            self._transfers.outlived.append(self.storage)
+        self._transfers.dropped.append((self.storage, self.has_left))
 
 
 def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place: Place, act: str) -> str | None:

@@ -64,10 +64,8 @@ class Transfers:
         """Bytes on their way to the host."""
         self.abandoned: collections.deque[Reload] = collections.deque()
         """Device buffers that nobody wants any more, and that other streams may still touch."""
-        self.dropped: collections.deque[StorageRef] = collections.deque()
-        """Storages whose saves autograd no longer wants."""
-        self.outlived: collections.deque[StorageRef] = collections.deque()
-        """Those of them that had left: what is still alive belongs to something else."""
+        self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
+        """Storages whose saves autograd no longer wants, and whether they had left."""
         self._filling: list[torch.Tensor] = []
         """Buffers between the start of their copy and its event. What an exception leaves here is kept until `close`."""
 
@@ -209,25 +207,25 @@ class Transfers:
 
         No stream needs to wait for them any more: whatever the host queues from now on comes later anyway.
         """
-        self._release(entry)
-        for saved in self._list_gone(entry):
+        for saved in self._release(entry):
             saved.d2h_done = None
 
-    def _release(self, entry: _InFlight) -> None:
-        """Let go of the sources of `entry`, the oldest, whose copies are done, or are waited for."""
+    def _release(self, entry: _InFlight) -> list[SavedStorage]:
+        """Let go of the sources of `entry`, the oldest, whose copies are done, or are waited for; return what is gone now."""
         self._join(self._list_streams(entry), Hazard.SOURCE_STILL_USED)
         self._in_flight.popleft()  # only now: it may be all that holds a source that is still read, and a wait may raise
         self.in_flight_bytes -= entry.size_bytes
-        for saved in self._list_gone(entry):
-            if saved.state is SavedState.OFFLOADING:
-                saved.fault = saved.find_change("its copy to the host was done")
-                saved.drop_aliases()
-                saved.state = SavedState.OFFLOADED
-
-    def _list_gone(self, entry: _InFlight) -> list[SavedStorage]:
-        """Return what left with `entry` and is still wanted; not what was called back since, and has perhaps left again."""
-        living = (reference() for reference in entry.saved)
-        return [saved for saved in living if saved is not None and saved.d2h_done is entry.d2h_done]
+        gone = []
+        for reference in entry.saved:
+            saved = reference()
+            # Not what was called back since, and has perhaps left again.
+            if saved is not None and saved.d2h_done is entry.d2h_done:
+                gone.append(saved)
+                if saved.state is SavedState.OFFLOADING:
+                    saved.fault = saved.find_change("its copy to the host was done")
+                    saved.drop_aliases()
+                    saved.state = SavedState.OFFLOADED
+        return gone
 
     def _list_streams(self, entry: _InFlight) -> Set[Stream]:
         """Return the compute streams that used the sources of `entry`, before it left and since."""
@@ -328,4 +326,7 @@ def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[obj
     """Return a profiler range named like the debug log's line; nothing where no profiler runs."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
         return torch.profiler.record_function(f"fgoffload::{act} ({place})")
-    return contextlib.nullcontext()
+    return _NO_RANGE
+
+
+_NO_RANGE = contextlib.nullcontext()
