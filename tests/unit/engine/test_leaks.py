@@ -262,3 +262,16 @@ def test_marks_that_died_are_forgotten_over_many_steps():
 
     check_flat(lambda step: engine.keep([torch.ones(N, N) for _ in range(150)]), steps=100)
     engine.close()
+
+
+def test_what_something_else_held_and_dropped_is_forgotten_over_many_steps():
+    engine = make_engine()
+
+    def run_step(step: int) -> None:
+        held = [torch.ones(4, 4, requires_grad=True) * 2 for _ in range(40)]
+        sites = Sites(engine)
+        loss = sum(sites(torch.sin, h).sum() for h in held)
+        loss.backward()  # all that comes back is still held, each step by other tensors
+
+    check_flat(run_step, steps=100)
+    engine.close()
