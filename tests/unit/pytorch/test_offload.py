@@ -287,7 +287,7 @@ def test_an_exception_that_the_model_handles_itself_leaves_the_rest_of_forward_r
             except ValueError:
                 return self.second(hidden).sum()  # runs while the exception is being handled
 
-    model, inputs = Tries(), make_inputs()
+    model, inputs = Tries(), make_inputs().requires_grad_()
     expected = get_gradients(model, lambda: model(inputs * 2))
     with fgoffload.offload(model, ["first", "second"], ALL) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
