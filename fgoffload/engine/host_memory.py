@@ -65,8 +65,7 @@ def _read_cgroup_free_bytes(root: Path) -> int:
         if group is None:
             continue
         # Below the mount lies what is below the mount's own root; a group outside of it is hidden, and the mount stands for it.
-        is_inside = group.is_relative_to(mounted_root) and ".." not in group.parts
-        inside = group.relative_to(mounted_root) if is_inside else Path()
+        inside = group.relative_to(mounted_root) if group.is_relative_to(mounted_root) else Path()
         own = root / mount.relative_to("/") / inside
         for folder in (own, *own.parents[: len(inside.parts)]):
             free_bytes = min(free_bytes, _read_free_bytes(folder, kind))
@@ -102,12 +101,15 @@ def _read_own_groups(root: Path) -> dict[str, Path]:
 
 
 def _read_cgroup_mounts(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield the kind of each mount that may have limits of memory, which group is mounted there, and where."""
+    """Yield the kind of each mount of control groups, which group is mounted there, and where.
+
+    Where version 1 mounts each controller by itself, those of the others have no files that tell of memory.
+    """
     for line in _read_lines(root / "proc/self/mountinfo"):
         # 35 31 0:32 /group /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
         before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+        kind = after.split(" ", 1)[0]
+        if kind in ("cgroup", "cgroup2"):
             _, _, _, mounted_root, mount = before.split(" ")[:5]
             yield kind, Path(mounted_root), Path(mount)
 

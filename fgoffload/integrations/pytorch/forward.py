@@ -51,7 +51,7 @@ class UncompiledSaving(Saving):
         return super().take_back(handle)
 
 
-class SizedSaving(Saving):
+class SizedSaving(UncompiledSaving):
     """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
 
     What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once.
@@ -82,19 +82,10 @@ class SizedSaving(Saving):
         if self.group is None:
             self.group = self._engine.open_group(Site(chunk=0, layer=self.groups, tag=self._tag), self.lane)
             self.groups += 1
-        handle = super().__call__(tensor)
+        handle = Saving.__call__(self, tensor)  # not through the base: one call behind the compiler's back is enough
         if isinstance(handle, Handle):
             self._count(tensor)
         return handle
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
-        """Return the tensor of `handle`: the unpack hook."""
-        if self.group is not None and is_in_backward():
-            # A backward inside of the block wants this group now: it stays, and the next save begins another one.
-            self.group.submit()
-            self._forget_group()
-        return super().take_back(handle)
 
     def close_group(self) -> None:
         """Let the group leave that is being filled, if there is one."""

@@ -139,8 +139,6 @@ class EngineOwner:
         return None
 
     def _warn_of_idle(self, stats: StepStats) -> None:
-        if not self.config.enabled:
-            return
         with self._lock:
             uses = dict(self._uses)
         for tag, use in uses.items():

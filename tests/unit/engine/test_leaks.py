@@ -83,7 +83,7 @@ class RaisingInBackward(torch.autograd.Function):
 
 
 class Program:
-    """Three groups: whole storages, a saved output, a storage that two of them share, and an exception where it is told to."""
+    """Four groups: whole storages, a saved output, a storage that two of them share, and an exception where it is told to."""
 
     is_held = False
     is_gathered = False
@@ -93,12 +93,15 @@ class Program:
         self.engine = engine
         self.w = torch.nn.Parameter(torch.randn(N, N, generator=torch.Generator().manual_seed(0)) / 16)
 
+    def get_input(self) -> torch.Tensor:
+        return self.w  # a leaf, which outlives the graph, and its mark must not
+
     def act(self, h: torch.Tensor) -> torch.Tensor:
         return h[:, ::4].sin().repeat(1, 4) if self.is_gathered else h.sin() * h.exp()
 
     def forward(self, sites: Sites, fail: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        h = torch.ones(N, N) @ self.w
         with sites.watched():
+            h = sites(lambda w: w.sin(), self.get_input(), tag="qkv_linear", is_held=self.is_held)
             h = sites(lambda h: h.softmax(-1), h, tag="core_attn", is_held=self.is_held)
             h = sites(lambda h: h @ self.w, h, tag="attn_proj", is_held=self.is_held)
             h = sites(lambda h: fail(self.act(h)), h, tag="mlp_norm", is_held=self.is_held)
@@ -139,6 +142,9 @@ class Dropped(Program):
     """No backward: the graph is dropped."""
 
     backwards = 0
+
+    def get_input(self) -> torch.Tensor:
+        return self.w * 2
 
 
 KINDS = {
@@ -261,4 +267,17 @@ def test_marks_that_died_are_forgotten_over_many_steps():
     engine = make_engine()
 
     check_flat(lambda step: engine.keep([torch.ones(N, N) for _ in range(150)]), steps=100)
+    engine.close()
+
+
+def test_what_something_else_held_and_dropped_is_forgotten_over_many_steps():
+    engine = make_engine()
+
+    def run_step(step: int) -> None:
+        held = [torch.ones(4, 4, requires_grad=True) * 2 for _ in range(40)]
+        sites = Sites(engine)
+        loss = sum(sites(torch.sin, h).sum() for h in held)
+        loss.backward()  # all that comes back is still held, each step by other tensors
+
+    check_flat(run_step, steps=100)
     engine.close()

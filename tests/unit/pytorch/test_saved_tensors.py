@@ -177,8 +177,8 @@ def test_a_block_in_place_gives_its_host_memory_back_with_the_graph():
 
 def raise_in(block, kind: type[BaseException]) -> None:
     with block:
-        make_net()(make_inputs())
-        raise kind
+        loss = make_net()(make_inputs())
+        raise kind(f"somebody's own, at {loss}")  # the graph lives until the block was left
 
 
 def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():

@@ -1,0 +1,259 @@
+"""`fgoffload.offload`: what raises leaves no trace, what is undone is gone, and what cannot be is refused."""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import pickle
+
+import pytest
+import torch
+from support.models import (
+    ALL,
+    LAYERS,
+    PATTERNS,
+    ROW_BYTES,
+    WIDTH,
+    check_equal,
+    get_gradients,
+    make_inputs,
+    make_net,
+)
+from support.sites import has_hooks
+from torch import nn
+
+import fgoffload
+from fgoffload import ConfigError, StateError, TransferConfig
+from fgoffload.engine import KeptReason
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+class Fails(nn.Module):
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise self.kind(f"somebody's own, in {hidden.sin().shape}")
+
+
+def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    with fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL) as handle:
+        net.layers[1].mlp[1] = Fails(ValueError)
+        with pytest.raises(ValueError, match="somebody's own"):
+            net(inputs)
+        assert not has_hooks()
+        net.layers[1].mlp[1] = nn.GELU()
+        check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        assert handle.engine.arena.used_bytes == 0
+
+
+def test_an_exception_that_the_model_handles_itself_leaves_the_rest_of_forward_right():
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Tanh(), Fails(ValueError))
+            self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            try:
+                return self.first(hidden).sum()
+            except ValueError:
+                return self.second(hidden).sum()  # runs while the exception is being handled
+
+    model, inputs = Tries(), make_inputs().requires_grad_()
+    expected = get_gradients(model, lambda: model(inputs * 2))
+    with fgoffload.offload(model, ["first", "second"], ALL) as handle:
+        check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
+        tags = handle.stats().tags
+    assert tags["second"].d2h_bytes == 2 * ROW_BYTES
+    assert tags["first"].d2h_bytes == 0  # nobody wants it back
+    assert not has_hooks()
+
+
+def test_an_interrupt_that_the_model_handles_itself_leaves_no_hooks_behind_the_forward():
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Tanh(), Fails(KeyboardInterrupt))
+            self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.first(hidden)
+            return self.second(hidden).sum()
+
+    model, inputs = Tries(), make_inputs()
+    expected = get_gradients(model, lambda: model(inputs * 2))
+    with fgoffload.offload(model, ["first", "second"], ALL):
+        for _ in range(2):
+            check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
+            assert not has_hooks()
+
+
+def test_a_hook_of_somebody_else_that_raises_before_ours_ran_is_passed_on():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise ValueError("somebody's own")
+
+    hook = net.layers[1].mlp.register_forward_pre_hook(fail)
+    with fgoffload.offload(net, PATTERNS, ALL):
+        with pytest.raises(ValueError, match="somebody's own"):
+            net(inputs)
+        assert not has_hooks()
+        hook.remove()
+        check_equal(expected, get_gradients(net, lambda: net(inputs)))
+
+
+def test_remove_undoes_what_a_keyboard_interrupt_has_left():
+    net, inputs = make_net(), make_inputs()
+    handle = fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL)
+    net.layers[1].mlp[1] = Fails(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        net(inputs)
+    assert has_hooks()  # torch does not call hooks for it
+    handle.close()
+    assert not has_hooks()
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["model", "part"])
+def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused(is_whole):
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Tanh())
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.inner(hidden)
+
+    model, hidden = Changes(), make_inputs().requires_grad_() * 2
+
+    def change(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.detach().add_(1)
+
+    model.inner.register_forward_hook(change)
+    with (
+        fgoffload.offload(model, ["inner"], ALL),
+        pytest.raises(StateError, match=r"layers\.0\.inner mb=0 .* changed in place"),
+    ):
+        (model if is_whole else model.inner)(hidden)
+    assert not has_hooks()
+
+
+def test_remove_takes_all_hooks_off_and_a_second_call_does_no_harm():
+    net, inputs = make_net(), make_inputs()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    assert count_hooks(net) == 2 + 2 * 2 * LAYERS
+    loss = net(inputs)
+    handle.remove()
+    assert count_hooks(net) == 0
+    loss.backward()  # a graph that exists keeps working
+    handle.remove()
+    handle.close()
+    handle.close()
+    assert handle.last_stats is not None
+
+
+def test_close_gives_all_host_memory_back():
+    net = make_net()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    net(make_inputs()).backward()
+    assert handle.engine.arena.reserved_bytes > 0
+    handle.close()
+    assert handle.engine.arena.reserved_bytes == 0
+
+
+def test_a_copy_of_an_offloaded_model_runs_its_own_weights():
+    net, inputs = make_net(), make_inputs()
+    with fgoffload.offload(net, PATTERNS, ALL):
+        other = copy.deepcopy(net)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2)
+        found = get_gradients(other, lambda: other(inputs))
+        assert all(parameter.grad is None for parameter in net.parameters())
+    for module in other.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    check_equal(get_gradients(other, lambda: other(inputs)), found)
+
+
+def test_a_model_that_is_offloaded_already_is_refused():
+    net = make_net()
+    with fgoffload.offload(net, PATTERNS, ALL), pytest.raises(ConfigError, match="Net is offloaded already"):
+        fgoffload.offload(net, PATTERNS, ALL)
+    fgoffload.offload(net, PATTERNS, ALL).close()
+
+
+def test_the_users_filter_and_the_minimum_size_are_obeyed():
+    net, inputs = make_net(), make_inputs()
+    config = dataclasses.replace(ALL, min_offloaded_bytes=ROW_BYTES + 1, keep=lambda tensor: tensor.shape[-1] == WIDTH)
+    expected = get_gradients(net, lambda: net(inputs))
+    with fgoffload.offload(net, PATTERNS, config) as handle:
+        check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        tags = handle.stats().tags
+    assert tags["mlp"].d2h_bytes == LAYERS * 8 * ROW_BYTES
+    assert tags["mlp"].kept_bytes == {KeptReason.FILTERED.value: LAYERS * ROW_BYTES}
+    assert tags["attn"].d2h_bytes == 0
+
+
+def test_what_is_not_enabled_puts_no_hooks_anywhere():
+    net = make_net()
+    config = TransferConfig(enabled=False)
+    with fgoffload.offload(net, PATTERNS, config) as handle:
+        assert count_hooks(net) == 0
+        net(make_inputs()).backward()
+        assert handle.engine is None
+        assert not handle.offload_tensor(torch.ones(8)).is_on_host
+
+
+def test_a_device_that_torch_does_not_know_is_refused():
+    with fgoffload.offload(make_net(), PATTERNS, ALL, device="gpu0") as handle, pytest.raises(ConfigError, match="'gpu0'"):
+        handle.get_engine()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("window_bytes", -1, "window_bytes -1 is below 0"),
+        ("prefetch_bytes", -5, "prefetch_bytes -5 is below 0"),
+        ("min_offloaded_bytes", -1, "min_offloaded_bytes -1 is below 0"),
+        ("host_budget_bytes", 0, "host_budget_bytes 0 leaves no host memory"),
+        ("enabled", "yes", "enabled 'yes' is neither True nor False"),
+        ("keep", 3, "keep 3 cannot be called"),
+        ("host_memory", "pinned", "host_memory 'pinned' is not a HostMemory"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_its_own_name(field, value, says):
+    with pytest.raises(ConfigError, match=says):
+        TransferConfig(**{field: value})
+
+
+def test_nothing_of_a_step_waits_for_the_cyclic_collector():
+    net, inputs = make_net(), make_inputs()
+    with fgoffload.offload(net, {**PATTERNS, "layers.*": "layer"}, ALL) as handle:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                net(inputs).backward()
+            kinds = {type(found).__name__ for found in gc.get_objects() if str(type(found).__module__).startswith("fgoffload")}
+        finally:
+            gc.enable()
+        assert handle.engine.arena.used_bytes == 0
+    assert not kinds & {"Forward", "SavingRegion", "Region", "Lane", "Group", "SavedStorage", "Handle", "KeptHandle", "_Call"}
+
+
+def test_a_whole_model_can_be_pickled_after_remove_and_its_state_always():
+    net = make_net()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    pickle.dumps(net.state_dict())
+    handle.remove_hooks()
+    pickle.dumps(net)
