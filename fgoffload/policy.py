@@ -43,6 +43,16 @@ class TransferPolicy:
         """Return whether compute has to wait for the oldest copy to the host before it goes on."""
         return in_flight_bytes > self.window_bytes
 
+    def may_begin_prefetch(self, *, ahead_bytes: int) -> bool:
+        """Return whether it is time to look for groups to bring back.
+
+        Not while half of what may be ahead is: several groups at once cost the host less than one after the other.
+
+        Args:
+            ahead_bytes: As for `may_prefetch`.
+        """
+        return 2 * ahead_bytes <= self.prefetch_bytes
+
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may start its way back before backward asks for it.
 

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fgoffload import Site, TransferPolicy
+from fgoffload import Site
 from fgoffload.engine import Lane, OffloadEngine, find_device
 
 SAVED_BYTES = 4 * 1024 * 1024
@@ -60,9 +60,7 @@ class OurChain(PlainChain):
 
     def __init__(self, regions: int, device: str) -> None:
         super().__init__(regions)
-        self.engine = OffloadEngine(
-            device=find_device(device), policy=TransferPolicy(prefetch_bytes=2 * SAVED_BYTES), host_budget_bytes=1 << 30
-        )
+        self.engine = OffloadEngine(device=find_device(device), host_budget_bytes=1 << 30)
         self.sites = [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(regions)]
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
@@ -75,7 +73,7 @@ class OurChain(PlainChain):
             region.enter(h)
             with region.saving():
                 h = h.sin()
-            region.end(h)
+            region.end()
         return h
 
     def finish(self) -> None:

@@ -201,7 +201,7 @@ class OffloadEngine:
         with self._lock:
             if saved.fault is not None:
                 raise StateError(saved.fault)
-            if group is not None and lane.away > group.position and is_in_backward():
+            if group is not None and is_in_backward() and lane.is_news(group, is_away=saved.state is SavedState.OFFLOADED):
                 self.approach_backward(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
@@ -400,6 +400,8 @@ class OffloadEngine:
                 wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)
                 self._call_back(wanted, waiting)
         ahead_bytes = sum(lane.ahead.values())
+        if not self._policy.may_begin_prefetch(ahead_bytes=ahead_bytes):
+            return
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
             waiting = group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)

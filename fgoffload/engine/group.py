@@ -100,6 +100,18 @@ class Lane:
         self.end = self.away = len(self.groups)
         return group
 
+    def is_news(self, group: Group, *, is_away: bool) -> bool:
+        """Return whether a tensor of `group` that backward takes shows that backward has come to the group.
+
+        Not where it was known already. Of a group that backward has left, what is on the host only shows that another backward
+        of the same graph has begun; ops of other branches take what they want late, and nothing of it is away.
+
+        Args:
+            group: In this lane.
+            is_away: Whether the tensor is on the host only.
+        """
+        return self.end > group.end_position or self.away > group.position or (is_away and group.position >= self.end)
+
     def leave(self, position: int) -> list[Group]:
         """Take note that backward has left the groups from `position` on, and return those that it left the time before.
 

@@ -1,8 +1,9 @@
 """Regions: where in forward a group saves, and the marks by which backward finds out where it is.
 
 [Note: Marks]
-A mark is a hook on a tensor's gradient: on the input of a site it tells that backward has left the site, on the output that
-backward has come to it. A mark adds nothing to the graph. An identity autograd function in its place would change results:
+That backward has come to a site, the first tensor that it takes of the site tells. Where that would be late, a mark tells it: a
+hook on the gradient of the site's output; a hook on the gradient of a lane's first input tells that backward has left the lane.
+A mark adds nothing to the graph. An identity autograd function in its place would change results:
 where the site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too, the
 gradients of the site would be summed first and the residual's added then, and floating-point sums depend on their order. The
 end mark is a call of its own, since some groups may only move after their region: the input of a norm is the residual too,
@@ -88,7 +89,7 @@ class Region:
     def enter(self, tensor: torch.Tensor) -> None:
         """Put the start mark on `tensor`, the input of the site.
 
-        Only the first site of a lane needs one: that backward has left a site, the end mark of the site before it tells.
+        Only the first site of a lane needs one: that backward has left a site is known when it comes to the one before.
         """
         if self.group.position == 0:
             engine, lane, group = self._engine, self._lane, self.group
@@ -98,12 +99,13 @@ class Region:
         """Return the context in which what autograd saves goes to the group."""
         return Saving(self._engine, self._lane, self.group)
 
-    def end(self, tensor: torch.Tensor | None, *, is_held: bool = False) -> None:
+    def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
         """Let the group leave, and put the end mark on `tensor`.
 
         Args:
             tensor: An output of the site, or of something after it that no longer needs what the group saved. None puts no
-                mark: then the first tensor that backward takes brings the group back.
+                mark, which costs the host less: then the first tensor that backward takes tells that it is here. A mark is
+                earlier where much of a site saves nothing at its end, and nothing was brought back ahead.
             is_held: Wait with the departure until `OffloadEngine.flush`.
 
         Raises:
@@ -117,14 +119,6 @@ class Region:
 
 def _add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:
     """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
-    if not tensor.requires_grad:
-        return
-    if not tensor.is_leaf:
+    # A leaf outlives the graph, and would gather the marks of all steps.
+    if tensor.requires_grad and not tensor.is_leaf:
         tensor.register_hook(reach)  # type: ignore[no-untyped-call]
-        return
-
-    def reach_once(gradient: torch.Tensor) -> None:
-        mark.remove()  # a leaf outlives the graph, and would gather the marks of all steps
-        reach(gradient)
-
-    mark = tensor.register_hook(reach_once)  # type: ignore[no-untyped-call]

@@ -24,7 +24,8 @@ def make_engine(device: Device | None = None, **options: Any) -> OffloadEngine:
 class Sites:
     """Wraps functions into regions, one site each, in one lane; without an engine it only calls them."""
 
-    def __init__(self, engine: OffloadEngine | None, *, microbatch: int = 0) -> None:
+    def __init__(self, engine: OffloadEngine | None, *, microbatch: int = 0, has_end_marks: bool = False) -> None:
+        self._has_end_marks = has_end_marks
         self.engine = engine
         self.lane = Lane(chunk=0, microbatch=microbatch)
         self._count = 0
@@ -44,7 +45,7 @@ class Sites:
         region.enter(inputs[0])
         with region.saving():
             result = function(*inputs)
-        region.end(output(result), is_held=is_held)
+        region.end(output(result) if self._has_end_marks else None, is_held=is_held)
         return result
 
     @contextlib.contextmanager

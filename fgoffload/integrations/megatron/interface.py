@@ -82,7 +82,7 @@ def _replace_statics(patches: Patches, get_offload: Callable[[], MegatronOffload
             _refuse_graphs()
         # `forced_released_tensors` are storages that Megatron's own engine empties by force. Ours never resizes what somebody
         # else may hold: the memory goes when the last holder lets go, and what is held elsewhere is counted.
-        get_offload().end_region(name, _find_output(tensor))
+        get_offload().end_region(name)
         return tensor
 
     def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
@@ -110,12 +110,6 @@ def is_replaced() -> bool:
     module_name, _, class_name = INTERFACE.partition(":")
     methods = vars(getattr(load_module(module_name), class_name))
     return bool(methods["__init__"].__module__ == __name__)
-
-
-def _find_output(output: Any) -> torch.Tensor | None:
-    """Return the tensor to put the end mark on: `output`, or the first with a gradient of a tuple or list of them."""
-    candidates = (output,) if isinstance(output, torch.Tensor) else output
-    return next((item for item in candidates if isinstance(item, torch.Tensor) and item.requires_grad), None)
 
 
 def _refuse_graphs(*args: Any) -> NoReturn:

@@ -132,12 +132,12 @@ class MegatronOffload:
             self._open.append((tag, region))
         return region
 
-    def end_region(self, tag: str, output: torch.Tensor | None) -> None:
-        """End the region of `tag` that was opened last, if one is open, with its end mark on `output`."""
+    def end_region(self, tag: str) -> None:
+        """End the region of `tag` that was opened last, if one is open."""
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == tag:
                 _, region = self._open.pop(index)
-                region.end(output)
+                region.end()
                 return
 
     # Steps.

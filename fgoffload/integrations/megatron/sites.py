@@ -175,7 +175,7 @@ def _wrap_experts(get_offload: GetOffload, patches: Patches, original: Any) -> A
         try:
             current.enter(hidden)
             output, bias = original(self, hidden, *args, **kwargs)
-            current.end(output)
+            current.end()
             return output, bias
         finally:
             pass_of_experts.pop()
@@ -197,9 +197,9 @@ class _ExpertPass:
         if self._tokens is not None:
             self._tokens.enter(hidden)
 
-    def end(self, output: torch.Tensor) -> None:
+    def end(self) -> None:
         if self._tokens is not None:
-            self._tokens.end(output)
+            self._tokens.end()
 
     def start_fc1(self) -> None:
         self._save_for(self._tokens)
@@ -211,10 +211,10 @@ class _ExpertPass:
             self._activation.enter(output)
             self._save_for(self._activation)
 
-    def end_activation(self, output: torch.Tensor) -> None:
+    def end_activation(self) -> None:
         region, self._activation = self._activation, None
         if region is not None:
-            region.end(output)
+            region.end()
 
     def stop_saving(self) -> None:
         """Leave the region that forward is in, if any; after an exception too."""
@@ -245,7 +245,7 @@ def _hook_expert(expert: Any, find_pass: Callable[[], _ExpertPass | None]) -> It
 
     def after_fc2(module: torch.nn.Module, args: Any, result: Any) -> None:
         if (current := find_pass()) is not None:
-            current.end_activation(result[0])
+            current.end_activation()
 
     yield expert.linear_fc1.register_forward_pre_hook(before_fc1)
     yield expert.linear_fc1.register_forward_hook(after_fc1)

@@ -238,7 +238,7 @@ def run_without_output(offload: "megatron.MegatronOffload | None", net: Net, *, 
             region.enter(h)
             with region.saving():
                 output = function(h)
-            regions.append((tag, output))
+            regions.append(tag)
             return output
 
         h = net.x * (microbatch + 1)
@@ -246,12 +246,12 @@ def run_without_output(offload: "megatron.MegatronOffload | None", net: Net, *, 
         normed = save("attn_norm", lambda h, norm=norm: norm.checkpoint(lambda h: h.exp().softmax(-1), h), h)
         mixed = save("qkv_linear", lambda n: (n @ net.w).sin(), normed)
         if not is_end_late and offload:
-            for tag, output in regions:
-                offload.end_region(tag, output)
+            for tag in regions:
+                offload.end_region(tag)
         norm.discard_output_and_register_recompute(mixed)
         if is_end_late and offload:
-            for tag, output in regions:
-                offload.end_region(tag, output)
+            for tag in regions:
+                offload.end_region(tag)
         (h + mixed).sum().backward()
     return [net.x.grad, net.w.grad]
 

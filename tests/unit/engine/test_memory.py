@@ -285,10 +285,11 @@ def test_looking_for_what_to_bring_back_costs_no_more_where_nothing_left():
     engine.close()
 
 
-def test_every_backward_of_a_kept_graph_prefetches_and_gives_device_memory_back():
+@pytest.mark.parametrize("has_end_marks", [True, False], ids=["marks", "no marks"])
+def test_every_backward_of_a_kept_graph_prefetches_and_gives_device_memory_back(has_end_marks):
     weights = [weight(seed) for seed in range(6)]
     engine = make_engine(policy=TransferPolicy(prefetch_bytes=2 * NBYTES))
-    output = run_layers(Sites(engine), weights, ["a"] * 6).sum()
+    output = run_layers(Sites(engine, has_end_marks=has_end_marks), weights, ["a"] * 6).sum()
     engine.finish_step()
     ledger = ActivationLedger(parameters=weights)
     with engine.observe(ledger):
