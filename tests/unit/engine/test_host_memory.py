@@ -213,6 +213,34 @@ def test_a_budget_that_is_given_asks_nobody(monkeypatch):
         OffloadEngine(device=CpuDevice())
 
 
+# What the system counts.
+
+
+def read_bytes(name: str) -> int:
+    """Return a size from `/proc/self/status`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs procfs")
+@pytest.mark.parametrize("name", ["RssAnon", "VmSize"])
+def test_on_the_cpu_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(name):
+    arena = HostArena(CpuDevice(), budget_bytes=GIB, slab_bytes=MIB)
+    before = read_bytes(name)
+    blocks = [arena.find_block(size_bytes) for size_bytes in (33 * MIB, 34 * MIB + 1, 65 * MIB)]
+    for block in blocks:
+        block.buffer.fill_(1)
+    assert arena.reserved_bytes == 132 * MIB + 512  # rounded up it would be 256 MiB
+    assert abs(read_bytes(name) - before - arena.reserved_bytes) < 4 * MIB
+    blocks.clear()
+    del block
+    for size_bytes in range(MIB, 33 * MIB, 3 * MIB + 77):  # other shapes in the same memory
+        arena.find_block(size_bytes).buffer.fill_(2)
+    assert abs(read_bytes(name) - before - arena.reserved_bytes) < 4 * MIB
+    arena.close()
+    assert read_bytes(name) - before < 4 * MIB
+
+
 # Memory that the driver refuses to lock. What stands in for CUDA here has no GPU behind it.
 
 
