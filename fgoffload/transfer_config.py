@@ -29,6 +29,8 @@ class TransferConfig:
     """The most host bytes of this rank; what does not fit stays on the device. None takes a share of what the machine has."""
     host_memory: HostMemory = HostMemory.PINNED
     """Pinned is faster; pageable where the limit of locked memory is low."""
+    is_timed: bool = False
+    """Measure copies, and what compute waits, for `stats()`: a few events more for each group, and `stats()` waits for them."""
     keep: Callable[[Any], bool] | None = None
     """Your own filter: a saved `torch.Tensor` for which it returns true stays. Asked for each saved tensor that could leave."""
 
@@ -38,8 +40,9 @@ class TransferConfig:
         Raises:
             ConfigError: With the field, the value, the limit and the fix.
         """
-        if not isinstance(self.enabled, bool):
-            raise ConfigError(f"enabled {self.enabled!r} is neither True nor False. Give one of them.")
+        for name in ("enabled", "is_timed"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} {getattr(self, name)!r} is neither True nor False. Give one of them.")
         self._check_sizes()
         if not isinstance(self.host_memory, HostMemory):
             raise ConfigError(f"host_memory {self.host_memory!r} is not a HostMemory. Give HostMemory.PINNED or .PAGEABLE.")

@@ -213,17 +213,17 @@ class AcceleratorDevice(Device):
             # The driver copies from and to such memory while the host waits, through buffers of its own: nothing is under way.
             return HostSlab(torch.empty(size_bytes, dtype=torch.uint8), free=lambda: None)
         if self.type == "cuda":
-            return _register_host(size_bytes)
+            return _register_host(size_bytes, self._device)
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), free=lambda: None)
 
 
-def _register_host(size_bytes: int) -> HostSlab:
+def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
     """Return anonymous memory that is locked at its exact size; torch's pinned allocator rounds up to powers of two."""
     try:
         pages = mmap.mmap(-1, size_bytes)
     except OSError as error:
         raise StateError(
-            f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower --offload-host-budget."
+            f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
         ) from error
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -233,16 +233,19 @@ def _register_host(size_bytes: int) -> HostSlab:
         raise StateError(
             f"CUDA could not lock {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit of "
             f"locked memory here is {_say_memlock_limit()}: raise it (`ulimit -l`) or the container's memory limit, or lower "
-            "--offload-host-budget."
+            f"{_HOST_BUDGET}."
         )
 
     def free() -> None:
-        torch.cuda.synchronize()  # the driver must not lose memory that a copy still reads or writes
+        torch.cuda.synchronize(device)  # the driver must not lose memory that a copy still reads or writes
         status = int(cudart.cudaHostUnregister(buffer.data_ptr()))
         if status != 0:
             raise InternalError(f"cudaHostUnregister returned {status} for {format_bytes(size_bytes)} of host memory.")
 
     return HostSlab(buffer, free)
+
+
+_HOST_BUDGET = "the host budget (--offload-host-budget, or `host_budget_bytes` of a TransferConfig)"
 
 
 def _clear_last_error() -> None:

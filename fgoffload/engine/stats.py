@@ -111,7 +111,7 @@ class StepStats:
             table.add_column(heading, justify="right")
         kinds = [kind for kind in TimeKind if any(kind in tag.seconds for tag in self.tags.values())]
         for kind in kinds:
-            table.add_column(f"{kind.value}, ms", justify="right")
+            table.add_column(f"{kind.name.lower()} ms", justify="right")
         table.add_column("stayed, and why")
         for name, tag in self.tags.items():
             sizes = (tag.d2h_bytes, tag.h2d_bytes, tag.shared_bytes, tag.recalled_bytes, tag.held_elsewhere_bytes)

@@ -62,6 +62,7 @@ class EngineOwner:
                     policy=config.transfer_policy,
                     min_offloaded_bytes=config.min_offloaded_bytes,
                     keep=config.keep,
+                    is_timed=config.is_timed,
                     host_budget_bytes=config.host_budget_bytes,
                 )
             return self._engine

@@ -88,6 +88,7 @@ def offload_tensor(
         policy=config.transfer_policy,
         min_offloaded_bytes=config.min_offloaded_bytes,
         keep=config.keep,
+        is_timed=config.is_timed,
         # The arena takes whole slabs, up to its budget.
         host_budget_bytes=min(needed_bytes, config.host_budget_bytes or needed_bytes),
     )
