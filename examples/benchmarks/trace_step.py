@@ -1,0 +1,122 @@
+"""One training step on a GPU as a Chrome trace and a picture: copies against compute.
+
+    python examples/benchmarks/trace_step.py [--layers 6] [--hidden 8192] [--tokens 8192] [--out FOLDER]
+
+A stack of blocks in bfloat16, each a norm, two wide linears and a residual; what the second linear saves leaves. Writes
+`trace.json`, which https://ui.perfetto.dev opens, and `trace.png`: the kernels and copies of the same step, drawn in lanes. Needs a
+CUDA GPU.
+
+What you should see: a table of what moved and how long it took; in the picture, copies to the host below forward, copies to the
+device below backward, both beside kernels.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import pyplot
+from matplotlib.patches import Patch
+from rich.console import Console
+
+import fgoffload
+
+LANES = {"kernels": "#4c72b0", "copies to the host": "#dd8452", "copies to the device": "#55a868"}
+"""What the picture shows, from the top, and its colors."""
+
+
+class Block(torch.nn.Module):
+    """A pre-norm MLP block: `[tokens, hidden]` to the same."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.up = torch.nn.Linear(hidden, 4 * hidden, bias=False)
+        self.act = torch.nn.GELU()
+        self.down = torch.nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Return the block's output."""
+        return h + self.down(self.act(self.up(self.norm(h))))
+
+
+def train_step(model: torch.nn.Module, x: torch.Tensor) -> None:
+    """Run forward and backward, and drop the gradients."""
+    model(x).float().square().mean().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def find_lane(event: dict[str, Any]) -> str | None:
+    """Return the lane of the picture that an event of the trace belongs to, or None."""
+    if event.get("cat") == "kernel":
+        return "kernels"
+    if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]:
+        return "copies to the host"
+    if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
+        return "copies to the device"
+    return None
+
+
+def draw(trace: Path, picture: Path, *, title: str) -> None:
+    """Draw the kernels and copies of `trace` over time."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    lanes: dict[str, list[tuple[float, float]]] = {name: [] for name in LANES}
+    for event in events:
+        lane = find_lane(event)
+        if lane is not None:
+            lanes[lane].append((event["ts"] / 1e3, event["dur"] / 1e3))
+    begin = min(start for spans in lanes.values() for start, _ in spans)
+    figure, axes = pyplot.subplots(figsize=(11, 2.6), layout="constrained")
+    for row, (name, color) in enumerate(LANES.items()):
+        axes.broken_barh([(start - begin, width) for start, width in lanes[name]], (-row - 0.4, 0.8), facecolors=color)
+    axes.set_yticks([-row for row in range(len(LANES))], list(LANES))
+    axes.set_xlabel("ms")
+    axes.set_title(title)
+    axes.legend(
+        handles=[
+            Patch(color=color, label=f"{name}: {sum(width for _, width in lanes[name]):.1f} ms")
+            for name, color in LANES.items()
+        ],
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.3),
+        ncols=3,
+        frameon=False,
+    )
+    figure.savefig(picture, dpi=150)
+
+
+def main() -> None:
+    """Train a few steps and trace the last one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--out", type=Path, default=Path())
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("trace_step.py needs a CUDA GPU: torch finds none.")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Block(arguments.hidden) for _ in range(arguments.layers))).to("cuda", torch.bfloat16)
+    x = torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16)
+    config = fgoffload.TransferConfig(is_timed=True)
+    with fgoffload.offload(model, {"*.down": "mlp_fc2"}, config) as handle:
+        for _ in range(4):
+            train_step(model, x)
+            handle.stats()
+        with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity)[:2]) as profiler:
+            train_step(model, x)
+            torch.cuda.synchronize()
+        Console(width=160).print(handle.stats())
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    trace = arguments.out / "trace.json"
+    profiler.export_chrome_trace(str(trace))
+    title = (
+        f"One step, {arguments.layers} blocks of hidden {arguments.hidden}, {arguments.tokens} tokens, bf16, "
+        f"{torch.cuda.get_device_name()}"
+    )
+    draw(trace, arguments.out / "trace.png", title=title)
+
+
+if __name__ == "__main__":
+    main()
