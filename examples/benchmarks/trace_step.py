@@ -3,8 +3,8 @@
     python examples/benchmarks/trace_step.py [--layers 6] [--hidden 8192] [--tokens 8192] [--out FOLDER]
 
 A stack of blocks in bfloat16, each a norm, two wide linears and a residual; what the second linear saves leaves. Writes
-`trace.json`, which https://ui.perfetto.dev opens, and `trace.png`: the kernels and copies of the same step, drawn in lanes. Needs a
-CUDA GPU.
+`trace.json`, which https://ui.perfetto.dev opens, and `trace.png`: the kernels and copies of the same step, drawn in lanes.
+Needs a CUDA GPU.
 
 What you should see: a table of what moved and how long it took; in the picture, copies to the host below forward, copies to the
 device below backward, both beside kernels.
@@ -104,7 +104,9 @@ def main() -> None:
         for _ in range(4):
             train_step(model, x)
             handle.stats()
-        with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity)[:2]) as profiler:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        ) as profiler:
             train_step(model, x)
             torch.cuda.synchronize()
         Console(width=160).print(handle.stats())
