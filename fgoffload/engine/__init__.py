@@ -8,7 +8,7 @@ from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
 from fgoffload.engine.region import Region, Saving, is_inert
-from fgoffload.engine.stats import KeptReason, StepStats, TagStats
+from fgoffload.engine.stats import KeptReason, StepStats, TagStats, TimeKind
 
 __all__ = [
     "AcceleratorDevice",
@@ -30,6 +30,7 @@ __all__ = [
     "Saving",
     "StepStats",
     "TagStats",
+    "TimeKind",
     "find_device",
     "is_inert",
 ]

@@ -37,7 +37,7 @@ class DelayedCpuDevice(CpuDevice):
             self.h2d_stream: collections.deque(),
         }
         self._done: dict[CpuStream, int] = {self.d2h_stream: 0, self.h2d_stream: 0}
-        self._count_of_one_holder = _count_holders(torch.empty(1))
+        self._count_of_one_holder = _count_holders(torch.empty(1, device="cpu"))
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
         queue = self._queues.get(stream)
@@ -66,10 +66,10 @@ class DelayedCpuDevice(CpuDevice):
         self._queues[stream].append(copy)
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
-        return torch.full((size_bytes,), POISON, dtype=torch.uint8)
+        return torch.full((size_bytes,), POISON, dtype=torch.uint8, device="cpu")
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
-        return HostSlab(torch.full((size_bytes,), POISON, dtype=torch.uint8), free=lambda: None)
+        return HostSlab(torch.full((size_bytes,), POISON, dtype=torch.uint8, device="cpu"), free=lambda: None)
 
     def _run_until(self, event: _Point) -> None:
         while not self.is_done(event):

@@ -65,6 +65,10 @@ class Device(abc.ABC):
         """Return whether the bytes of `tensor` lie in this device's memory."""
         return tensor.device.type == self.type
 
+    def is_capturing(self) -> bool:
+        """Return whether what the caller's thread queues now is recorded for a graph, and not run."""
+        return False
+
     @abc.abstractmethod
     def current_stream(self) -> Stream:
         """Return the stream on which the caller's thread queues compute now."""
@@ -155,10 +159,10 @@ class CpuDevice(Device):
         destination.copy_(source)
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
-        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8), free=lambda: None)
+        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), free=lambda: None)
 
 
 class AcceleratorDevice(Device):
@@ -201,6 +205,9 @@ class AcceleratorDevice(Device):
     def owns(self, tensor: torch.Tensor) -> bool:  # noqa: D102
         return tensor.device == self._device
 
+    def is_capturing(self) -> bool:  # noqa: D102
+        return self.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
         with stream:
             destination.copy_(source, non_blocking=True)
@@ -211,10 +218,10 @@ class AcceleratorDevice(Device):
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
         if self._host_memory is HostMemory.PAGEABLE:
             # The driver copies from and to such memory while the host waits, through buffers of its own: nothing is under way.
-            return HostSlab(torch.empty(size_bytes, dtype=torch.uint8), free=lambda: None)
+            return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), free=lambda: None)
         if self.type == "cuda":
             return _register_host(size_bytes, self._device)
-        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), free=lambda: None)
+        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), free=lambda: None)
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
@@ -225,6 +232,8 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
         raise StateError(
             f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
         ) from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked later must not hold the memory
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))

@@ -24,7 +24,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
-from fgoffload.engine.timing import NoStopWatch, StopWatch
+from fgoffload.engine.timing import EventStopWatch, NoStopWatch, StopWatch
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
@@ -78,7 +78,7 @@ class OffloadEngine:
         # Weakly: what a forward held that raised since, or whose graph was dropped, is nobody's any more.
         self._held: list[weakref.ref[Group]] = []
         self._observers: list[ActivationLedger] = []
-        self._watch = StopWatch(device) if is_timed else NoStopWatch()
+        self._watch: StopWatch = EventStopWatch(device) if is_timed else NoStopWatch()
         self._transfers = Transfers(device, self.arena, observers=self._observers, watch=self._watch)
         self._counters = Counters()
         self._watched = TagStats()
@@ -94,7 +94,12 @@ class OffloadEngine:
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
-        """Return a new group of `site` at the end of `lane`, for `save` and `end`."""
+        """Return a new group of `site` at the end of `lane`, for `save` and `end`.
+
+        Raises:
+            StateError: A CUDA graph is being captured.
+        """
+        self._refuse_capture()
         with self._lock:
             self._forget_dropped()
             stats = self._counters.get_tag(site.tag)
@@ -108,7 +113,12 @@ class OffloadEngine:
         share a storage with the value that core attention keeps. Were it not watched, its save would hold the storage, and
         offloading would free nothing.
         """
-        return contextlib.nullcontext() if is_inert() else Saving(self, lane, None)
+        if is_inert():
+            return contextlib.nullcontext()
+        self._refuse_capture()
+        with self._lock:
+            self._forget_dropped()  # no region may run inside, and do so
+        return Saving(self, lane, None)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`, as long as they live."""
@@ -175,9 +185,15 @@ class OffloadEngine:
             view = get_view(tensor)
             stream = self.device.current_stream()
             saved = self._find_saved(key, contents, view)
+            if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
+                # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
+                # its running statistics: a copy from before must not serve, and moving it again would free nothing.
+                self._let_stay(saved.storage, KeptReason.HELD)
+                return _make_kept_handle(tensor, KeptReason.HELD, place, stats)
             if saved is None or not saved.is_ordered_on(stream):
                 before = saved
                 saved = SavedStorage(self._transfers, tensor, contents, place, stats or self._watched, owner=stream)
+                saved.lane = lane.place
                 if before is not None:
                     saved.streams |= before.streams
                 self._saved[key] = weakref.ref(saved)
@@ -244,6 +260,7 @@ class OffloadEngine:
         """
         with self._lock:
             self._transfers.poll()
+            self._forget_dropped()
             self._watch.collect()
             stats = self._counters.finish()
             stats.host_bytes = self.arena.used_bytes
@@ -305,6 +322,13 @@ class OffloadEngine:
         reference = self._saved.get(key)
         saved = None if reference is None else reference()
         return saved if saved is not None and saved.contents == contents and saved.holds(view) else None
+
+    def _refuse_capture(self) -> None:
+        if self.device.is_capturing():
+            raise StateError(
+                "A CUDA graph is being captured, and this version cannot offload inside of one: a replay would not copy again. "
+                "Capture without offload, or leave the captured part out of it."
+            )
 
     def _forget_dropped(self) -> None:
         dropped = self._transfers.dropped

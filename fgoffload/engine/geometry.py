@@ -35,6 +35,10 @@ class View(NamedTuple):
         """The bytes of the storage that the view reaches, at most."""
         return min(self.dense_bytes, self.end - self.start)
 
+    def covers(self, other: "View") -> bool:
+        """Return whether this view reaches every byte that `other` can reach, as far as start and end tell."""
+        return self.dense_bytes == self.end - self.start and self.start <= other.start and other.end <= self.end
+
 
 def get_view(tensor: torch.Tensor) -> View:
     """Return where in its storage the strided, non-empty `tensor` lies."""

@@ -7,8 +7,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def get_version(tensor: torch.Tensor) -> int:
-    """Return how often the bytes of `tensor` were changed in place, as autograd counts; views count together."""
-    return tensor._version  # noqa: SLF001 - the only name
+    """Return how often the bytes of `tensor` were changed in place, as autograd counts; views count together.
+
+    Tensors made in inference mode are not counted, and autograd never saves them: 0.
+    """
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - the only name
 
 
 def get_key(tensor: torch.Tensor) -> int:
@@ -40,7 +43,7 @@ class Contents(NamedTuple):
 def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
     """Return the key of the storage of `tensor`, as `get_key` does, and what names its bytes now."""
     storage = tensor.untyped_storage()
-    return storage._cdata, Contents(tensor._version, storage.data_ptr(), storage.nbytes())  # noqa: SLF001 - the only names
+    return storage._cdata, Contents(get_version(tensor), storage.data_ptr(), storage.nbytes())  # noqa: SLF001 - the only name
 
 
 class StorageRef(StorageWeakRef):

@@ -11,7 +11,8 @@ and is used again after attention.
 
 [Note: When a region is inert]
 A region does nothing without grad mode; during a backward, where a recompute runs forward code again and its tensors are wanted
-at once; and below hooks that are not the engine's. Only the innermost saved-tensor hooks run: a region inside a non-reentrant
+at once; while `torch.jit` traces; where hooks are forbidden, as inside of `torch.func.grad`; and below hooks that are not the
+engine's. Only the innermost saved-tensor hooks run: a region inside a non-reentrant
 checkpoint would take its tensors away from it, save them after all, and so undo the checkpoint.
 """
 
@@ -36,7 +37,9 @@ def is_in_backward() -> bool:
 
 def is_inert() -> bool:
     """Return whether a region that began here would have to leave everything alone. See [Note: When a region is inert]."""
-    if not torch.is_grad_enabled() or is_in_backward():
+    if not torch.is_grad_enabled() or is_in_backward() or torch._C._is_tracing():  # noqa: SLF001 - no public name
+        return True
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # noqa: SLF001 - no public name
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001 - no public name
     return hooks is not None and not isinstance(hooks[0], (Saving, LedgerHook))

@@ -75,6 +75,7 @@ class SavedStorage:
         "gathered",
         "has_left",
         "itemsize",
+        "lane",
         "owner",
         "place",
         "reload",
@@ -113,6 +114,8 @@ class SavedStorage:
         self.block: HostBlock | None = None
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
+        self.lane = place
+        """Of the lane in which it was saved first."""
         self.owner = owner
         """The compute stream that saved it first, whose memory it comes back to."""
         self.streams: set[Stream] = {owner}
@@ -138,7 +141,9 @@ class SavedStorage:
         """Return whether `view` can be served from what was, or will be, copied."""
         if self.state is SavedState.RESIDENT:
             return True
-        return view in self.views or (not self.gathered and self.start <= view.start and view.end <= self.end)
+        # Not whatever lies in the stretch that was copied: what lies between the saved views may count its changes apart, as
+        # the chunks of `unsafe_chunk` do, and may have been changed since.
+        return view in self.views or (not self.gathered and any(saved.covers(view) for saved in self.views))
 
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may rely on this: its source is still here, or `stream` saved it before.

@@ -1,5 +1,6 @@
 """Seconds of copies and waits by the device's own clock, with a pair of timed events around each."""
 
+import abc
 import collections
 from typing import NamedTuple
 
@@ -14,22 +15,37 @@ class _Span(NamedTuple):
     kind: TimeKind
 
 
-class NoStopWatch:
-    """Measures nothing, and costs nothing."""
+class StopWatch(abc.ABC):
+    """Measures stretches of streams, or nothing."""
 
+    @abc.abstractmethod
     def start(self, stream: Stream) -> Event:
         """Begin a stretch of `stream`."""
-        return None
 
+    @abc.abstractmethod
     def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:
         """End the stretch of `stream` that began at `start`; its seconds are for `stats`."""
 
+    @abc.abstractmethod
     def collect(self) -> None:
-        """Hand out the seconds measured so far."""
+        """Hand out the seconds measured so far. The host blocks until their copies and waits are done."""
 
 
-class StopWatch(NoStopWatch):
-    """Measures stretches of streams. Each costs two events more, so an engine has one only where it was asked to."""
+class NoStopWatch(StopWatch):
+    """Measures nothing, and costs nothing."""
+
+    def start(self, stream: Stream) -> Event:  # noqa: D102
+        return None
+
+    def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:  # noqa: D102
+        pass
+
+    def collect(self) -> None:  # noqa: D102
+        pass
+
+
+class EventStopWatch(StopWatch):
+    """Puts a timed event before and behind each stretch: two more for each, so an engine has it only where it was asked to."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -41,8 +57,7 @@ class StopWatch(NoStopWatch):
     def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:  # noqa: D102
         self._spans.append(_Span(start, self._device.record_event(stream, is_timed=True), stats, kind))
 
-    def collect(self) -> None:
-        """Hand out the seconds measured so far. The host blocks until their copies and waits are done."""
+    def collect(self) -> None:  # noqa: D102
         while self._spans:
             span = self._spans.popleft()
             self._device.synchronize(span.end)

@@ -29,7 +29,7 @@ from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import Reload, SavedState, SavedStorage
 from fgoffload.engine.stats import TagStats, TimeKind
-from fgoffload.engine.timing import NoStopWatch
+from fgoffload.engine.timing import StopWatch
 from fgoffload.errors import InternalError, StateError
 
 
@@ -54,7 +54,7 @@ class Transfers:
         observers: Are told of each device buffer that is made here.
     """
 
-    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: NoStopWatch) -> None:
+    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch) -> None:
         self._device = device
         self._arena = arena
         self._observers = observers
