@@ -6,7 +6,7 @@ from types import TracebackType
 
 import torch
 
-from fgoffload.engine import Lane, is_inert
+from fgoffload.engine import is_inert
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import Forward, SizedSaving
@@ -93,9 +93,7 @@ class SavedTensors(EngineOwner):
             self._entries.open.append(None)
             return
         engine = self.get_engine()
-        lane = Lane(chunk=0, microbatch=self.count_forward())
-        hook = SizedSaving(engine, lane, tag=self._tag, group_bytes=self.group_bytes)
-        forward = Forward(self, engine, lane, hook=hook)
+        forward = Forward(self, engine, hook=SizedSaving(self, engine, tag=self._tag, group_bytes=self.group_bytes))
         forward.begin()
         self._entries.open.append(forward)
 

@@ -7,12 +7,14 @@ Nothing is looked up by process, so two threads, two models, and a model within 
 """
 
 import contextvars
+from typing import Any
 
 import torch
 
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
 from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.saved import Handle, KeptHandle
+from fgoffload.integrations.pytorch.outputs import find_tensor
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
 
@@ -30,6 +32,11 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 def is_shadowed() -> bool:
     """Return whether a region that began here would save, were it not for saved-tensor hooks of somebody else."""
     return torch.is_grad_enabled() and not is_in_backward() and is_inert()
+
+
+def begin_lane(owner: EngineOwner) -> Lane:
+    """Return the lane of one more microbatch of `owner`."""
+    return Lane(chunk=0, microbatch=owner.count_forward())
 
 
 class UncompiledSaving(Saving):
@@ -54,38 +61,48 @@ class UncompiledSaving(Saving):
 class SizedSaving(UncompiledSaving):
     """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
 
-    What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once.
+    What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once. What is saved after
+    such a backward has begun is another microbatch, with a lane of its own: the one before would grow with every step of a
+    training loop in the block.
 
     Args:
+        owner: The block. It counts the microbatches.
         engine: Moves the tensors.
-        lane: Where the groups join.
         tag: Of all groups.
         group_bytes: A group that has so many, or more, leaves.
     """
 
-    __slots__ = ("_group_bytes", "_seen", "_size_bytes", "_tag", "groups")
+    __slots__ = ("_group_bytes", "_owner", "_seen", "_size_bytes", "_tag")
 
-    def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, group_bytes: int) -> None:
-        super().__init__(engine, lane, None)
+    def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, tag: str, group_bytes: int) -> None:
+        super().__init__(engine, begin_lane(owner), None)
+        self._owner = owner
         self._tag = tag
         self._group_bytes = group_bytes
         self._seen: set[int] = set()
         self._size_bytes = 0
-        self.groups = 0
-        """How many there were."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
         if is_in_backward():
             return KeptHandle(tensor, self.lane.place)
+        if self.lane.away < len(self.lane.groups):
+            self.renew_lane()
         if self.group is None:
-            self.group = self._engine.open_group(Site(chunk=0, layer=self.groups, tag=self._tag), self.lane)
-            self.groups += 1
+            site = Site(chunk=0, layer=len(self.lane.groups), tag=self._tag)
+            self.group = self._engine.open_group(site, self.lane)
         handle = Saving.__call__(self, tensor)  # not through the base: one call behind the compiler's back is enough
         if isinstance(handle, Handle):
             self._count(tensor)
         return handle
+
+    def renew_lane(self) -> Lane:
+        """Let the group leave that is being filled, and return the lane to go on in: another where backward has begun on it."""
+        self.close_group()
+        if self.lane.away < len(self.lane.groups):
+            self.lane = begin_lane(self._owner)
+        return self.lane
 
     def close_group(self) -> None:
         """Let the group leave that is being filled, if there is one."""
@@ -115,20 +132,18 @@ class Forward:
     Args:
         owner: The handle or block that it belongs to.
         engine: Its engine.
-        lane: Where its groups join.
         hook: Takes what is saved outside of regions; None watches it, so that it joins the groups whose storages it shares.
     """
 
-    def __init__(self, owner: EngineOwner, engine: OffloadEngine, lane: Lane, *, hook: SizedSaving | None = None) -> None:
+    def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: SizedSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
         """The forward around this one."""
         self.layers: list[int] = []
         """Of the modules that forward is in, where they are regions."""
         self._engine = engine
-        self._lane = lane
         self._hook = hook
-        self._saving = hook or UncompiledSaving(engine, lane, None)
+        self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
 
     def begin(self) -> None:
         """Take notice of what autograd saves from here on."""
@@ -145,14 +160,14 @@ class Forward:
         """
         if layer is None:
             layer = self.layers[-1] if self.layers else 0
-        if self._hook is not None:
-            self._hook.close_group()  # what is saved after the region belongs behind it; early where there is no region
-        region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), self._lane)
+        # What is saved after the region belongs behind it: the block's group ends here, early where there is no region.
+        lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
+        region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), lane)
         if region is None:
             return None
         if given is not None:
             region.enter(given)
-        return SavingRegion(region, UncompiledSaving(self._engine, self._lane, region.group))
+        return SavingRegion(region, UncompiledSaving(self._engine, lane, region.group))
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
@@ -174,12 +189,12 @@ class SavingRegion:
         self._saving = saving
         saving.__enter__()
 
-    def close(self, output: torch.Tensor | None, *, is_failed: bool) -> None:
-        """Let the group leave, with its end mark on `output`; after a failure only stop saving.
+    def close(self, output: Any, *, is_failed: bool) -> None:
+        """Stop saving, and let the group leave unless there was a failure, with its end mark on a tensor in `output`.
 
         Raises:
             StateError: What the region saved was changed in place since.
         """
         self._saving.__exit__(None, None, None)
         if not is_failed:
-            self._region.end(output)
+            self._region.end(find_tensor(output))

@@ -25,11 +25,13 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
         layer: For logs and errors. None takes that of the module around it that is a region, or 0.
 
     Raises:
-        ConfigError: The tag is not one word, or `tensor` is not a tensor.
+        ConfigError: The tag is not one word, `tensor` is not a tensor, or `layer` is not a whole number.
     """
     check_tag(tag)
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"region {tag!r} was given a {type(tensor).__name__}. Give the tensor that goes into it.")
+    if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
+        raise ConfigError(f"layer {layer!r} of region {tag!r} is not a whole number. Give one, or None.")
     return PlacedRegion(tensor, tag, layer)
 
 
@@ -52,14 +54,23 @@ class PlacedRegion:
         Without it the first tensor that backward takes brings the group back: right, and a little later.
 
         Raises:
+            ConfigError: `output` is not a tensor.
             StateError: The block was left before.
         """
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"the end of region {self._tag!r} was given a {type(output).__name__}. Give one tensor that comes out of it."
+            )
         if self._was_left:
             raise StateError(f"region {self._tag!r} was left before its end was told. Call `end` inside of the `with` block.")
         self._output = output
 
     def __enter__(self) -> "PlacedRegion":
-        """Begin to save for the region."""
+        """Begin to save for the region.
+
+        Raises:
+            StateError: It was entered before.
+        """
         self._enter()
         return self
 
@@ -70,6 +81,9 @@ class PlacedRegion:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
         tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            # The first saving would be lost, and its hooks would stay on the thread.
+            raise StateError(f"region {self._tag!r} was entered before. Call `fgoffload.region` anew for each execution.")
         forward = find_running()
         if forward is None:
             return

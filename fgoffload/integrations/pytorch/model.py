@@ -5,6 +5,9 @@ Forward hooks, and not other forwards in the modules' place: a copy of a model t
 module runs. They are closures, because copying a model copies bound methods with what they are bound to. `always_call` lets
 them run after an exception too, but torch does not call them for what is no `Exception`, a keyboard interrupt for one: then
 `remove` does what they did not. `torch.compile` does not look into them: it compiles what lies between.
+
+They hold the handle, and neither they nor the handle hold a module: weights, handle, engine and host memory go with the last
+reference to the model, and nothing of them waits for Python's cyclic collector.
 """
 
 import collections
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fgoffload.engine import Lane, is_inert
+from fgoffload.engine import is_inert
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, find_running, is_shadowed
@@ -95,7 +98,7 @@ class _Call:
             if self.forward is not None:
                 self.forward.layers.pop()
             if self.region is not None:
-                self.region.close(find_tensor(output), is_failed=is_failed)
+                self.region.close(output, is_failed=is_failed)
         finally:
             if self.own_forward is not None:
                 self.own_forward.finish(is_failed=is_failed)
@@ -181,8 +184,10 @@ class ModelOffload(EngineOwner):
         self.close()
 
     def _make_entry(self, site: ModuleSite) -> Callable[[torch.nn.Module, Any], None]:
+        tag, layer = site.tag, site.layer  # not the site: it holds the module that is about to hold this
+
         def enter(module: torch.nn.Module, given: Any) -> None:
-            self._enter_site(module, given, site.tag, site.layer)
+            self._enter_site(module, given, tag, layer)
 
         return enter
 
@@ -206,7 +211,7 @@ class ModelOffload(EngineOwner):
         if is_inert() or not self.config.enabled:
             return None
         engine = self._engine or self.get_engine(given)
-        forward = Forward(self, engine, Lane(chunk=0, microbatch=self.count_forward()))
+        forward = Forward(self, engine)
         forward.begin()
         return forward
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -249,6 +250,21 @@ def test_nothing_of_a_step_waits_for_the_cyclic_collector():
             gc.enable()
         assert handle.engine.arena.used_bytes == 0
     assert not kinds & {"Forward", "SavingRegion", "Region", "Lane", "Group", "SavedStorage", "Handle", "KeptHandle", "_Call"}
+
+
+def test_weights_handle_engine_and_host_memory_go_with_the_last_reference_to_the_model():
+    def train() -> list[weakref.ref]:
+        net = make_net()
+        handle = fgoffload.offload(net, {**PATTERNS, "layers.*": "layer"}, ALL)
+        net(make_inputs()).backward()
+        return [*map(weakref.ref, (*net.parameters(), handle, handle.engine, handle.engine.arena))]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(reference() is None for reference in train())
+    finally:
+        gc.enable()
 
 
 def test_a_whole_model_can_be_pickled_after_remove_and_its_state_always():

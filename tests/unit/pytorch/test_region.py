@@ -1,5 +1,6 @@
 """`fgoffload.region`: regions placed by hand in a model's code."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import ConfigError, StateError
-from fgoffload.engine import DelayedCpuDevice
+from fgoffload.engine import DelayedCpuDevice, Lane
 
 
 class Places(nn.Module):
@@ -151,6 +152,47 @@ def test_an_end_that_is_told_too_late_is_refused():
         run_in_forward(function)
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_region_that_is_entered_twice_is_refused_and_leaves_no_hooks(is_nested):
+    hidden = make_inputs().requires_grad_() * 2
+    with fgoffload.saved_tensors(ALL, device="cpu") as block:
+        region = fgoffload.region(hidden, "sine")
+        with pytest.raises(StateError, match="region 'sine' was entered before"):
+            enter_twice(region, is_nested=is_nested)
+        with fgoffload.region(hidden, "other"):
+            hidden.sin().sum().backward()
+    assert block.stats().tags["sine"].groups == 1  # the second did nothing
+    assert not has_hooks()
+
+
+def enter_twice(region: fgoffload.PlacedRegion, *, is_nested: bool) -> None:
+    with region:
+        if is_nested:
+            with region:
+                pass
+    with region:
+        pass
+
+
+@pytest.mark.parametrize("output", ["text", (torch.ones(1),), None], ids=["text", "tuple", "nothing"])
+def test_an_end_that_is_no_tensor_is_refused_where_it_is_told(output):
+    region = fgoffload.region(torch.ones(1), "sine")
+    with pytest.raises(ConfigError, match=f"the end of region 'sine' was given a {type(output).__name__}"):
+        region.end(output)
+
+
+def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane_each_step():
+    model, inputs = make_model(), make_inputs()
+    expected = get_gradients(model, lambda: model(inputs))
+    with fgoffload.saved_tensors(ALL, device="cpu") as block:
+        for _ in range(3):
+            check_equal(expected, get_gradients(model, lambda: model(inputs)))
+            lanes = {id(found) for found in gc.get_objects() if type(found) is Lane and found.groups}
+            assert len(lanes) <= 1
+            assert all(len(found.groups) <= 4 for found in gc.get_objects() if type(found) is Lane)
+    assert block.stats().tags["linear"].d2h_bytes > 0
+
+
 def test_a_region_holds_nothing_of_the_graph_when_it_was_left():
     hidden = make_inputs().requires_grad_() * 2
     with fgoffload.saved_tensors(ALL, device="cpu"):
@@ -163,3 +205,9 @@ def test_a_region_holds_nothing_of_the_graph_when_it_was_left():
 def test_what_a_region_cannot_be_made_of_is_refused_everywhere(tensor, tag, says):
     with pytest.raises(ConfigError, match=says):
         fgoffload.region(tensor, tag)
+
+
+@pytest.mark.parametrize("layer", ["3", 1.0, True])
+def test_a_layer_that_is_no_whole_number_is_refused(layer):
+    with pytest.raises(ConfigError, match=f"layer {layer!r} of region 'sine' is not a whole number"):
+        fgoffload.region(torch.ones(1), "sine", layer=layer)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import ConfigError, TransferConfig
-from fgoffload.engine import DelayedCpuDevice, KeptReason
+from fgoffload.engine import DelayedCpuDevice, Group, KeptReason
 from fgoffload.integrations.pytorch.block import DEFAULT_GROUP_BYTES
 from fgoffload.units import MIB
 
@@ -333,3 +333,30 @@ def test_what_is_not_enabled_does_nothing():
         make_net()(make_inputs()).backward()
         assert not has_hooks()
     assert block.engine is None
+
+
+@pytest.mark.parametrize("group_bytes", [1, 3 * ROW_BYTES, 1 << 30])
+def test_a_training_loop_inside_of_one_block_holds_no_more_from_step_to_step(group_bytes):
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    groups = []
+    with make_block(group_bytes=group_bytes) as block:
+        for _ in range(4):
+            check_equal(expected, get_gradients(net, lambda: net(inputs)))
+            groups.append(sum(type(found) is Group for found in gc.get_objects()))
+            assert block.stats().tags["saved"].groups > 0
+    assert max(groups) == groups[0]  # others may go meanwhile, of tests before
+    assert block.engine.arena.used_bytes == 0
+
+
+def test_a_step_of_a_training_loop_inside_of_one_block_is_a_microbatch_and_comes_back_ahead_as_the_first(caplog):
+    caplog.set_level("DEBUG", logger="fgoffload")
+    net, inputs = make_net(), make_inputs()
+    misses = []
+    with make_block(group_bytes=ROW_BYTES) as block:
+        for _ in range(3):
+            net(inputs).backward()
+            net(inputs).backward()
+            misses.append(block.stats().prefetch_misses)
+    assert len(set(misses)) == 1
+    assert {line.message.split()[2] for line in caplog.records if line.message.startswith("offload layers")} >= {"mb=1:"}
