@@ -168,6 +168,20 @@ def a_storage_saved_again_on_another_stream_after_it_left(program: Program) -> N
     program.results.append(weight.grad)
 
 
+def a_storage_that_a_region_of_another_stream_saves_again_after_it_left(program: Program) -> None:
+    engine, weight, device = program.make_engine(window=0), program.leaf(), program.device
+    sites = Sites(engine)
+    h = program.run(lambda w: w * 2, weight)
+    first = sites(program.wrap(sine), h)
+    device.join("side", "compute")
+    with device.on("side"):
+        second = sites(program.wrap(square), h)  # leaves again, from here; the memory is the compute stream's all the same
+    del h
+    device.join("compute", "side")
+    program.backward(program.run(lambda a, b: a + b, first, second))
+    program.results.append(weight.grad)
+
+
 def a_storage_that_another_stream_looks_at_while_it_leaves(program: Program) -> None:
     engine, weight, device = program.make_engine(window=NBYTES), program.leaf(), program.device
     sites = Sites(engine)
@@ -315,6 +329,7 @@ def a_gradient_that_is_what_was_saved_on_another_stream(program: Program) -> Non
 
 
 ON_SEVERAL_STREAMS = (
+    a_storage_that_a_region_of_another_stream_saves_again_after_it_left,
     a_region_on_another_stream,
     a_storage_that_two_streams_save,
     a_storage_that_two_streams_save_whose_copy_the_host_sees_done,

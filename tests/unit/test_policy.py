@@ -27,6 +27,13 @@ def test_a_group_comes_back_early_when_it_fits_what_is_left_of_the_prefetch(pref
     assert not policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=left_bytes + 1)
 
 
+@given(prefetch_bytes=SIZES)
+def test_groups_are_looked_for_when_half_of_the_prefetch_is_used(prefetch_bytes):
+    policy = TransferPolicy(prefetch_bytes=prefetch_bytes)
+    assert policy.may_begin_prefetch(ahead_bytes=prefetch_bytes // 2)
+    assert not policy.may_begin_prefetch(ahead_bytes=prefetch_bytes // 2 + 1)
+
+
 @pytest.mark.parametrize(("field", "flag"), [("window_bytes", "--offload-window"), ("prefetch_bytes", "--offload-prefetch")])
 def test_a_size_below_zero_is_refused_with_its_flag(field, flag):
     with pytest.raises(ConfigError) as caught:

@@ -424,3 +424,11 @@ def test_blocks_may_be_dropped_on_any_thread():
     for thread in threads:
         thread.join()
     assert arena.used_bytes == 0
+
+
+def test_a_block_that_comes_back_goes_to_the_next_of_its_size_as_it_is():
+    arena = HostArena(CpuDevice(), budget_bytes=1 << 20)
+    first, second = arena.find_block(5000), arena.find_block(5000)
+    parts = second.parts
+    del first, second  # the last that came back is the first that goes: its pages are the likeliest in a cache
+    assert arena.find_block(5000).parts is parts

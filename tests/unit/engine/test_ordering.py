@@ -9,6 +9,7 @@ from support.clocks import ClockedCpuDevice
 from support.sites import Sites, make_engine
 
 from fgoffload import TransferPolicy
+from fgoffload.engine import Hazard
 
 NUMEL = 64 * 64
 
@@ -221,3 +222,11 @@ def test_a_buffer_is_allocated_on_the_stream_that_saved_whoever_calls_it_back(de
     engine.approach_backward(sites.lane, sites.lane.groups[-1])
     assert output.requires_grad
     assert device.allocations[-1].stream == "side"
+
+
+def test_what_the_host_has_seen_on_the_host_is_not_waited_for():
+    device = ClockedCpuDevice(sees_done=lambda: True)
+    engine = make_engine(device, policy=patient(0))
+    Sites(engine)(sine, leaf() * 2).sum().backward()
+    assert len(device.find_copies(device.h2d_stream)) == 1
+    assert {wait.hazard for wait in device.waits}.isdisjoint({Hazard.BLOCK_UNWRITTEN, Hazard.SOURCE_STILL_COPIED})
