@@ -11,10 +11,12 @@ from fgoffload.engine import ActivationLedger, Device, HostSlab
 from fgoffload.engine.device import Event, Stream
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
+from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.block import SavedTensors
-from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
+from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.integrations.pytorch.model import ModelOffload
-from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
+from fgoffload.integrations.pytorch.patterns import Patterns, check_model, find_sites
+from fgoffload.integrations.pytorch.tensors import check_config
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import format_bytes
 
@@ -70,10 +72,19 @@ def estimate_savings(
         device: As for `offload` or `saved_tensors`.
 
     Raises:
-        ConfigError: As for `offload`.
+        ConfigError: As for `offload`; or `forward` cannot be called, or `modules` are named without a model.
     """
+    if not callable(forward):
+        raise ConfigError(
+            f"forward is a {type(forward).__name__}, which cannot be called. Give a function, as in lambda: model(batch)."
+        )
+    if model is not None:
+        check_model(model)
+    elif modules != ():
+        raise ConfigError(f"modules {modules!r} are named without a model. Give the model too, or leave them out.")
+    check_device(device)
     tensors = None if model is None else [*model.parameters(), *model.buffers()]
-    config = dataclasses.replace(config or TransferConfig(), enabled=True)
+    config = dataclasses.replace(check_config(config) or TransferConfig(), enabled=True)
     stand_in = HostlessDevice(make_device(device, tensors=tensors, host_memory=config.host_memory))
     ledger = _SaveLedger()
     if model is None:

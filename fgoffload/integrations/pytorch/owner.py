@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fgoffload.engine import OffloadEngine, StepStats
-from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
+from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle
-from fgoffload.integrations.pytorch.tensors import OffloadedTensor, offload_with
+from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, offload_with
 from fgoffload.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ class EngineOwner:
     """
 
     def __init__(self, config: TransferConfig | None, *, device: DeviceChoice, name: str, tags: Iterable[str]) -> None:
-        self.config = config or TransferConfig()
+        check_device(device)
+        self.config = check_config(config) or TransferConfig()
         self.last_stats: StepStats | None = None
         """What `stats` returned last; None before."""
         self._device = device
@@ -111,7 +112,11 @@ class EngineOwner:
 
         Lifetime:
             See `OffloadedTensor`. Your own references to `tensor` keep its device memory.
+
+        Raises:
+            ConfigError: `tensor` is not a tensor of plain strides.
         """
+        check_tensor(tensor)
         return offload_with(self.get_engine(tensor) if self.config.enabled else None, tensor)
 
     def close(self) -> None:
