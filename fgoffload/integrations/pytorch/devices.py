@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,7 +14,7 @@ DeviceChoice: TypeAlias = "Device | torch.device | str | None"
 """An engine's device, or what names one for torch; None leaves the choice to where the tensors are."""
 
 
-def check_device(choice: object) -> None:
+def check_device(choice: Any) -> None:
     """Refuse what names no device. Whether the device is here shows when it is first needed.
 
     Raises:
@@ -45,9 +45,9 @@ def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None,
         return find_device(device.type, host_memory=host_memory)
 
 
-def _read_choice(choice: object) -> torch.device:
+def _read_choice(choice: Any) -> torch.device:
     try:
-        return torch.device(choice)  # type: ignore[arg-type] - torch itself says what it takes
+        return torch.device(choice)  # torch itself says what it takes
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {choice!r} is not a device. Give one as for torch: 'cuda', 'cuda:1', 'cpu'.") from error
 

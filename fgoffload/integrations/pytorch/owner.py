@@ -19,12 +19,16 @@ logger = logging.getLogger(__name__)
 class EngineOwner:
     """Holds one engine, made when it is first needed, and reads its numbers.
 
+    Its `engine_type` is what is made: `estimate_savings` has one that follows each storage.
+
     Args:
         config: What may leave, and where to.
         device: None takes it from the tensors at hand when the engine is made.
         name: What is offloaded.
         tags: Those that are expected to move something.
     """
+
+    engine_type: type[OffloadEngine] = OffloadEngine
 
     def __init__(self, config: TransferConfig | None, *, device: DeviceChoice, name: str, tags: Iterable[str]) -> None:
         check_device(device)
@@ -58,7 +62,7 @@ class EngineOwner:
         with self._lock:
             if self._engine is None:
                 config = self.config
-                self._engine = OffloadEngine(
+                self._engine = self.engine_type(
                     device=make_device(self._device, tensors=self._find_tensors(given), host_memory=config.host_memory),
                     policy=config.transfer_policy,
                     min_offloaded_bytes=config.min_offloaded_bytes,

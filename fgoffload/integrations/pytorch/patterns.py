@@ -74,7 +74,7 @@ def check_model(model: object) -> None:
         raise ConfigError(f"model {model!r} is not a torch.nn.Module. Give the model itself.")
 
 
-def check_tag(tag: str) -> None:
+def check_tag(tag: object) -> None:
     """Refuse a tag that could not be typed as one word of a flag.
 
     Raises:
