@@ -12,6 +12,7 @@ from the next.
 """
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -25,8 +26,8 @@ class BufferWatch:
         # By the id of the tensor: the tensor, and where its bytes lie, since `buffer.data` may be given others.
         self._known: _Known = {}
 
-    def find_new(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Return the buffers in the tree of `module` that were not there, or lay elsewhere, at the last call."""
+    def mark_new(self, module: torch.nn.Module, mark: Callable[[list[torch.Tensor]], None]) -> None:
+        """Call `mark` with the buffers in the tree of `module` that were not there, or lay elsewhere, at the last call."""
         known: _Known = {}
         new = []
         for buffer in module.buffers():
@@ -41,5 +42,6 @@ class BufferWatch:
                 entry = weakref.ref(buffer), address
                 new.append(buffer)
             known[id(buffer)] = entry
-        self._known = known
-        return new
+        if new:
+            mark(new)
+        self._known = known  # last: a second thread must not take for marked what is not yet

@@ -215,9 +215,8 @@ class ModelOffload(EngineOwner):
         if is_inert() or not self.config.enabled:
             return None
         engine = self._engine or self.get_engine(given)
-        new = [] if module is None else self._buffers.find_new(module)
-        if new:
-            engine.keep(new)  # see [Note: Buffers stay]
+        if module is not None:
+            self._buffers.mark_new(module, engine.keep)  # see [Note: Buffers stay]
         forward = Forward(self, engine)
         forward.begin()
         return forward
