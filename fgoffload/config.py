@@ -13,7 +13,7 @@ from pathlib import Path
 from fgoffload.errors import ConfigError
 from fgoffload.policy import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
 from fgoffload.tags import TagRegistry, default_tags
-from fgoffload.units import parse_bytes
+from fgoffload.units import check_bytes, parse_bytes
 
 DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024
 """Elements, as Megatron counts. Source: `TransformerConfig.min_offloaded_tensor_size`, megatron-core 0.16.1."""
@@ -59,18 +59,25 @@ class OffloadConfig:
             )
         if self.offload_modules != ("auto",):
             self.tags.check(self.offload_modules)
+        if isinstance(self.min_offloaded_tensor_size, bool) or not isinstance(self.min_offloaded_tensor_size, int):
+            raise ConfigError(
+                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size!r} is no whole number of elements. Give an int."
+            )
         if self.min_offloaded_tensor_size < 0:
             raise ConfigError(
                 f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size} is below 0. Give elements; 0 lets all leave."
+            )
+        if isinstance(self.activation_offload_fraction, bool) or not isinstance(self.activation_offload_fraction, (int, float)):
+            raise ConfigError(
+                f"--activation-offload-fraction {self.activation_offload_fraction!r} is not a number. Give a part, as in 0.8."
             )
         if not (math.isfinite(self.activation_offload_fraction) and 0 <= self.activation_offload_fraction <= 1):
             raise ConfigError(
                 f"--activation-offload-fraction {self.activation_offload_fraction} is outside 0 to 1. Give a part, as in 0.8."
             )
-        if self.offload_host_budget_bytes is not None and self.offload_host_budget_bytes <= 0:
-            raise ConfigError(
-                f"--offload-host-budget {self.offload_host_budget_bytes} leaves no host memory. Give a size like 64GiB."
-            )
+        budget_bytes = self.offload_host_budget_bytes
+        if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
+            raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Give a size like 64GiB.")
         if self.offload_plan is not None and self.activation_offload_fraction != 1.0:
             raise ConfigError("--offload-plan and --activation-offload-fraction both choose what leaves. Give one of them.")
         _ = self.transfer_policy  # checks the window and prefetch sizes

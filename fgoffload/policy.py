@@ -7,7 +7,7 @@ import dataclasses
 import enum
 
 from fgoffload.errors import ConfigError
-from fgoffload.units import GIB, MIB
+from fgoffload.units import GIB, MIB, check_bytes
 
 DEFAULT_WINDOW_BYTES = 1 * GIB
 """Bytes. At 50 GB/s to host this is 21 ms of copies, the forward of one or two large MoE layers: enough that compute never
@@ -34,9 +34,13 @@ class TransferPolicy:
     """The most bytes that may be back on the device before the group that backward is in has asked for them."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes below zero."""
+        """Refuse what is no size, and sizes below zero.
+
+        Raises:
+            ConfigError: With the flag, the value and the fix.
+        """
         for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
-            if size_bytes < 0:
+            if check_bytes(size_bytes, name=flag) < 0:
                 raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB.")
 
     def must_wait(self, *, in_flight_bytes: int) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.policy import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, HostMemory, TransferPolicy
-from fgoffload.units import MIB
+from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
 """Bytes. Small copies waste the link: it gives 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, against 50 for large ones (measured,
@@ -62,9 +62,10 @@ class TransferConfig:
         }
         for name, zero in zeros.items():
             size_bytes = getattr(self, name)
-            if size_bytes < 0:
+            if check_bytes(size_bytes, name=name) < 0:
                 raise ConfigError(f"{name} {size_bytes} is below 0. Give bytes; {zero}.")
-        if self.host_budget_bytes is not None and self.host_budget_bytes <= 0:
+        budget_bytes = self.host_budget_bytes
+        if budget_bytes is not None and check_bytes(budget_bytes, name="host_budget_bytes") <= 0:
             raise ConfigError(
-                f"host_budget_bytes {self.host_budget_bytes} leaves no host memory. Give bytes, or None for a share of it all."
+                f"host_budget_bytes {budget_bytes} leaves no host memory. Give bytes, or None for a share of it all."
             )

@@ -39,6 +39,26 @@ def parse_bytes(text: str, *, name: str) -> int:
     return int(size_bytes)
 
 
+def check_bytes(size_bytes: object, *, name: str) -> int:
+    """Return `size_bytes`, a size that was given in code.
+
+    Args:
+        size_bytes: What was given; it may be below 0.
+        name: The field or argument that it was given for, as the user typed it.
+
+    Raises:
+        ConfigError: It is not a whole number. Text is not read here: only flags are text.
+    """
+    if isinstance(size_bytes, str):
+        raise ConfigError(
+            f"{name} {size_bytes!r} is text, and not a number of bytes. Give an int, as `fgoffload.units.parse_bytes` returns "
+            "it for text like '1MiB'."
+        )
+    if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
+        raise ConfigError(f"{name} {size_bytes!r} is not a whole number of bytes. Give an int, as in 64 * fgoffload.units.MIB.")
+    return size_bytes
+
+
 def format_bytes(size_bytes: float) -> str:
     """Return `size_bytes` with the largest binary unit that keeps it at 1 or more: `11.7 GiB`, `512 B`."""
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

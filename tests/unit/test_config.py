@@ -43,6 +43,23 @@ REFUSALS = [
         "--activation-offload-fraction nan is outside 0 to 1. Give a part, as in 0.8.",
     ),
     (
+        {"activation_offload_fraction": "0.5"},
+        "--activation-offload-fraction '0.5' is not a number. Give a part, as in 0.8.",
+    ),
+    (
+        {"activation_offload_fraction": True},
+        "--activation-offload-fraction True is not a number. Give a part, as in 0.8.",
+    ),
+    (
+        {"min_offloaded_tensor_size": 1.5},
+        "--min-offloaded-tensor-size 1.5 is no whole number of elements. Give an int.",
+    ),
+    (
+        {"offload_host_budget_bytes": "64GiB"},
+        "--offload-host-budget '64GiB' is text, and not a number of bytes. Give an int, as `fgoffload.units.parse_bytes` "
+        "returns it for text like '1MiB'.",
+    ),
+    (
         {"offload_host_budget_bytes": 0},
         "--offload-host-budget 0 leaves no host memory. Give a size like 64GiB.",
     ),

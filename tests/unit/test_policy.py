@@ -41,6 +41,24 @@ def test_a_size_below_zero_is_refused_with_its_flag(field, flag):
     assert str(caught.value) == f"{flag} -1 is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB."
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (
+            "1GiB",
+            "--offload-window '1GiB' is text, and not a number of bytes. Give an int, as `fgoffload.units.parse_bytes` "
+            "returns it for text like '1MiB'.",
+        ),
+        (1.5, "--offload-window 1.5 is not a whole number of bytes. Give an int, as in 64 * fgoffload.units.MIB."),
+        (True, "--offload-window True is not a whole number of bytes. Give an int, as in 64 * fgoffload.units.MIB."),
+    ],
+)
+def test_what_is_no_whole_number_of_bytes_is_refused(value, says):
+    with pytest.raises(ConfigError) as caught:
+        TransferPolicy(window_bytes=value)
+    assert str(caught.value) == says
+
+
 @pytest.mark.parametrize("field", ["window_bytes", "prefetch_bytes"])
 def test_zero_is_a_size(field):
     assert getattr(TransferPolicy(**{field: 0}), field) == 0

@@ -13,7 +13,7 @@ from fgoffload.integrations.pytorch.forward import Forward, SizedSaving
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import check_tag
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.units import MIB
+from fgoffload.units import MIB, check_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def saved_tensors(
         tag: Under which the numbers are counted.
 
     Raises:
-        ConfigError: A size is not above 0, or the tag is not one word.
+        ConfigError: `group_bytes` is no size above 0, `device` names no device, or the tag is not one word.
     """
     return SavedTensors(config, group_bytes=group_bytes, device=device, tag=tag)
 
@@ -70,7 +70,7 @@ class SavedTensors(EngineOwner):
 
     def __init__(self, config: TransferConfig | None, *, group_bytes: int | None, device: DeviceChoice, tag: str) -> None:
         check_tag(tag)
-        if group_bytes is not None and group_bytes <= 0:
+        if group_bytes is not None and check_bytes(group_bytes, name="group_bytes") <= 0:
             raise ConfigError(f"group_bytes {group_bytes} is not above 0. Give bytes, or None for the default of 64 MiB.")
         super().__init__(config, device=device, name="saved tensors", tags=(tag,))
         quarter = self.config.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES

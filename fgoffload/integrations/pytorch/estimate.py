@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
-from fgoffload.engine import ActivationLedger, Device, HostSlab
+from fgoffload.engine import Device, Group, HostSlab, KeptReason, Lane, OffloadEngine
 from fgoffload.engine.device import Event, Stream
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
+from fgoffload.engine.saved import Handle, KeptHandle, SavedState
+from fgoffload.errors import ConfigError, InternalError
 from fgoffload.integrations.pytorch.block import SavedTensors
-from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
+from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.integrations.pytorch.model import ModelOffload
-from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
+from fgoffload.integrations.pytorch.patterns import Patterns, check_model, find_sites
+from fgoffload.integrations.pytorch.tensors import check_config
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import format_bytes
 
@@ -24,28 +27,35 @@ OUTSIDE = "saved outside of every region"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavingsEstimate:
-    """What one forward saves, and what of it would leave. Storages are counted once; parameters are not."""
+    """What one forward saves, and what of it would leave. Storages are counted once and whole; parameters are not."""
 
     saved_bytes: int
     """What autograd saves in the forward."""
     leaving_bytes: int
     """What would go to the host. The last groups of a forward are called back when backward begins at once."""
     staying_bytes: dict[str, int]
-    """What would stay on the device, by the reason."""
+    """What would stay on the device, by the reason. A storage stays whole where one of its tensors does."""
     host_bytes: int
     """The host memory that it needs, alignment included."""
 
     @property
+    def freed_bytes(self) -> int:
+        """What would be gone from the device: more than what leaves, where few bytes of a storage are wanted."""
+        return self.saved_bytes - sum(self.staying_bytes.values())
+
+    @property
     def percent(self) -> float:
-        """Of what is saved, how much would leave."""
-        return 100 * self.leaving_bytes / self.saved_bytes if self.saved_bytes else 0.0
+        """Of what is saved, how much would be gone from the device."""
+        return 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
     def __str__(self) -> str:
         """Return it as text for people, one line for each reason."""
         lines = [
-            f"{format_bytes(self.saved_bytes)} saved, {format_bytes(self.leaving_bytes)} would leave ({self.percent:.1f}%), "
+            f"{format_bytes(self.saved_bytes)} saved, {format_bytes(self.freed_bytes)} would leave ({self.percent:.1f}%), "
             f"{format_bytes(self.host_bytes)} of host memory needed"
         ]
+        if self.leaving_bytes != self.freed_bytes:
+            lines.append(f"{format_bytes(self.leaving_bytes)} would be copied: no more of what leaves is wanted back")
         lines += [f"{format_bytes(size_bytes)} would stay: {reason}" for reason, size_bytes in self.staying_bytes.items()]
         return "\n".join(lines)
 
@@ -70,38 +80,39 @@ def estimate_savings(
         device: As for `offload` or `saved_tensors`.
 
     Raises:
-        ConfigError: As for `offload`.
+        ConfigError: As for `offload`; or `forward` cannot be called, or `modules` are named without a model.
     """
+    if not callable(forward):
+        raise ConfigError(
+            f"forward is a {type(forward).__name__}, which cannot be called. Give a function, as in lambda: model(batch)."
+        )
+    if model is not None:
+        check_model(model)
+    elif modules != ():
+        raise ConfigError(f"modules {modules!r} are named without a model. Give the model too, or leave them out.")
+    check_device(device)
     tensors = None if model is None else [*model.parameters(), *model.buffers()]
-    config = dataclasses.replace(config or TransferConfig(), enabled=True)
+    config = dataclasses.replace(check_config(config) or TransferConfig(), enabled=True)
     stand_in = HostlessDevice(make_device(device, tensors=tensors, host_memory=config.host_memory))
-    ledger = _SaveLedger()
     if model is None:
-        with SavedTensors(config, group_bytes=None, device=stand_in, tag="saved") as block, block.get_engine().observe(ledger):
+        block = SavedTensors(config, group_bytes=None, device=stand_in, tag="saved")
+        block.engine_type = _FollowingEngine
+        with block:
             output = forward()
-        stats = block.get_engine().finish_step()
+        engine = block.get_engine()
     else:
         handle = ModelOffload(model, find_sites(model, modules), config, device=stand_in)
+        handle.engine_type = _FollowingEngine
         try:
-            with handle.get_engine().observe(ledger):
-                output = forward()
-            stats = handle.get_engine().finish_step()
+            output = forward()
         finally:
             handle.remove_hooks()
-    staying: dict[str, int] = {}
-    for tag in stats.tags.values():
-        for reason, size_bytes in tag.kept_bytes.items():
-            staying[reason] = staying.get(reason, 0) + size_bytes
-    outside_bytes = ledger.saved_bytes - stats.d2h_bytes - sum(staying.values())
-    if outside_bytes > 0:
-        staying[OUTSIDE] = outside_bytes
+        engine = handle.get_engine()
+    if not isinstance(engine, _FollowingEngine):
+        raise InternalError(f"the engine of an estimate is a {type(engine).__name__}.")
+    estimate = engine.estimate()
     del output
-    return SavingsEstimate(
-        saved_bytes=ledger.saved_bytes,
-        leaving_bytes=stats.d2h_bytes,
-        staying_bytes=staying,
-        host_bytes=stats.host_peak_bytes,
-    )
+    return estimate
 
 
 class HostlessDevice(Device):
@@ -162,26 +173,74 @@ def _place(host: torch.Tensor) -> tuple[int, int]:
     return get_key(host), int(host.storage_offset())
 
 
-class _SaveLedger(ActivationLedger):
-    """Bytes of every storage that autograd saves, each counted once, whether it is still alive or not."""
+@dataclasses.dataclass(slots=True)
+class _Fate:
+    """What becomes of one storage that autograd saves."""
 
-    def __init__(self) -> None:
-        super().__init__(parameters=())
-        self._storages: dict[int, StorageRef] = {}
-        self.saved_bytes = 0
+    storage: StorageRef
+    """Held so that no other storage gets its key."""
+    nbytes: int
+    has_left: bool = False
+    kept_reason: str | None = None
+    """Why one of its tensors stays, and with it the storage, whether others leave or not."""
+    last_reason: str | None = None
+    """Why it did not leave when a region that saves it ended; a later one may have taken it along."""
 
-    def count_save(self, tensor: torch.Tensor, *, place: object = "") -> None:
-        """Autograd has saved `tensor`."""
+    def find_reason(self) -> str | None:
+        """Return why it stays, or None where it leaves."""
+        if self.kept_reason is not None or self.has_left:
+            return self.kept_reason
+        return self.last_reason or OUTSIDE
+
+
+class _FollowingEngine(OffloadEngine):
+    """Follows each storage that autograd saves, whether it is still alive at the end or not."""
+
+    def __init__(self, *, min_offloaded_bytes: int, **options: Any) -> None:
+        super().__init__(min_offloaded_bytes=min_offloaded_bytes, **options)
+        self._smallest_bytes = min_offloaded_bytes
+        self._fates: dict[int, _Fate] = {}
+
+    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
+        """Do as always, and note whether the storage of `tensor` stays."""
+        before = {} if group is None else dict(group.stats.kept_bytes)
+        handle = super().save(tensor, lane=lane, group=group)
         base = tensor._base  # noqa: SLF001 - no public name
         if isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter) or not has_bytes(tensor):
-            return
+            return handle
         key = get_key(tensor)
-        if key not in self._storages:
-            self._storages[key] = StorageRef(tensor)  # so that no other storage gets this key
-            self.saved_bytes += tensor.untyped_storage().nbytes()
+        if key not in self._fates:
+            self._fates[key] = _Fate(StorageRef(tensor), tensor.untyped_storage().nbytes())
+        if isinstance(handle, KeptHandle) and tensor.numel():  # an empty tensor holds no storage
+            kept = {} if group is None else group.stats.kept_bytes
+            reasons = (reason for reason, size_bytes in kept.items() if size_bytes != before.get(reason, 0))
+            fate = self._fates[key]
+            fate.kept_reason = next(reasons, fate.kept_reason or OUTSIDE)
+        return handle
 
-    def count_take(self, *, place: object = "") -> None:
-        """Autograd has taken a tensor back, which says nothing here."""
+    def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
+        """Do as always, and note which storages left with `group`, and why the others did not."""
+        waiting = group.list_saved(SavedState.RESIDENT)
+        super().end(lane, group, is_held=is_held)
+        for saved in waiting:
+            fate = self._fates[saved.storage.key]
+            if saved.has_left:
+                fate.has_left = True
+            else:
+                is_small = saved.covered_bytes < self._smallest_bytes
+                fate.last_reason = (KeptReason.TOO_SMALL if is_small else KeptReason.HOST_BUDGET).value
 
-    def observe(self, tensor: torch.Tensor) -> None:
-        """The engine has made a buffer, which autograd did not save."""
+    def estimate(self) -> SavingsEstimate:
+        """Return what the storages saved so far come to."""
+        stats = self.finish_step()
+        staying: dict[str, int] = {}
+        for fate in self._fates.values():
+            reason = fate.find_reason()
+            if reason is not None:
+                staying[reason] = staying.get(reason, 0) + fate.nbytes
+        return SavingsEstimate(
+            saved_bytes=sum(fate.nbytes for fate in self._fates.values()),
+            leaving_bytes=stats.d2h_bytes,
+            staying_bytes=staying,
+            host_bytes=stats.host_peak_bytes,
+        )

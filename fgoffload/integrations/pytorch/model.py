@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fgoffload.engine import is_inert
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.pytorch.buffers import BufferWatch
 from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, find_running, is_shadowed
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
@@ -56,6 +57,7 @@ def offload(
         handle.close()
 
     Gradients are equal to the bit. A forward without grad mode is left alone, as is what runs inside of a checkpoint.
+    Parameters and buffers never move.
 
     Args:
         model: Any module tree; it need not be on its device yet. Compile it afterwards, or before its first forward.
@@ -69,7 +71,8 @@ def offload(
         The handle; also a context manager, which closes it.
 
     Raises:
-        ConfigError: A pattern matches no module, a tag is not one word, or the model is offloaded already.
+        ConfigError: An argument is not what it has to be, a pattern matches no module, a tag is not one word, or the model is
+            offloaded already.
     """
     sites = find_sites(model, modules)
     handle = ModelOffload(model, sites, config, device=device)
@@ -132,6 +135,7 @@ class ModelOffload(EngineOwner):
                 f"{name} is offloaded already. Call `remove` on the first handle, or name all modules in one call."
             )
         self._model = weakref.ref(model)  # its hooks hold the handle
+        self._buffers = BufferWatch()
         self._calls = _Calls()
         self._hooks: list[RemovableHandle] = []
         if self.config.enabled:
@@ -146,7 +150,7 @@ class ModelOffload(EngineOwner):
         For code that calls the model's parts and not the model itself. Without it, each module call outside of the model's
         forward is a forward by itself: right, but nothing comes back ahead of backward.
         """
-        forward = self._begin()
+        forward = self._begin(self._model())
         is_failed = True
         try:
             yield
@@ -206,11 +210,13 @@ class ModelOffload(EngineOwner):
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
 
-    def _begin(self, given: Any = ()) -> Forward | None:
-        """Begin a forward, or return None where everything has to be left alone."""
+    def _begin(self, module: torch.nn.Module | None, given: Any = ()) -> Forward | None:
+        """Begin a forward of `module`, or return None where everything has to be left alone."""
         if is_inert() or not self.config.enabled:
             return None
         engine = self._engine or self.get_engine(given)
+        if module is not None:
+            self._buffers.mark_new(module, engine.keep)  # see [Note: Buffers stay]
         forward = Forward(self, engine)
         forward.begin()
         return forward
@@ -218,7 +224,7 @@ class ModelOffload(EngineOwner):
     def _enter_model(self, module: torch.nn.Module, given: Any) -> None:
         call = _Call(module, sys.exc_info()[1])
         self._calls.open.append(call)
-        call.own_forward = self._begin(given)
+        call.own_forward = self._begin(module, given)
 
     def _enter_site(self, module: torch.nn.Module, given: Any, tag: str, layer: int) -> None:
         call = _Call(module, sys.exc_info()[1])
@@ -229,7 +235,7 @@ class ModelOffload(EngineOwner):
             return
         call.forward = find_running(self)
         if call.forward is None:
-            call.forward = call.own_forward = self._begin(given)
+            call.forward = call.own_forward = self._begin(module, given)
         if call.forward is not None:
             call.region = call.forward.begin_region(tag, find_tensor(given), layer=layer)
             call.forward.layers.append(layer)

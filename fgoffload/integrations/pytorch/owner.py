@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fgoffload.engine import OffloadEngine, StepStats
-from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
+from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle
-from fgoffload.integrations.pytorch.tensors import OffloadedTensor, offload_with
+from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, offload_with
 from fgoffload.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 class EngineOwner:
     """Holds one engine, made when it is first needed, and reads its numbers.
 
+    Its `engine_type` is what is made: `estimate_savings` has one that follows each storage.
+
     Args:
         config: What may leave, and where to.
         device: None takes it from the tensors at hand when the engine is made.
@@ -26,8 +28,11 @@ class EngineOwner:
         tags: Those that are expected to move something.
     """
 
+    engine_type: type[OffloadEngine] = OffloadEngine
+
     def __init__(self, config: TransferConfig | None, *, device: DeviceChoice, name: str, tags: Iterable[str]) -> None:
-        self.config = config or TransferConfig()
+        check_device(device)
+        self.config = check_config(config) or TransferConfig()
         self.last_stats: StepStats | None = None
         """What `stats` returned last; None before."""
         self._device = device
@@ -57,7 +62,7 @@ class EngineOwner:
         with self._lock:
             if self._engine is None:
                 config = self.config
-                self._engine = OffloadEngine(
+                self._engine = self.engine_type(
                     device=make_device(self._device, tensors=self._find_tensors(given), host_memory=config.host_memory),
                     policy=config.transfer_policy,
                     min_offloaded_bytes=config.min_offloaded_bytes,
@@ -111,7 +116,11 @@ class EngineOwner:
 
         Lifetime:
             See `OffloadedTensor`. Your own references to `tensor` keep its device memory.
+
+        Raises:
+            ConfigError: `tensor` is not a tensor of plain strides.
         """
+        check_tensor(tensor)
         return offload_with(self.get_engine(tensor) if self.config.enabled else None, tensor)
 
     def close(self) -> None:

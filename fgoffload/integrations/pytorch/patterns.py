@@ -51,8 +51,10 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
             `layers.3.attn`, `mlp` for `mlp.0`; where there is none, the name of its class.
 
     Raises:
-        ConfigError: A pattern matches no module, two patterns give a module different tags, or a tag is not one word.
+        ConfigError: `model` is not a module, a pattern is not text or matches no module, two patterns give a module different
+            tags, or a tag is not one word.
     """
+    check_model(model)
     tags = _read_patterns(patterns)
     modules = dict(_name_modules(model))
     found = {name: [pattern for pattern in tags if _matches(pattern, name)] for name in modules}
@@ -62,7 +64,17 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     return [_make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
 
 
-def check_tag(tag: str) -> None:
+def check_model(model: object) -> None:
+    """Refuse what is no module tree.
+
+    Raises:
+        ConfigError: It is not a module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model {model!r} is not a torch.nn.Module. Give the model itself.")
+
+
+def check_tag(tag: object) -> None:
     """Refuse a tag that could not be typed as one word of a flag.
 
     Raises:
@@ -75,11 +87,17 @@ def check_tag(tag: str) -> None:
 def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
     if isinstance(patterns, str):
         return {patterns: None}
-    if isinstance(patterns, Mapping):
-        for tag in patterns.values():
+    if not isinstance(patterns, Iterable):
+        raise ConfigError(
+            f"modules {patterns!r} are not patterns. Give globs, as in ['layers.*.mlp'], or a dict with their tags."
+        )
+    tags = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
+    for pattern, tag in tags.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"pattern {pattern!r} is not text. Give a glob over module names, as in 'layers.*.mlp'.")
+        if isinstance(patterns, Mapping):
             check_tag(tag)
-        return dict(patterns)
-    return dict.fromkeys(patterns)
+    return tags
 
 
 def _name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

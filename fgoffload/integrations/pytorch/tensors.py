@@ -5,12 +5,41 @@ import torch
 from fgoffload.engine import Group, Lane, OffloadEngine
 from fgoffload.engine.geometry import round_up
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState
-from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.plan import Site
 from fgoffload.transfer_config import TransferConfig
 
 TAG = "by_hand"
 """The tag under which the statistics count such tensors."""
+
+
+def check_config(config: object) -> TransferConfig | None:
+    """Return `config`, if it is what it has to be.
+
+    Raises:
+        ConfigError: It is neither a `TransferConfig` nor None.
+    """
+    if config is None or isinstance(config, TransferConfig):
+        return config
+    raise ConfigError(
+        f"config {config!r} is not a TransferConfig. Give one, as in TransferConfig(min_offloaded_bytes=0), or None."
+    )
+
+
+def check_tensor(tensor: object) -> None:
+    """Refuse what has no bytes of its own that could be moved.
+
+    Raises:
+        ConfigError: `tensor` is not a tensor of plain strides.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"offload_tensor was given a {type(tensor).__name__}. Give one tensor.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ConfigError(
+            f"offload_tensor was given a tensor of layout {tensor.layout}, which has no storage of its own. Give the tensors "
+            "that it is made of, as values() and indices()."
+        )
 
 
 class OffloadedTensor:
@@ -63,7 +92,8 @@ class OffloadedTensor:
             StateError: The tensor was changed in place after it was offloaded and before its copy was done; or what an earlier
                 `reload` returned was.
         """
-        return self._handle.take()
+        tensor = self._handle.take()
+        return tensor.detach() if tensor.requires_grad else tensor  # a parameter, which stayed as it is
 
 
 def offload_tensor(
@@ -78,8 +108,13 @@ def offload_tensor(
         tensor: Stays yours; drop it, so that its device memory goes.
         config: Without one, the tensor leaves whatever its size.
         device: None takes the tensor's.
+
+    Raises:
+        ConfigError: `tensor` is not a tensor of plain strides, or `device` names no device.
     """
-    config = config or TransferConfig(min_offloaded_bytes=0)
+    check_tensor(tensor)
+    check_device(device)
+    config = check_config(config) or TransferConfig(min_offloaded_bytes=0)
     if not config.enabled:
         return offload_with(None, tensor)
     needed_bytes = round_up(max(1, tensor.untyped_storage().nbytes()))

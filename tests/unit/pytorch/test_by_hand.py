@@ -142,3 +142,17 @@ def test_a_tensor_that_is_offloaded_twice_is_on_the_host_once():
     both = [store.offload_tensor(tensor), store.offload_tensor(tensor)]
     assert store.engine.arena.used_bytes == 4096 * 4
     assert torch.equal(both[1].reload(), tensor)
+
+
+def test_a_parameter_comes_back_without_gradient_history_on_its_own_memory():
+    parameter = torch.nn.Parameter(BASE.clone())
+    offloaded = fgoffload.offload_tensor(parameter)
+    back = offloaded.reload()
+    assert not back.requires_grad
+    assert type(back) is torch.Tensor
+    assert torch.equal(back, parameter)
+    assert offloaded.reload().data_ptr() == back.data_ptr() == parameter.data_ptr()
+    with torch.no_grad():
+        back.add_(1)
+    with pytest.raises(StateError, match="changed in place"):
+        offloaded.reload()

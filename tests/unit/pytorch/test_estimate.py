@@ -111,7 +111,70 @@ def test_views_that_would_be_gathered_count_what_is_gathered():
     model, inputs = Picks(), make_inputs().requires_grad_()
     estimate = fgoffload.estimate_savings(lambda: model(inputs), model, ["inner"], ALL)
     assert estimate.leaving_bytes == 512  # 2 of 64 columns: 256 bytes, in multiples of 512
+    assert estimate.saved_bytes == estimate.freed_bytes == ROW_BYTES  # the rest of their storage is gone with them
+    assert estimate.staying_bytes == {}
+    assert estimate.percent == 100
+    assert "512 B would be copied" in str(estimate)
+
+
+class Sine(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.sin()
+
+
+class Shared(nn.Module):
+    """Three regions save one storage, of which the last one's save may be another view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Sine() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * 2
+        return self.parts[0](hidden).sum() + self.parts[1](hidden).sum() + self.parts[2](hidden[:1]).sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"keep": lambda tensor: True}, KeptReason.FILTERED),
+        ({"keep": lambda tensor: len(tensor) == 1}, KeptReason.FILTERED),  # one view stays, and the storage with it
+        ({"host_budget_bytes": 512}, KeptReason.HOST_BUDGET),
+        ({"min_offloaded_bytes": 2 * ROW_BYTES}, KeptReason.TOO_SMALL),
+    ],
+)
+def test_a_storage_that_stays_is_counted_once_however_many_regions_save_it(options, reason):
+    model, inputs = Shared(), make_inputs().requires_grad_()
+    config = dataclasses.replace(ALL, **options)
+    estimate = fgoffload.estimate_savings(lambda: model(inputs), model, ["parts.*"], config)
     assert estimate.saved_bytes == ROW_BYTES
+    assert estimate.staying_bytes == {reason.value: ROW_BYTES}
+    assert estimate.freed_bytes == 0
+
+
+def test_what_one_region_could_not_move_and_a_later_one_takes_along_leaves():
+    model, inputs = Shared(), make_inputs().requires_grad_()
+    config = dataclasses.replace(ALL, min_offloaded_bytes=ROW_BYTES)
+    model.parts[0], model.parts[2] = nn.Identity(), nn.Identity()
+
+    def forward() -> torch.Tensor:
+        hidden = inputs * 2
+        return model.parts[1](hidden[:1]).sum() + model.parts[1](hidden).sum()
+
+    estimate = fgoffload.estimate_savings(forward, model, ["parts.*"], config)
+    assert estimate.staying_bytes == {}
+    assert estimate.leaving_bytes == ROW_BYTES
+
+
+def test_a_block_that_keeps_counts_a_storage_once():
+    inputs = make_inputs().requires_grad_()
+
+    def forward() -> torch.Tensor:
+        hidden = inputs * 2
+        return hidden.sin() + hidden.cos()
+
+    estimate = fgoffload.estimate_savings(forward, config=dataclasses.replace(ALL, keep=lambda tensor: True), device="cpu")
+    assert estimate.staying_bytes == {KeptReason.FILTERED.value: ROW_BYTES} == {KeptReason.FILTERED.value: estimate.saved_bytes}
 
 
 def test_a_backward_in_the_measured_forward_is_right():

@@ -216,8 +216,10 @@ def test_what_is_not_enabled_puts_no_hooks_anywhere():
 
 
 def test_a_device_that_torch_does_not_know_is_refused():
-    with fgoffload.offload(make_net(), PATTERNS, ALL, device="gpu0") as handle, pytest.raises(ConfigError, match="'gpu0'"):
-        handle.get_engine()
+    net = make_net()
+    with pytest.raises(ConfigError, match="'gpu0'"):
+        fgoffload.offload(net, PATTERNS, ALL, device="gpu0")
+    assert count_hooks(net) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import ConfigError, StateError
-from fgoffload.engine import DelayedCpuDevice, Lane
+from fgoffload.engine import DelayedCpuDevice, Group
 
 
 class Places(nn.Module):
@@ -184,12 +184,12 @@ def test_an_end_that_is_no_tensor_is_refused_where_it_is_told(output):
 def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane_each_step():
     model, inputs = make_model(), make_inputs()
     expected = get_gradients(model, lambda: model(inputs))
+    groups = []
     with fgoffload.saved_tensors(ALL, device="cpu") as block:
         for _ in range(3):
             check_equal(expected, get_gradients(model, lambda: model(inputs)))
-            lanes = {id(found) for found in gc.get_objects() if type(found) is Lane and found.groups}
-            assert len(lanes) <= 1
-            assert all(len(found.groups) <= 4 for found in gc.get_objects() if type(found) is Lane)
+            groups.append(sum(type(found) is Group for found in gc.get_objects()))
+    assert max(groups) == groups[0]  # others may go meanwhile, of tests before
     assert block.stats().tags["linear"].d2h_bytes > 0
 
 

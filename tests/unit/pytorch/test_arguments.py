@@ -1,0 +1,81 @@
+"""What cannot be meant is refused at once, in one line with the value, the limit and what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+import fgoffload
+from fgoffload import ConfigError, OffloadError, TransferConfig
+from fgoffload.integrations.pytorch import devices
+
+MODEL = nn.Sequential(nn.Linear(2, 2))
+SIZES = ["min_offloaded_bytes", "window_bytes", "prefetch_bytes", "host_budget_bytes"]
+
+REFUSED = {
+    "a model that is text": (lambda: fgoffload.offload("model", ["*"]), "model 'model' is not a torch.nn.Module"),
+    "a model that is a class": (lambda: fgoffload.offload(nn.Linear, ["*"]), "is not a torch.nn.Module"),
+    "a pattern that is a number": (lambda: fgoffload.offload(MODEL, {1: "a"}), "pattern 1 is not text"),
+    "patterns with a number": (lambda: fgoffload.offload(MODEL, ["*", 1]), "pattern 1 is not text"),
+    "no patterns": (lambda: fgoffload.offload(MODEL, None), "modules None are not patterns"),
+    "a config of offload": (lambda: fgoffload.offload(MODEL, ["*"], {"enabled": True}), "config {'enabled': True} is not a"),
+    "a config of a block": (lambda: fgoffload.saved_tensors({}), "config {} is not a TransferConfig"),
+    "a config of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), config=1), "config 1 is not a TransferConfig"),
+    "a config of an estimate": (lambda: fgoffload.estimate_savings(lambda: None, config="all"), "config 'all' is not a"),
+    "text for a group": (lambda: fgoffload.saved_tensors(group_bytes="64MiB"), "group_bytes '64MiB' is text"),
+    "a part of a byte for a group": (lambda: fgoffload.saved_tensors(group_bytes=1.5), "group_bytes 1.5 is not a whole"),
+    "a device of a block": (lambda: fgoffload.saved_tensors(device="nonsense"), "device 'nonsense' is not a device"),
+    "an object for a device": (lambda: fgoffload.saved_tensors(device=object()), "is not a device"),
+    "a device of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), device="gpu0"), "device 'gpu0' is not a device"),
+    "a device of an estimate": (lambda: fgoffload.estimate_savings(lambda: None, device=1.5), "device 1.5 is not a device"),
+    "a list for a tensor": (lambda: fgoffload.offload_tensor([1]), "was given a list. Give one tensor"),
+    "a list for a handle's tensor": (
+        lambda: fgoffload.saved_tensors().offload_tensor([1]),
+        "was given a list. Give one tensor",
+    ),
+    "a sparse tensor": (lambda: fgoffload.offload_tensor(torch.eye(3).to_sparse()), "layout torch.sparse_coo"),
+    "modules without a model": (
+        lambda: fgoffload.estimate_savings(lambda: None, modules=("layers",)),
+        "modules \\('layers',\\) are named without a model",
+    ),
+    "a forward that was run": (
+        lambda: fgoffload.estimate_savings(torch.ones(1)),
+        "forward is a Tensor, which cannot be called",
+    ),
+    "an estimate of no model": (lambda: fgoffload.estimate_savings(lambda: None, "model", ["*"]), "model 'model' is not a"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_meant_is_refused_at_once(case):
+    call, says = REFUSED[case]
+    with pytest.raises(ConfigError, match=says):
+        call()
+    assert not MODEL._forward_pre_hooks
+
+
+@pytest.mark.parametrize("value", ["1MiB", 1.5, float("nan"), True, torch.ones(1)], ids=repr)
+@pytest.mark.parametrize("field", SIZES)
+def test_a_size_that_is_no_whole_number_is_refused_by_the_name_of_its_field(field, value):
+    with pytest.raises(ConfigError, match=f"^{field} .* Give an int"):
+        TransferConfig(**{field: value})
+
+
+def test_text_for_a_size_is_refused_with_what_reads_it():
+    with pytest.raises(ConfigError, match="parse_bytes"):
+        TransferConfig(window_bytes="1GiB")
+
+
+@pytest.mark.parametrize("field", ["min_offloaded_bytes", "window_bytes", "prefetch_bytes"])
+def test_a_size_may_not_be_left_out_by_none(field):
+    with pytest.raises(ConfigError, match=f"{field} None is not a whole number"):
+        TransferConfig(**{field: None})
+
+
+def test_a_device_that_is_not_here_is_refused_when_it_is_needed(monkeypatch):
+    block = fgoffload.saved_tensors(device="cuda:99")
+    with pytest.raises(OffloadError):
+        block.get_engine()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device 'cuda:2' is not here: there are 2, counted from 0"):
+        devices.make_device("cuda:2", tensors=None, host_memory=fgoffload.HostMemory.PINNED)
