@@ -65,6 +65,8 @@ class RunRecord:
     activation_peak_bytes: int
     """The most activation bytes on the device at once, in the measured step."""
     samples: tuple[MemorySample, ...]
+    activation_peak_place: str = ""
+    """Where in the step that was, as in `layers.3.core_attn mb=2`; empty where no engine watched."""
     allocator_peak_bytes: int | None = None
     """What the device's allocator held at most, parameters included; None on a device without one."""
     transfers: Transfers | None = None

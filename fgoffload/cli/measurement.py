@@ -138,9 +138,11 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
                     around.enter_context(ledger.watch())
                 records.append(_read_step(trainer.run_step()))
             on_step(records[-1].loss)
+        peak = ledger.find_peak()
         return RunRecord(
             steps=tuple(records),
             activation_peak_bytes=ledger.peak_bytes,
+            activation_peak_place="" if peak is None else peak.place,
             samples=tuple(MemorySample(sample.position, sample.resident_bytes) for sample in ledger.samples),
             allocator_peak_bytes=None if needs_cpu_support() else torch.cuda.max_memory_allocated(),
             transfers=_read_transfers(trainer),

@@ -41,6 +41,8 @@ def build_comparison_table(comparison: Comparison, setting: Setting) -> Table:
         "activations at peak", format_bytes(without.activation_peak_bytes), format_bytes(with_offload.activation_peak_bytes)
     )
     table.add_row("  less by", "", Text(f"{comparison.saved_fraction:.1%}", style="bold green"))
+    if with_offload.activation_peak_place:
+        table.add_row("  where it is now", "", with_offload.activation_peak_place)
     if without.allocator_peak_bytes is not None and with_offload.allocator_peak_bytes is not None:
         table.add_row(
             "allocator at peak", format_bytes(without.allocator_peak_bytes), format_bytes(with_offload.allocator_peak_bytes)

@@ -240,6 +240,8 @@ class OffloadEngine:
     def approach_backward(self, lane: Lane, group: Group) -> None:
         """Backward has reached the end mark of `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
+            for ledger in self._observers:
+                ledger.reach_backward(place=group.place)
             self._leave(lane, group.end_position)
             if lane.away > 0 or lane.ahead:
                 self._prefetch(lane, wanted=group)

@@ -20,7 +20,8 @@ class LedgerSample(NamedTuple):
     """Tensors that autograd has saved and taken back so far: the same moment of the same step in every run, and no time."""
     resident_bytes: int
     place: str
-    """What was saved or taken back at that moment, as in `layers.3.core_attn mb=2`; empty outside of the engine's watch."""
+    """Where the step was: what was saved last, as in `layers.3.core_attn mb=2`, or taken, as in `backward of layers.3.core_attn
+    mb=2`. Empty outside of the engine's watch."""
 
 
 class ActivationLedger:
@@ -64,8 +65,12 @@ class ActivationLedger:
     def count_take(self, *, place: object = "") -> None:
         """Autograd has taken a tensor back that was saved at `place`."""
         self._position += 1
-        self._place = place
+        self.reach_backward(place=place)
         self.sample()
+
+    def reach_backward(self, *, place: object) -> None:
+        """Backward has come to `place`."""
+        self._place = f"backward of {place}" if str(place) else ""
 
     def observe(self, tensor: torch.Tensor) -> None:
         """Count the storage of `tensor` from now until it is freed, and take a sample."""

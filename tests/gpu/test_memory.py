@@ -95,7 +95,7 @@ def test_the_peak_falls_and_the_ledger_knows_where_it_is():
     peak, peak_now = ledger_without.find_peak(), ledger_with.find_peak()
     assert peak[:2] == (saves, 2 * LAYERS * NBYTES)  # forward has come to its end, and nothing was taken yet
     assert peak_now[:2] == (saves, 4 * NBYTES)  # backward begins: a group, and the one called back ahead of it
-    assert peak_now.place == f"layers.{LAYERS}.core_attn mb=0"  # the last save, which is where it is
+    assert peak_now.place == f"backward of layers.{LAYERS}.core_attn mb=0"
     # The peak falls by what the ledger's peak falls by, but for the gradients: those of the weights come while others go.
     saved_bytes = ledger_without.peak_bytes - ledger_with.peak_bytes
     assert peak_without - peak_with >= saved_bytes - LAYERS * NBYTES

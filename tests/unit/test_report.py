@@ -26,13 +26,14 @@ TRANSFERS = Transfers(
 )
 
 
-def make_run(peak_mib, *, steps=4, digest="11", transfers=None, allocator_mib=None):
+def make_run(peak_mib, *, steps=4, digest="11", transfers=None, allocator_mib=None, place=""):
     return RunRecord(
         steps=tuple(
             StepRecord(losses=(1.0 + step, 2.0 + step), gradient_digests={"a.weight": digest}, seconds=step)
             for step in range(steps)
         ),
         activation_peak_bytes=peak_mib * MIB,
+        activation_peak_place=place,
         samples=(MemorySample(1, 0), MemorySample(2, peak_mib * MIB), MemorySample(3, 0)),
         allocator_peak_bytes=None if allocator_mib is None else allocator_mib * MIB,
         transfers=transfers,
@@ -45,6 +46,14 @@ def read_rows(table):
     Console(file=stream, width=120).print(table)
     rows = [[cell.strip() for cell in line.strip("│ \n").split("│")] for line in stream.getvalue().splitlines() if "│" in line]
     return {cells[0]: cells[1:] for cells in rows}, stream.getvalue()
+
+
+def test_the_table_says_where_in_the_step_the_peak_is_now():
+    comparison = Comparison(
+        without=make_run(10), with_offload=make_run(6, transfers=TRANSFERS, place="layers.3.core_attn mb=0")
+    )
+    rows, _ = read_rows(build_comparison_table(comparison, SETTING))
+    assert rows["where it is now"] == ["", "layers.3.core_attn mb=0"]
 
 
 def test_the_table_shows_both_trainings_and_what_moved():

@@ -416,3 +416,17 @@ def test_a_group_that_ends_after_others_does_not_count_them_as_left():
     engine = check_same_bits(forward, [x], make_engine(policy=TransferPolicy(prefetch_bytes=1 << 30)))
     assert engine.finish_step().prefetch_misses == 0
     engine.close()
+
+
+@pytest.mark.parametrize(("keeps_all", "place"), [(True, "layers.3.a mb=2"), (False, "backward of layers.3.a mb=2")])
+def test_the_ledger_says_where_in_the_step_the_peak_is(keeps_all, place):
+    weights = [weight(seed) for seed in range(3)]
+    engine = make_engine(min_offloaded_numel=(1 << 30) if keeps_all else 0, policy=TransferPolicy(prefetch_bytes=1 << 30))
+    ledger = ActivationLedger(parameters=weights)
+    with engine.observe(ledger), ledger.watch():
+        output = run_layers(Sites(engine, microbatch=2), weights, ["a"] * 3).sum()
+        output.backward()
+    peak = ledger.find_peak()
+    # Where all stays, forward's end; where all leaves, and comes back at once, what backward takes first.
+    assert (peak.resident_bytes, peak.place) == (ledger.peak_bytes, place)
+    engine.close()
