@@ -206,7 +206,7 @@ class OffloadEngine:
     def take(self, saved: SavedStorage, view: View, *, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return what `view` saw when it was saved.
 
-        A group that has no end mark is reached by the first tensor that backward takes of it.
+        The first tensor that backward takes of a group tells that it has come to it, where no end mark has told so before.
 
         Streams:
             The current stream waits for the copy to the device, where there was one. The host does not block.
@@ -238,7 +238,7 @@ class OffloadEngine:
         return tensor
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
-        """Backward has reached the end mark of `group`, and has left what came after it: bring back what comes next."""
+        """Backward has come to `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
             for ledger in self._observers:
                 ledger.reach_backward(place=group.place)
@@ -416,7 +416,7 @@ class OffloadEngine:
 
         Args:
             lane: Where backward is.
-            wanted: The group whose end mark backward has just reached, if any.
+            wanted: The group that backward has just come to, if any.
         """
         if wanted is not None and wanted.position == lane.end - 1:
             lane.ahead.pop(wanted, None)

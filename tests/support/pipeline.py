@@ -6,12 +6,9 @@ parent ends all of them when one fails or time is up.
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,45 +43,13 @@ def run_pipeline(
         offload: Train with the offload flags of `argv`; without, they are left aside.
         timeout_seconds: Of the whole run.
     """
+    from support.processes import run_processes  # here: as a script this file has no package
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps({"argv": list(argv), "steps": steps, "offload": offload}))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        logs = [(folder / f"log-{rank}").open("w+") for rank in range(processes)]
-        children = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(processes), name],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=Path(__file__).parents[2],
-            )
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            _wait(children, deadline=time.monotonic() + timeout_seconds)
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-            for log in logs:
-                log.close()
-        for rank, child in enumerate(children):
-            if child.returncode != 0:
-                tail = "\n".join((folder / f"log-{rank}").read_text().splitlines()[-40:])
-                raise AssertionError(f"rank {rank} ended with {child.returncode}:\n{tail}")
+        run_processes(__file__, folder, processes=processes, timeout_seconds=timeout_seconds)
         return [StageResult(**json.loads((folder / f"result-{rank}.json").read_text())) for rank in range(processes)]
-
-
-def _wait(children: list[subprocess.Popen[bytes]], *, deadline: float) -> None:
-    """Return when all have ended, or one has failed, or the deadline has passed."""
-    while time.monotonic() < deadline:
-        codes = [child.poll() for child in children]
-        if all(code == 0 for code in codes) or any(code for code in codes):
-            return
-        time.sleep(0.05)
 
 
 def _train(rank: int, processes: int, folder: Path) -> StageResult:

@@ -8,11 +8,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,41 +48,14 @@ class RankResult:
 
 def run_ranks(scenarios: Sequence[Scenario], *, processes: int = 2) -> dict[Scenario, list[RankResult]]:
     """Run `scenarios` one after another in `processes` processes, and return their results by rank."""
+    from support.processes import run_processes  # here: as a script this file has no package
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps([dataclasses.asdict(scenario) for scenario in scenarios]))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        logs = [(folder / f"log-{rank}").open("w+") for rank in range(processes)]
-        command = [sys.executable, __file__]
-        children = [
-            subprocess.Popen([*command, str(rank), str(processes), name], env=environment, stdout=log, stderr=subprocess.STDOUT)
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            _wait(children, deadline=time.monotonic() + TIMEOUT_SECONDS)
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-            for log in logs:
-                log.close()
-        for rank, child in enumerate(children):
-            if child.returncode != 0:
-                tail = "\n".join((folder / f"log-{rank}").read_text().splitlines()[-40:])
-                raise AssertionError(f"rank {rank} ended with {child.returncode}:\n{tail}")
+        run_processes(__file__, folder, processes=processes, timeout_seconds=TIMEOUT_SECONDS)
         found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(processes)]
         return {scenario: [RankResult(**rank[index]) for rank in found] for index, scenario in enumerate(scenarios)}
-
-
-def _wait(children: list[subprocess.Popen[bytes]], *, deadline: float) -> None:
-    """Return when all have ended, or one has failed, or the deadline has passed."""
-    while time.monotonic() < deadline:
-        codes = [child.poll() for child in children]
-        if all(code == 0 for code in codes) or any(code for code in codes):
-            return
-        time.sleep(0.05)
 
 
 def _train(scenario: Scenario, rank: int) -> RankResult:
