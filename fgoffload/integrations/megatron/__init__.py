@@ -53,7 +53,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     require_torch()
     from fgoffload.engine import OffloadEngine, find_device
     from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-    from fgoffload.integrations.megatron.interface import is_replaced, replace_interface
+    from fgoffload.integrations.megatron.interface import is_marked_to_stay, is_replaced, replace_interface
     from fgoffload.integrations.megatron.offload import MegatronOffload
     from fgoffload.integrations.megatron.patches import Patches
     from fgoffload.integrations.megatron.sites import add_sites
@@ -71,6 +71,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
             device=device or find_device("cpu" if needs_cpu_support() else "cuda"),
             policy=config.transfer_policy,
             min_offloaded_numel=config.min_offloaded_tensor_size,
+            keep=is_marked_to_stay,
             host_budget_bytes=config.offload_host_budget_bytes,
         )
         found.append(MegatronOffload(config, engine, undo=patches.remove))

@@ -1,0 +1,161 @@
+"""What Megatron's call sites ask for, in the words of the integration: one core for both generations of their interface."""
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.engine import Region, Saving
+from fgoffload.integrations.megatron.offload import MegatronOffload
+
+logger = logging.getLogger(__name__)
+
+_MEGATRON_DEFAULTS: dict[str, float] = {
+    "min_offloaded_tensor_size": DEFAULT_MIN_OFFLOADED_TENSOR_SIZE,
+    "activation_offload_fraction": 1.0,
+    "delta_offload_bytes_across_pp_ranks": 0,
+}
+"""What `TransformerConfig` holds where its user set nothing, in both generations."""
+
+
+class Calls:
+    """Answers the calls on Megatron's interface. It lives as long as the replaced methods, which alone hold it.
+
+    Args:
+        get_offload: Returns the integration.
+    """
+
+    def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
+        self._get_offload = get_offload
+        self.is_enabled = True
+        """Whether sites save for us; off between `disable_offload` and `enable_offload`."""
+        self.is_replaying = False
+        """Whether forward is between `enter_replay` and `exit_replay`, so that groups which allow it wait with leaving."""
+        self._trained_forwards = 0
+        self._evaluated_forwards = 0
+        self._warned: set[str] = set()
+
+    @property
+    def offload(self) -> MegatronOffload:
+        """The integration."""
+        return self._get_offload()
+
+    def begin_microbatch(self, vp_stage: int | None, **settings: float | None) -> None:
+        """A forward of the model chunk `vp_stage` begins; None is the only one.
+
+        Args:
+            vp_stage: The virtual pipeline stage.
+            settings: What Megatron's config says, by the name of its field. Ours says what counts.
+        """
+        self._warn_of_settings(settings)
+        if torch.is_grad_enabled():
+            self._trained_forwards += 1
+        else:
+            self._evaluated_forwards += 1
+        self.offload.begin_microbatch(vp_stage or 0)
+
+    def finish_step(self) -> None:
+        """A schedule has run all its microbatches.
+
+        From 0.18 on Megatron says so after an evaluation too, which is no step: nothing was saved, so the check that each tag
+        saved something must not count it.
+
+        Raises:
+            IntegrationError: A selected tag saved nothing on any rank.
+            PlanError: The plan names a site that no rank has.
+        """
+        is_evaluation = self._evaluated_forwards > 0 and self._trained_forwards == 0
+        self._trained_forwards = self._evaluated_forwards = 0
+        if not is_evaluation:
+            self.offload.finish_step()
+
+    def keep(self, tensor: torch.Tensor | None) -> None:
+        """Never move `tensor`; Megatron passes None where a module has no such parameter."""
+        if tensor is not None:
+            self.offload.engine.keep([tensor])
+
+    def _warn_of_settings(self, settings: dict[str, float | None]) -> None:
+        for name, given in settings.items():
+            ours = getattr(self.offload.config, name, None)
+            if given in (ours, _MEGATRON_DEFAULTS.get(name)) or name in self._warned:
+                continue
+            self._warned.add(name)
+            if ours is None:
+                logger.warning("%s=%s of Megatron's config has no effect: --offload-window bounds the bytes.", name, given)
+            else:
+                logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
+
+
+class CallSite:
+    """One execution of a call site: what an object of Megatron's interface class stands for.
+
+    Args:
+        calls: Answers.
+        tensor: The input of the site.
+        name: Its tag; None where the site is off.
+    """
+
+    __slots__ = ("_calls", "_name", "_region", "_saving", "_tensor")
+
+    def __init__(self, calls: Calls, tensor: torch.Tensor, name: str | None) -> None:
+        self._calls = calls
+        self._name = name
+        self._tensor: torch.Tensor | None = tensor
+        self._region: Region | None = None
+        self._saving: Saving | None = None
+
+    def enter(self) -> torch.Tensor | None:
+        """Begin to save, and return the input of the site.
+
+        Not before: Megatron makes the object also where a checkpoint runs in place of the site, and then never enters it.
+        """
+        # Handed over and not kept: the newer call sites hold the object until the group leaves, and would hold its input too.
+        tensor, self._tensor = self._tensor, None
+        if self._name is None or not self._calls.is_enabled or tensor is None:
+            return tensor
+        self._region = self._calls.offload.open_region(self._name)
+        if self._region is not None:
+            self._region.enter(tensor)
+            self._saving = self._region.saving()
+            self._saving.__enter__()
+        return tensor
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Save no more."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.__exit__(kind, error, trace)
+
+    def end(self, *, may_wait: bool) -> None:
+        """Let the group leave. Without one, or while offload is disabled, nothing happens.
+
+        Args:
+            may_wait: During a replay, wait for `flush_delayed_groups`.
+        """
+        region, self._region = self._region, None
+        if region is None or self._name is None or not self._calls.is_enabled:
+            return
+        if may_wait and self._calls.is_replaying:
+            region.end(is_held=True)
+        else:
+            self._calls.offload.end_region(self._name)
+
+
+def make_context_methods(calls: Calls) -> dict[str, Any]:
+    """Return what makes an object of the interface class a context: `with interface(flag, tensor, name) as tensor:`."""
+
+    def initialize(self: Any, offload: Any, tensor: torch.Tensor, name: str) -> None:
+        self.site = CallSite(calls, tensor, name if offload else None)
+
+    def enter(self: Any) -> torch.Tensor | None:
+        site: CallSite = self.site
+        return site.enter()
+
+    def leave(self: Any, *args: Any) -> None:
+        site: CallSite = self.site
+        site.leave(*args)
+
+    return {"__init__": initialize, "__enter__": enter, "__exit__": leave}

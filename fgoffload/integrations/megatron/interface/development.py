@@ -1,0 +1,105 @@
+"""The interface of the development branch (0.20), and of 0.19: the object that was the context also ends its group.
+
+CUDA graphs ask three things of it. Their warm-up runs between `disable_offload` and `enable_offload`, and nothing may leave
+there. Around a replay, between `enter_replay` and `exit_replay`, modules outside of the graph let their groups wait for
+`flush_delayed_groups`, which comes once the graph is launched. Both work here. But modules inside of the graph would have
+their copies captured, through `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`: that is refused,
+as the engine refuses to be captured.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from fgoffload.integrations.megatron.interface.calls import Calls, CallSite, make_context_methods
+from fgoffload.integrations.megatron.interface.refusals import refuse_graphs
+
+
+def make_development_methods(calls: Calls) -> dict[str, Any]:
+    """Return the methods of the interface class that let `calls` answer."""
+
+    def group_offload(
+        self: Any, tensor: Any, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: Any = None
+    ) -> Any:
+        # `forced_released_tensors`: see `group_commit` in released.py.
+        site: CallSite = self.site
+        site.end(may_wait=bool(delay_offload))
+        return tensor
+
+    statics = _make_step_methods(calls) | _make_graph_methods(calls)
+    methods: dict[str, Any] = {name: staticmethod(method) for name, method in statics.items()}
+    return make_context_methods(calls) | methods | {"group_offload": group_offload}
+
+
+def _make_step_methods(calls: Calls) -> dict[str, Any]:
+    def init_chunk_handler(
+        pp_rank: int,
+        vp_size: int | None,
+        vp_stage: int | None,
+        min_offloaded_tensor_size: int,
+        delta_offload_bytes_across_pp_ranks: int,
+        activation_offload_fraction: float,
+        max_inflight_offloads: int | None = None,
+    ) -> None:
+        calls.begin_microbatch(
+            vp_stage,
+            min_offloaded_tensor_size=min_offloaded_tensor_size,
+            delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
+            activation_offload_fraction=activation_offload_fraction,
+            max_inflight_offloads=max_inflight_offloads,
+        )
+
+    def reset(process_group: Any = None) -> None:
+        # Megatron's engine prints a table over these ranks, which leave out the pipeline. Which tags came to nothing, all ranks
+        # have to agree on: a stage without experts has no site of theirs.
+        calls.finish_step()
+
+    def reset_instance() -> None:
+        """Do nothing: there is no instance, the integration holds its engine."""
+
+    def get_context(flag: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # no module asks for it
+
+    return {
+        "init_chunk_handler": init_chunk_handler,
+        "mark_not_offload": lambda tensor: calls.keep(tensor),
+        "get_context": get_context,
+        "reset": reset,
+        "reset_instance": reset_instance,
+    }
+
+
+def _make_graph_methods(calls: Calls) -> dict[str, Any]:
+    def disable_offload() -> None:
+        calls.is_enabled = False
+
+    def enable_offload() -> None:
+        calls.is_enabled = True
+
+    def enter_replay() -> None:
+        calls.is_replaying = True
+
+    def exit_replay() -> None:
+        calls.is_replaying = False
+
+    def flush_delayed_groups() -> None:
+        calls.offload.engine.flush()
+
+    def forward_record() -> None:
+        refuse_graphs()
+
+    def backward_record(tensor: torch.Tensor) -> torch.Tensor:
+        refuse_graphs()
+
+    return {
+        "disable_offload": disable_offload,
+        "enable_offload": enable_offload,
+        "enter_replay": enter_replay,
+        "exit_replay": exit_replay,
+        "flush_delayed_groups": flush_delayed_groups,
+        "forward_record": forward_record,
+        "backward_record": backward_record,
+        "cuda_graph_stream": lambda: refuse_graphs(),
+        "cuda_graph_event": lambda: refuse_graphs(),
+    }

@@ -1,0 +1,55 @@
+"""The interface of megatron-core 0.16.1, up to 0.18: the end of a group is a call on the class, with the name of its tag."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from fgoffload.integrations.megatron.interface.calls import Calls, make_context_methods
+from fgoffload.integrations.megatron.interface.refusals import refuse_graphs
+
+
+def make_released_methods(calls: Calls) -> dict[str, Any]:
+    """Return the methods of the interface class that let `calls` answer."""
+
+    def init_chunk_handler(
+        vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int, max_inflight_offloads: int | None = None
+    ) -> None:
+        calls.begin_microbatch(
+            vp_stage,
+            min_offloaded_tensor_size=min_offloaded_tensor_size,
+            max_inflight_offloads=max_inflight_offloads,  # since 0.18
+        )
+
+    def group_commit(
+        tensor: Any, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: Any = None
+    ) -> Any:
+        if delay_offload:
+            refuse_graphs()  # no module of these versions asks for it, and nothing would flush the group
+        # `forced_released_tensors` are storages that Megatron's own engine empties by force. Ours never resizes what somebody
+        # else may hold: the memory goes when the last holder lets go, and what is held elsewhere is counted.
+        calls.offload.end_region(name)
+        return tensor
+
+    def get_context(flag: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # no module asks for it
+
+    def reset() -> None:
+        calls.finish_step()
+
+    def reset_instance() -> None:
+        """Do nothing: there is no instance, the integration holds its engine."""
+
+    def forward_record(event: Any) -> None:
+        refuse_graphs()
+
+    statics: dict[str, Any] = {
+        "init_chunk_handler": init_chunk_handler,
+        "group_commit": group_commit,
+        "mark_not_offloadable": lambda tensor: calls.keep(tensor),
+        "get_context": get_context,
+        "forward_record": forward_record,
+        "reset": reset,
+        "reset_instance": reset_instance,
+    }
+    return make_context_methods(calls) | {name: staticmethod(method) for name, method in statics.items()}

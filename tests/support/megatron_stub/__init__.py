@@ -1,0 +1,217 @@
+"""Megatron-Core's offload interface as both generations have it, without its engine: the originals raise if they are reached.
+
+`installed(make_development_interface())` puts such a class where Megatron-Core has its own, and `load_layers()` imports modules
+that call it as those of the development branch do. What the class has, and who calls it (`transformer_layer.py`, `attention.py`,
+`moe/experts.py`, `gpt_model.py`, `schedules.py`, `cuda_graphs.py`), is that of the branch's commit d98e8a64.
+"""
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fgoffload.integrations.megatron.imports import load_module
+
+MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+CLASS = "FineGrainedActivationOffloadingInterface"
+
+
+class ReachedError(Exception):
+    """An original of Megatron's interface was called, which ours should have answered."""
+
+
+@contextlib.contextmanager
+def installed(interface: type | None) -> Iterator[ModuleType]:
+    """Have Megatron's module hold `interface` in place of its class, or nothing where that is None."""
+    parent = load_module(MODULE.rpartition(".")[0])
+    load_module("megatron.core.models.gpt.gpt_model")  # it and what it imports bind the real class by name
+    before = sys.modules[MODULE]
+    stub = ModuleType(MODULE)
+    if interface is not None:
+        setattr(stub, CLASS, interface)
+    name = MODULE.rpartition(".")[2]
+    sys.modules[MODULE] = stub
+    setattr(parent, name, stub)
+    try:
+        yield stub
+    finally:
+        sys.modules[MODULE] = before
+        setattr(parent, name, before)
+
+
+def load_layers() -> Any:
+    """Import `layers.py` anew, so that it imports whichever interface is installed now."""
+    path = Path(__file__).with_name("layers.py")
+    spec = importlib.util.spec_from_file_location("megatron_stub_layers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reach(*args: Any, **kwargs: Any) -> Any:
+    raise ReachedError(args, kwargs)
+
+
+class _Development:
+    def __init__(self, offload, tensor, name):
+        _reach(offload, tensor, name)
+
+    def __enter__(self):
+        _reach()
+
+    def __exit__(self, *args):
+        _reach(args)
+
+    @staticmethod
+    def cuda_graph_stream():
+        _reach()
+
+    @staticmethod
+    def cuda_graph_event():
+        _reach()
+
+    @staticmethod
+    def init_chunk_handler(
+        pp_rank,
+        vp_size,
+        vp_stage,
+        min_offloaded_tensor_size,
+        delta_offload_bytes_across_pp_ranks,
+        activation_offload_fraction,
+        max_inflight_offloads=None,
+    ):
+        _reach()
+
+    @staticmethod
+    def get_context(flag):
+        _reach(flag)
+
+    def group_offload(self, tensor, forced_released_tensors=None, delay_offload=None):
+        _reach(tensor)
+
+    @staticmethod
+    def mark_not_offload(tensor):
+        _reach(tensor)
+
+    @staticmethod
+    def forward_record():
+        _reach()
+
+    @staticmethod
+    def backward_record(tensor):
+        _reach(tensor)
+
+    @staticmethod
+    def reset(process_group=None):
+        _reach(process_group)
+
+    @staticmethod
+    def reset_instance():
+        _reach()
+
+    @staticmethod
+    def flush_delayed_groups():
+        _reach()
+
+    @staticmethod
+    def disable_offload():
+        _reach()
+
+    @staticmethod
+    def enable_offload():
+        _reach()
+
+    @staticmethod
+    def enter_replay():
+        _reach()
+
+    @staticmethod
+    def exit_replay():
+        _reach()
+
+
+class _Released:
+    def __init__(self, offload, tensor, name):
+        _reach(offload, tensor, name)
+
+    def __enter__(self):
+        _reach()
+
+    def __exit__(self, *args):
+        _reach(args)
+
+    @staticmethod
+    def init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, max_inflight_offloads=None):
+        _reach()
+
+    @staticmethod
+    def get_context(flag):
+        _reach(flag)
+
+    @staticmethod
+    def group_commit(tensor, name, forced_released_tensors=None, delay_offload=None):
+        _reach(tensor, name)
+
+    @staticmethod
+    def mark_not_offloadable(tensor):
+        _reach(tensor)
+
+    @staticmethod
+    def forward_record(event):
+        _reach(event)
+
+    @staticmethod
+    def reset():
+        _reach()
+
+    @staticmethod
+    def reset_instance():
+        _reach()
+
+
+def _copy(template: type) -> type:
+    namespace = {name: value for name, value in vars(template).items() if name not in ("__dict__", "__weakref__")}
+    return type(CLASS, (), namespace)
+
+
+def make_development_interface() -> type:
+    """Return a new class with the methods and parameters of the development branch's."""
+    return _copy(_Development)
+
+
+def make_released_interface() -> type:
+    """Return a new class with the methods and parameters that 0.18 has; 0.16.1 lacks `max_inflight_offloads`."""
+    return _copy(_Released)
+
+
+class WithoutOffload:
+    """An interface that does nothing: what a training without offload is compared with."""
+
+    def __init__(self, offload, tensor, name):
+        self.tensor = tensor
+
+    def __enter__(self):
+        return self.tensor
+
+    def __exit__(self, *args):
+        pass
+
+    def group_offload(self, tensor, **kwargs):
+        return tensor
+
+    @staticmethod
+    def init_chunk_handler(**kwargs):
+        pass
+
+    @staticmethod
+    def mark_not_offload(tensor):
+        pass
+
+    @staticmethod
+    def reset(process_group=None):
+        pass

@@ -1,0 +1,197 @@
+"""Modules that call the interface as the development branch's do: the same bits, exactly the bytes, the order of the calls."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from support.megatron_stub.training import (
+    ALL_TAGS,
+    BATCH,
+    LAYERS,
+    SEQUENCE,
+    check_same,
+    list_departures,
+    make_config,
+    with_offload,
+    without_offload,
+)
+from support.sites import has_hooks
+
+from fgoffload import IntegrationError, Tag, default_tags
+
+TOKENS = SEQUENCE * BATCH
+HIDDEN_BYTES = TOKENS * 32 * 4
+SCALE_BYTES = 2 * TOKENS * 4  # mean and reciprocal deviation, which a layer norm saves
+BYTES = {
+    "attn_norm": HIDDEN_BYTES + SCALE_BYTES,
+    "qkv_linear": HIDDEN_BYTES,
+    "core_attn": 4 * HIDDEN_BYTES,  # query, key and value, which are one storage, and tanh's output
+    "attn_proj": HIDDEN_BYTES,
+    "mlp_norm": HIDDEN_BYTES + SCALE_BYTES,
+    "expert_fc1": HIDDEN_BYTES,
+    "moe_act": TOKENS * 48 * 4,
+}
+"""What leaves of one layer in one microbatch."""
+ORDER = ("qkv_linear", "core_attn", "attn_proj", "attn_norm", "expert_fc1", "moe_act", "mlp_norm")
+"""In which groups of a layer end: a norm's after its residual was added."""
+
+
+def get_expected(*, steps: int = 1, **options) -> list[torch.Tensor]:
+    with without_offload(**options) as training:
+        return [gradient for _ in range(steps) for gradient in training.step()]
+
+
+@pytest.mark.parametrize("imports_first", [True, False], ids=["imported-before", "imported-after"])
+@pytest.mark.parametrize(
+    "tags",
+    [*((tag,) for tag in ALL_TAGS if tag != "attn_proj"), ("core_attn", "attn_proj"), ALL_TAGS],
+    ids=" ".join,
+)
+def test_gradients_are_the_same_to_the_bit_and_exactly_the_bytes_move(tags, imports_first):
+    with with_offload(*tags, imports_first=imports_first) as training:
+        found = [gradient for _ in range(2) for gradient in training.step()]
+        moved = {tag: stats.d2h_bytes for tag, stats in training.offload.last_step.tags.items()}
+    check_same(found, get_expected(steps=2))
+    assert moved == {tag: BYTES[tag] * LAYERS * 2 for tag in tags}
+    assert not has_hooks()
+
+
+def test_groups_leave_in_the_order_in_which_call_sites_end_them(caplog):
+    with with_offload(*ALL_TAGS) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+        training.step()
+        departures = list_departures(caplog)
+    assert departures == [
+        f"layers.{layer}.{tag} mb={microbatch}" for microbatch in range(2) for layer in range(LAYERS) for tag in ORDER
+    ]
+
+
+def test_two_chunks_of_an_interleaved_pipeline_keep_their_microbatches_apart(caplog):
+    def run(training) -> list[torch.Tensor]:
+        # The first stage of two: both microbatches through the first chunk, then through the second, and back.
+        outputs = [(chunk, training.forward(chunk, microbatch=i)) for chunk in (0, 1) for i in (0, 1)]
+        for chunk, i in ((1, 0), (1, 1), (0, 0), (0, 1)):
+            outputs[2 * chunk + i][1].square().sum().backward()
+        training.layers.finish_schedule()
+        return training.take_gradients()
+
+    with without_offload(chunks=2) as training:
+        expected = run(training)
+    with with_offload(*ALL_TAGS, chunks=2) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+        check_same(run(training), expected)
+        departures = list_departures(caplog)
+        stats = training.offload.last_step.tags
+    assert departures[:: len(ORDER) * LAYERS] == [
+        "layers.0.qkv_linear mb=0",
+        "layers.0.qkv_linear mb=1",
+        "layers.3.qkv_linear mb=0 chunk=1",
+        "layers.3.qkv_linear mb=1 chunk=1",
+    ]
+    assert {tag: numbers.d2h_bytes for tag, numbers in stats.items()} == {tag: 4 * LAYERS * BYTES[tag] for tag in ALL_TAGS}
+    assert all(numbers.h2d_bytes > 0 for numbers in stats.values())
+
+
+def test_an_evaluation_moves_nothing_and_is_no_step():
+    with with_offload(*ALL_TAGS) as training:
+        with torch.no_grad():
+            training.forward()
+        training.layers.finish_schedule()  # from 0.18 on schedules call it after an evaluation
+        assert training.offload.last_step is None
+        found = training.step()
+        assert training.offload.last_step.tags["core_attn"].groups == 2 * LAYERS
+        with torch.no_grad():
+            training.forward()
+        training.layers.finish_schedule()
+        assert training.offload.last_step.tags["core_attn"].groups == 2 * LAYERS  # of the step, still
+    check_same(found, get_expected())
+
+
+def test_a_step_that_saved_nothing_is_told_even_after_an_evaluation():
+    tags = default_tags().with_tag(Tag(name="nowhere", saves="nothing"))
+    with with_offload("core_attn", config=make_config("core_attn", "nowhere", tags=tags)) as training:
+        with torch.no_grad():
+            training.forward()
+        training.layers.finish_schedule()
+        with pytest.raises(IntegrationError, match="'nowhere' has no site in this model on any rank"):
+            training.step()
+
+
+def test_a_site_that_a_checkpoint_runs_in_place_of_has_no_group():
+    # Core attention under recompute: its object is made, and never entered or ended.
+    tags = ("qkv_linear", "core_attn", "attn_proj")
+    with with_offload(*tags, recomputes_core=True) as training:
+        with pytest.raises(IntegrationError, match="'core_attn' has no site"):
+            training.step()
+        found = training.take_gradients()
+        groups = {tag: stats.groups for tag, stats in training.offload.last_step.tags.items()}
+    check_same(found, get_expected(recomputes_core=True))
+    assert groups == {"qkv_linear": 2 * LAYERS, "attn_proj": 2 * LAYERS}
+
+
+def test_the_fused_experts_are_one_group():
+    tags = default_tags()
+    if "fused_group_mlp" not in tags:
+        tags = tags.with_tag(Tag(name="fused_group_mlp", saves="all that the fused experts keep"))
+    with with_offload("fused_group_mlp", config=make_config("fused_group_mlp", tags=tags)) as training:
+        found = training.step()
+        stats = training.offload.last_step.tags["fused_group_mlp"]
+    check_same(found, get_expected())
+    assert stats.groups == 2 * LAYERS
+    assert stats.d2h_bytes == 2 * LAYERS * (HIDDEN_BYTES + 2 * TOKENS * 48 * 4)
+
+
+def test_an_object_that_is_kept_until_its_group_leaves_does_not_keep_its_input():
+    with with_offload("attn_norm") as training:
+        training.layers.off_interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        hidden = torch.ones(64, requires_grad=True) * 2
+        manager = training.layers.off_interface(offload=True, tensor=hidden, name="attn_norm")
+        with manager as entered:
+            doubled = entered * 2
+        alive = weakref.ref(hidden)
+        del hidden, entered
+        gc.collect()
+        assert alive() is None
+        assert manager.group_offload(doubled) is doubled
+
+
+def test_what_group_offload_is_given_comes_back_as_it_was():
+    with with_offload("qkv_linear") as training:
+        interface = training.layers.off_interface
+        for is_on in (True, False):
+            given = [torch.ones(2), torch.ones(3)]
+            manager = interface(is_on, torch.ones(1), "qkv_linear")
+            assert manager.group_offload(given, forced_released_tensors=[given[0]]) is given
+            assert given[0].untyped_storage().nbytes() == 8  # released by who holds it, never by force
+
+
+def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_marked_stay():
+    with with_offload("attn_norm", "mlp_norm") as training:
+        interface = training.layers.off_interface
+        interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        interface.mark_not_offload(None)  # as for a bias that is not there
+        marked, of_engine, free = (torch.full((64,), 2.0) for _ in range(3))
+        interface.mark_not_offload(marked)
+        of_engine._TE_do_not_offload = True
+        leaf = torch.ones(64, requires_grad=True)
+        manager = interface(offload=True, tensor=leaf, name="attn_norm")
+        with manager as entered:
+            output = (entered * marked * of_engine * free).sum()
+        manager.group_offload(output)
+        stats = training.offload.engine.finish_step().tags["attn_norm"]
+        kept = {str(reason): size_bytes for reason, size_bytes in stats.kept_bytes.items()}
+        output.backward()
+    assert torch.equal(leaf.grad, torch.full((64,), 8.0))
+    assert stats.d2h_bytes == 64 * 4
+    assert sorted(kept.values()) == [64 * 4, 64 * 4]
+
+
+def test_settings_of_megatrons_config_that_count_for_nothing_are_named_once(caplog):
+    with with_offload("core_attn") as training, caplog.at_level(logging.WARNING):
+        training.models[0].settings |= {"activation_offload_fraction": 0.5, "max_inflight_offloads": 2}
+        training.step()
+        training.step()
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("fgoffload")]
+    assert len(warnings) == 2
+    assert "activation_offload_fraction=0.5 of Megatron's config has no effect: offload is applied with 1.0." in warnings[0]
+    assert "max_inflight_offloads=2 of Megatron's config has no effect" in warnings[1]

@@ -1,0 +1,136 @@
+"""Which generation of the interface is there is found by what it has; what is missing or unknown is named."""
+
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+from support.megatron_stub import (
+    CLASS,
+    MODULE,
+    ReachedError,
+    installed,
+    load_layers,
+    make_development_interface,
+    make_released_interface,
+)
+from support.megatron_stub.training import make_config
+
+from fgoffload import IntegrationError
+from fgoffload.integrations import megatron
+from fgoffload.integrations.megatron.interface import is_replaced
+
+PATH = f"{MODULE}.{CLASS}"
+SUPPORTED = "Supported: megatron-core 0.16.1, where groups end by group_commit, and the development branch (0.20)"
+MAKERS = [make_development_interface, make_released_interface]
+METHODS = [(make, name) for make in MAKERS for name, value in vars(make()).items() if name[:2] != "__"]
+CONTEXT = ("__init__", "__enter__", "__exit__")
+
+
+@pytest.mark.parametrize("make_interface", MAKERS)
+def test_every_method_is_replaced_and_remove_puts_the_same_objects_back(make_interface):
+    interface = make_interface()
+    before = dict(vars(interface))
+    with installed(interface):
+        names = [name for name in before if name in CONTEXT or not name.startswith("_")]
+        assert not is_replaced()
+        offload = megatron.apply(make_config("core_attn"))
+        assert is_replaced()
+        assert [name for name in names if vars(interface)[name] is before[name]] == []
+        with pytest.raises(IntegrationError, match="applied already in this process"):
+            megatron.apply(make_config("core_attn"))
+        megatron.remove(offload)
+        assert not is_replaced()
+        assert dict(vars(interface)) == before
+        megatron.remove(offload)  # does no harm
+
+
+@pytest.mark.parametrize("make_interface", MAKERS)
+def test_replaced_methods_take_the_parameters_of_the_originals_in_their_order(make_interface):
+    interface = make_interface()
+    names = [name for name in vars(interface) if name[:2] != "__" or name in ("__init__", "__enter__")]
+    before = {name: list(inspect.signature(getattr(interface, name)).parameters) for name in names}
+    with installed(interface):
+        offload = megatron.apply(make_config("core_attn"))
+        after = {name: list(inspect.signature(getattr(interface, name)).parameters) for name in names}
+        offload.remove()
+    assert after == before
+
+
+def test_the_installed_release_has_the_methods_of_the_stub():
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+
+    public = {name for name in vars(FineGrainedActivationOffloadingInterface) if name[:2] != "__"}
+    assert public == {name for name in vars(make_released_interface()) if name[:2] != "__"}
+
+
+def test_the_stub_raises_where_its_originals_are_reached():
+    with installed(make_development_interface()):
+        layers = load_layers()
+        with pytest.raises(ReachedError):
+            layers.Model([layers.Layer(0, ())])(torch.ones(1, 1, layers.HIDDEN))
+
+
+@pytest.mark.parametrize(("make_interface", "name"), METHODS)
+def test_a_missing_method_is_named_with_both_generations_and_nothing_is_replaced(make_interface, name):
+    interface = make_interface()
+    delattr(interface, name)
+    before = dict(vars(interface))
+    with installed(interface), pytest.raises(IntegrationError) as caught:
+        megatron.apply(make_config("core_attn"))
+    assert f"{PATH}.{name} " in str(caught.value)
+    assert SUPPORTED in str(caught.value)
+    assert dict(vars(interface)) == before
+
+
+@pytest.mark.parametrize("interface", [None, object()])
+def test_a_missing_class_is_named_with_both_generations(interface):
+    with installed(interface), pytest.raises(IntegrationError, match=re.escape(f"{PATH} is no class in")) as caught:
+        megatron.apply(make_config("core_attn"))
+    assert SUPPORTED in str(caught.value)
+
+
+def test_a_missing_module_is_named_with_both_generations(monkeypatch):
+    monkeypatch.setitem(sys.modules, MODULE, None)  # which makes the import fail
+    with pytest.raises(IntegrationError, match=re.escape(f"{MODULE} does not exist in Megatron-Core")) as caught:
+        megatron.apply(make_config("core_attn"))
+    assert SUPPORTED in str(caught.value)
+
+
+def test_a_parameter_that_nobody_knows_is_named_before_anything_is_replaced():
+    interface = make_development_interface()
+    interface.reset = staticmethod(lambda process_group=None, everything=False: None)
+    before = dict(vars(interface))
+    with installed(interface), pytest.raises(IntegrationError, match=r"reset of Megatron-Core .* takes everything, which"):
+        megatron.apply(make_config("core_attn"))
+    assert dict(vars(interface)) == before
+
+
+def test_a_method_that_nobody_knows_is_refused_when_it_is_called():
+    interface = make_development_interface()
+    interface.compress = staticmethod(lambda tensor: tensor)
+    with installed(interface):
+        offload = megatron.apply(make_config("core_attn"))
+        with pytest.raises(IntegrationError, match=re.escape(f"{PATH}.compress is called, and this version does not know")):
+            interface.compress(torch.ones(1))
+        offload.remove()
+        assert interface.compress(1) == 1
+
+
+def test_released_call_sites_of_0_18_end_groups_by_name():
+    interface = make_released_interface()
+    with installed(interface):
+        offload = megatron.apply(make_config("qkv_linear"))
+        interface.init_chunk_handler(vp_size=None, vp_stage=None, min_offloaded_tensor_size=0, max_inflight_offloads=None)
+        leaf = torch.ones(64, requires_grad=True)
+        with interface(offload=True, tensor=leaf, name="qkv_linear") as entered:
+            output = entered.exp()
+        output = interface.group_commit((output,), name="qkv_linear", forced_released_tensors=[])
+        output[0].sum().backward()
+        interface.mark_not_offloadable(None)
+        interface.reset()
+        moved = offload.last_step.tags["qkv_linear"].d2h_bytes
+        offload.remove()
+    assert torch.equal(leaf.grad, torch.ones(64).exp())
+    assert moved == 64 * 4

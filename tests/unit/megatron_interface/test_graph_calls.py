@@ -1,0 +1,104 @@
+"""What CUDA graphs call: a warm-up moves nothing, groups wait through a replay, and a capture is refused."""
+
+import logging
+
+import pytest
+import torch
+from support.megatron_stub.training import LAYERS, check_same, list_departures, with_offload, without_offload
+
+from fgoffload import IntegrationError
+
+EXPERT_TAGS = ("expert_fc1", "moe_act")
+ENGINE_LOGGER = "fgoffload.engine.engine"
+
+
+def get_expected() -> list[torch.Tensor]:
+    with without_offload() as training:
+        return training.step(microbatches=1)
+
+
+def test_nothing_leaves_between_disable_and_enable(caplog):
+    with with_offload("core_attn", *EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
+        interface = training.layers.off_interface
+        interface.disable_offload()
+        training.forward().square().sum().backward()
+        assert list_departures(caplog) == []
+        check_same(training.take_gradients(), get_expected())
+        interface.enable_offload()
+        check_same(training.step(microbatches=1), get_expected())
+        assert len(list_departures(caplog)) == 3 * LAYERS
+
+
+def test_a_group_that_was_open_when_offload_was_disabled_stays():
+    with with_offload("attn_norm") as training:
+        interface = training.layers.off_interface
+        interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        leaf = torch.ones(64, requires_grad=True)
+        manager = interface(offload=True, tensor=leaf, name="attn_norm")
+        with manager as entered:
+            output = entered.exp()
+        interface.disable_offload()
+        manager.group_offload(output)
+        output.sum().backward()
+        stats = training.offload.engine.finish_step().tags["attn_norm"]
+    assert stats.saved_tensors == 1
+    assert stats.d2h_bytes == 0
+    assert torch.equal(leaf.grad, torch.ones(64).exp())
+
+
+def test_delayed_groups_wait_through_a_replay_and_leave_in_the_order_of_their_ends(caplog):
+    with with_offload("core_attn", *EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
+        interface = training.layers.off_interface
+        for layer in training.models[0].layers:
+            layer.experts.delays_offload = True
+        interface.enter_replay()
+        output = training.forward()
+        # Attention does not delay; only experts lie outside of graphs.
+        assert list_departures(caplog) == [f"layers.{layer}.core_attn mb=0" for layer in range(LAYERS)]
+        interface.exit_replay()
+        interface.flush_delayed_groups()
+        assert list_departures(caplog) == [f"layers.{layer}.{tag} mb=0" for layer in range(LAYERS) for tag in EXPERT_TAGS]
+        interface.flush_delayed_groups()
+        assert list_departures(caplog) == []
+        output.square().sum().backward()
+        check_same(training.take_gradients(), get_expected())
+
+
+def test_flushes_between_layers_let_those_before_leave(caplog):
+    with with_offload(*EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
+        interface = training.layers.off_interface
+        departed = []
+        for layer in training.models[0].layers:
+            layer.experts.delays_offload = True
+
+            def replay(module, args) -> None:  # the graph of attention and router is launched, then its experts run
+                interface.flush_delayed_groups()
+                departed.append(list_departures(caplog))
+
+            layer.experts.register_forward_pre_hook(replay)
+        interface.enter_replay()
+        output = training.forward()
+        interface.exit_replay()
+        output.square().sum().backward()  # the last layer's were never flushed: they stay, and backward finds them
+        check_same(training.take_gradients(), get_expected())
+    assert departed == [[], *([f"layers.{layer}.{tag} mb=0" for tag in EXPERT_TAGS] for layer in range(LAYERS - 1))]
+
+
+def test_delayed_groups_leave_at_once_outside_of_a_replay(caplog):
+    with with_offload(*EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
+        for layer in training.models[0].layers:
+            layer.experts.delays_offload = True
+        check_same(training.step(microbatches=1), get_expected())
+        assert len(list_departures(caplog)) == 2 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("forward_record", ()), ("backward_record", (torch.ones(1),)), ("cuda_graph_stream", ()), ("cuda_graph_event", ())],
+)
+def test_what_a_capture_calls_is_refused(name, args):
+    with (
+        with_offload("core_attn") as training,
+        pytest.raises(IntegrationError, match="CUDA graphs together with activation offload are not built yet"),
+    ):
+        getattr(training.layers.off_interface, name)(*args)
