@@ -24,7 +24,7 @@ class OffloadConfig:
     """Fine-grained activation offload, switched on. Off is `None` where a config is expected."""
 
     offload_modules: tuple[str, ...]
-    """Tags whose saved tensors leave, as in `--offload-modules core_attn attn_proj`."""
+    """Tags whose saved tensors leave, as in `--offload-modules core_attn attn_proj`. Empty takes those of the plan."""
     min_offloaded_tensor_size: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Elements. What a group saves of one storage stays on the device when it is smaller."""
     activation_offload_fraction: float = 1.0
@@ -34,7 +34,7 @@ class OffloadConfig:
     delta_offload_bytes_across_pp_ranks: int = 0
     """Bytes that each pipeline rank offloads less than the one before. Refused: this version does not balance ranks."""
     offload_plan: Path | None = None
-    """A plan file; it says keep or offload for every site, in place of the fraction."""
+    """A plan file; it says keep, recompute or offload for every site, in place of the fraction."""
     offload_memory_budget_bytes: int | None = None
     """Device bytes to plan for. Refused: this version has no planner."""
     offload_host_budget_bytes: int | None = None
@@ -52,12 +52,12 @@ class OffloadConfig:
         Raises:
             ConfigError: With the flag, the value, the limit and the fix.
         """
-        if not self.offload_modules:
+        if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
                 "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would leave. "
                 f"Name at least one of: {' '.join(self.tags.names)}."
             )
-        if self.offload_modules != ("auto",):
+        if self.offload_modules and self.offload_modules != ("auto",):
             self.tags.check(self.offload_modules)
         if isinstance(self.min_offloaded_tensor_size, bool) or not isinstance(self.min_offloaded_tensor_size, int):
             raise ConfigError(

@@ -17,11 +17,26 @@ FORMAT = 1
 
 
 class Action(enum.Enum):
-    """What is done with the tensors that a site saves."""
+    """What is done about a site.
 
-    KEEP = "keep"  # they stay on the device until backward
-    RECOMPUTE = "recompute"  # they are not saved: backward makes them again
-    OFFLOAD = "offload"  # they leave for host memory during forward and return before backward
+    Offload is about what the site's module saves; recompute is about what the module computes, which nobody has to save where
+    backward runs the module again. So a site can have both: a norm that runs again, and whose input is on the host until then.
+    """
+
+    KEEP = "keep"  # what it saves stays on the device until backward
+    RECOMPUTE = "recompute"  # the module runs again in backward; what it needs for that stays on the device
+    OFFLOAD = "offload"  # what it saves leaves for host memory during forward and returns before backward
+    RECOMPUTE_AND_OFFLOAD = "recompute+offload"  # the module runs again in backward; what it needs for that leaves and returns
+
+    @property
+    def offloads(self) -> bool:
+        """Return whether what the site saves leaves."""
+        return self in (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether the site's module runs again in backward."""
+        return self in (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -33,7 +48,7 @@ class Site:
     layer: int
     """Layer of the whole model, from 0."""
     tag: str
-    """A tag of the registry."""
+    """A tag of the registry, or a unit of `fgoffload.tags.RECOMPUTE_UNITS`."""
 
     def __str__(self) -> str:
         """Return the label used in logs, errors and profiler ranges: `layers.3.core_attn`."""
@@ -49,6 +64,10 @@ class OffloadPlan:
     def get_action(self, site: Site) -> Action:
         """Return the action for `site`: `Action.KEEP` where the plan is silent."""
         return self.actions.get(site, Action.KEEP)
+
+    def list_layer(self, chunk: int, layer: int) -> dict[str, Action]:
+        """Return what the plan says of one layer, by tag or unit."""
+        return {site.tag: action for site, action in self.actions.items() if site.chunk == chunk and site.layer == layer}
 
     def count(self, action: Action) -> int:
         """Return how many sites the plan gives `action`."""

@@ -1,7 +1,7 @@
-"""The registry of tags: module names that users select for offload.
+"""The registry of tags: module names that users select for offload, and the units that a plan can run again instead.
 
-A tag says what a module saves for backward, what must be selected with it, which recompute makes it pointless, and
-whether its tensors can be recomputed instead. Byte counts per tag belong to the planner; this file knows names only.
+A tag says what a module saves for backward, what must be selected with it, and which recompute makes it pointless. Byte counts
+per tag belong to the planner; this file knows names only.
 
 Source: the module names and the rule that `attn_proj` needs `core_attn` are those of Megatron-Core's fine-grained
 activation offloading (`offload_modules` of `TransformerConfig`, megatron-core 0.16.1).
@@ -26,8 +26,6 @@ class Tag:
     """Tags without which offloading this one frees nothing, since they save the same storage."""
     excluded_by: tuple[str, ...] = ()
     """Megatron recompute modules (`--recompute-modules`) under which the module saves nothing that could leave."""
-    recompute_module: str | None = None
-    """The Megatron recompute module that drops these tensors instead, or None where nothing can make them again."""
 
     def __post_init__(self) -> None:
         """Refuse names that could not be typed as one word of a flag."""
@@ -120,45 +118,109 @@ class TagRegistry:
 
 def default_tags() -> TagRegistry:
     """Return the tags that fgoffload knows by itself, in the order in which a layer's forward reaches them."""
-    return TagRegistry(
-        (
-            Tag(
-                name="attn_norm",
-                saves="the layer input, which the norm before attention keeps",
-                recompute_module="layernorm",
-            ),
-            Tag(
-                name="qkv_linear",
-                saves="the norm's output, which the query-key-value projection keeps",
-                recompute_module="layernorm",
-            ),
-            Tag(
-                name="core_attn",
-                saves="query, key and value, the attention output, and what the softmax keeps",
-                excluded_by=("core_attn",),
-                recompute_module="core_attn",
-            ),
-            Tag(
-                name="attn_proj",
-                saves="the attention output, the same storage that core_attn keeps",
-                requires=("core_attn",),
-            ),
-            Tag(
-                name="mlp_norm",
-                saves="the residual after attention, which the norm before the MLP keeps",
-                recompute_module="layernorm",
-            ),
-            Tag(
-                name="expert_fc1",
-                saves="the permuted tokens, which the experts' first linear keeps",
-                excluded_by=("moe",),
-                recompute_module="moe",
-            ),
-            Tag(
-                name="moe_act",
-                saves="the first linear's output, which the experts' activation keeps",
-                excluded_by=("moe",),
-                recompute_module="moe_act",
-            ),
-        )
-    )
+    return TagRegistry(_DEFAULT_TAGS)
+
+
+_DEFAULT_TAGS = (
+    Tag(name="layer_input", saves="the layer's input, which full recompute of the layer keeps"),
+    Tag(name="attn_norm", saves="the layer input, which the norm before attention keeps"),
+    Tag(name="qkv_linear", saves="the norm's output, which the query-key-value projection keeps"),
+    Tag(
+        name="core_attn",
+        saves="query, key and value, the attention output, and what the softmax keeps",
+        excluded_by=("core_attn",),
+    ),
+    Tag(
+        name="attn_proj",
+        saves="the attention output, the same storage that core_attn keeps",
+        requires=("core_attn",),
+    ),
+    Tag(name="mlp_norm", saves="the residual after attention, which the norm before the MLP keeps"),
+    Tag(
+        name="mlp_fc1",
+        saves="the norm's output, which the first linear of a dense MLP keeps",
+        excluded_by=("mlp",),
+    ),
+    Tag(
+        name="mlp_act",
+        saves="the first linear's output, which the activation of a dense MLP keeps",
+        excluded_by=("mlp",),
+    ),
+    Tag(
+        name="mlp_fc2",
+        saves="the activation's output, which the second linear of a dense MLP keeps",
+        excluded_by=("mlp",),
+    ),
+    Tag(
+        name="shared_expert",
+        saves="the norm's output, the first linear's output and the activation's output of the shared experts",
+        excluded_by=("moe", "shared_experts"),
+    ),
+    Tag(name="router", saves="the norm's output, the logits and the probabilities of the router", excluded_by=("moe",)),
+    Tag(
+        name="expert_fc1",
+        saves="the permuted tokens, which the experts' first linear keeps",
+        excluded_by=("moe",),
+    ),
+    Tag(
+        name="moe_act",
+        saves="the first linear's output, which the experts' activation keeps",
+        excluded_by=("moe",),
+    ),
+    Tag(
+        name="expert_fc2",
+        saves="the activation's output, which the experts' second linear keeps",
+        excluded_by=("moe", "moe_act"),
+    ),
+    Tag(
+        name="moe_combine",
+        saves="the experts' output before unpermute, where the dispatcher applies the probabilities there",
+        excluded_by=("moe",),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeUnit:
+    """What backward can run again by itself, layer by layer, so that what comes after it saves less."""
+
+    name: str
+    """As a plan says it in a row whose action recomputes. The name of a tag where the unit is that tag's module."""
+    runs: str
+    """What runs again, for people."""
+    recompute_module: str | None
+    """The value of `--recompute-modules` that does the same in all layers, or None where there is none."""
+    covers: tuple[str, ...] = ()
+    """Tags and units of the same layer that save nothing then, and are run again with it."""
+
+
+_MOE_TAGS = ("shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
+_MLP_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
+_ATTENTION_TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
+
+RECOMPUTE_UNITS = (
+    RecomputeUnit(
+        name="layer",
+        runs="the whole layer, from its input",
+        recompute_module=None,
+        covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS),
+    ),
+    RecomputeUnit(name="attn_norm", runs="the norm before attention", recompute_module="layernorm"),
+    RecomputeUnit(name="mla_up_proj", runs="the up-projections of latent attention", recompute_module="mla_up_proj"),
+    RecomputeUnit(
+        name="core_attn", runs="attention without its projections", recompute_module="core_attn", covers=("core_attn",)
+    ),
+    RecomputeUnit(name="mlp_norm", runs="the norm before the MLP", recompute_module="layernorm"),
+    RecomputeUnit(name="mlp", runs="a dense MLP", recompute_module="mlp", covers=_MLP_TAGS),
+    RecomputeUnit(name="moe", runs="router, dispatch and all experts", recompute_module="moe", covers=_MOE_TAGS),
+    RecomputeUnit(
+        name="shared_expert", runs="the shared experts", recompute_module="shared_experts", covers=("shared_expert",)
+    ),
+    RecomputeUnit(name="moe_act", runs="the activation of the experts", recompute_module="moe_act", covers=("expert_fc2",)),
+)
+"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one, and whole layers."""
+
+
+def find_recompute_unit(name: str) -> RecomputeUnit | None:
+    """Return the unit called `name`, or None where there is none."""
+    return next((unit for unit in RECOMPUTE_UNITS if unit.name == name), None)

@@ -256,14 +256,6 @@ def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp
         trainer.run_step()
 
 
-def test_a_plan_that_recomputes_is_refused_before_anything_is_replaced(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(OffloadPlan(actions={Site(chunk=0, layer=1, tag="core_attn"): Action.RECOMPUTE}).to_json())
-    with pytest.raises(PlanError, match=r"recomputes layers\.1\.core_attn; this version can keep and offload only"):
-        megatron.apply(make_config("core_attn", offload_plan=path))
-    megatron.apply(make_config("core_attn")).remove()
-
-
 def test_one_plan_serves_all_pipeline_stages(tmp_path):
     path = tmp_path / "plan.json"
     sites = (Site(chunk=0, layer=1, tag="core_attn"), Site(chunk=0, layer=3, tag="mlp_norm"))  # a layer of each stage

@@ -54,9 +54,10 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     from fgoffload.engine import OffloadEngine, find_device
     from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
     from fgoffload.integrations.megatron.interface import is_marked_to_stay, is_replaced, replace_interface
+    from fgoffload.integrations.megatron.layers import follow_forward
     from fgoffload.integrations.megatron.offload import MegatronOffload
     from fgoffload.integrations.megatron.patches import Patches
-    from fgoffload.integrations.megatron.sites import add_sites
+    from fgoffload.integrations.megatron.waits import step_aside
 
     if is_replaced():
         raise IntegrationError(
@@ -66,7 +67,8 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     patches = Patches()
     try:
         replace_interface(patches, lambda: found[0])
-        add_sites(patches, lambda: found[0])
+        follow_forward(patches, lambda: found[0])
+        step_aside(patches, lambda: found[0])
         engine = OffloadEngine(
             device=device or find_device("cpu" if needs_cpu_support() else "cuda"),
             policy=config.transfer_policy,
@@ -80,7 +82,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
         raise
     logger.info(
         "Activation offload of %s: %d symbols of megatron.core are replaced.",
-        " ".join(config.offload_modules),
+        " ".join(found[0].selected),
         len(patches.names),
     )
     return found[0]

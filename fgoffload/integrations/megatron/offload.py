@@ -1,9 +1,9 @@
 """The link between a Megatron-Core training and an engine: where forward is, what the plan says, and what a step did."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -11,9 +11,24 @@ from fgoffload.config import OffloadConfig
 from fgoffload.engine import Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import IntegrationError, PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSites:
+    """What one layer of a model has."""
+
+    number: int
+    """In the whole model, from 0."""
+    tags: tuple[str, ...]
+    """The selected tags that have a site there, in the order of forward."""
+    fused: tuple[str, ...] = ()
+    """The selected tags whose module is fused into another."""
+    units: tuple[str, ...] = ()
+    """What can run again by itself, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,14 +59,19 @@ class MegatronOffload:
         self.last_step: StepStats | None = None
         """The numbers of the last whole step on this rank; None before the first."""
         self._undo = undo
-        self._plan = None if config.offload_plan is None else _load_plan(config.offload_plan)
+        self._plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
+        self.selected = tuple(dict.fromkeys((*config.offload_modules, *_list_offloaded_tags(self._plan))))
+        """The tags whose tensors may leave: those that users named, and those of the plan."""
         self._actions: dict[Site, Action] = {}
+        self._layers: set[tuple[int, int]] = set()
+        """The chunk and number of each layer of this rank."""
         self._fused_tags: set[str] = set()
         self._lane: Lane | None = None
         self._chunk = 0
-        self._layer = 0
+        self._layer = -1
         self._microbatches_begun: dict[int, int] = {}
         self._open: list[tuple[str, Region]] = []
+        self._is_holding = False
         self._is_first_step_over = False
 
     def remove(self) -> None:
@@ -70,6 +90,7 @@ class MegatronOffload:
         microbatch = self._microbatches_begun.get(chunk, 0)
         self._microbatches_begun[chunk] = microbatch + 1
         self._chunk = chunk
+        self._layer = -1
         self._lane = Lane(chunk=chunk, microbatch=microbatch)
         self._open.clear()  # regions that nobody ended
 
@@ -86,23 +107,58 @@ class MegatronOffload:
         self._layer = layer
         return self._lane or Lane(chunk=self._chunk, microbatch=0)
 
-    def register_layers(self, chunk: int, layers: Iterable[tuple[int, Iterable[str], Iterable[str]]]) -> None:
-        """Learn the sites of a block of layers and choose an action for each.
+    @property
+    def last_layer(self) -> int:
+        """The layer that forward reached last, from 0 over the whole model; -1 before the first."""
+        return self._layer
+
+    def pass_layer(self, layer: int) -> None:
+        """Forward has come to the layer with number `layer` in a way that saves nothing of it."""
+        self._layer = layer
+
+    def register_layers(self, chunk: int, layers: Iterable[LayerSites]) -> None:
+        """Learn what a block of layers has, and choose an action for each site.
 
         Args:
             chunk: The virtual pipeline stage that the block belongs to.
-            layers: In the order of forward: number, tags that have a site there, selected tags that are fused into another.
+            layers: In the order of forward.
+
+        Raises:
+            PlanError: The plan asks of a layer what it cannot do.
         """
         sites = []
-        for number, tags, fused in layers:
-            sites += [Site(chunk=chunk, layer=number, tag=tag) for tag in tags]
-            self._fused_tags.update(fused)
+        for layer in layers:
+            planned = {} if self._plan is None else self._plan.list_layer(chunk, layer.number)
+            _check_layer(layer, planned)
+            self._layers.add((chunk, layer.number))
+            tags = layer.tags
+            if planned.get("layer", Action.KEEP).recomputes and "layer_input" in self.selected:
+                tags = ("layer_input", *tags)
+            sites += [Site(chunk=chunk, layer=layer.number, tag=tag) for tag in tags]
+            units = [name for name, action in planned.items() if action.recomputes and name not in tags]
+            self._actions.update({Site(chunk=chunk, layer=layer.number, tag=name): planned[name] for name in units})
+            self._fused_tags.update(layer.fused)
         if self._plan is not None:
             self._actions.update((site, self._plan.get_action(site)) for site in sites)
         else:
             self._actions.update(OffloadPlan.from_fraction(sites, self.config.activation_offload_fraction).actions)
-        offloaded = sum(self._actions[site] is Action.OFFLOAD for site in sites)
+        offloaded = sum(self._actions[site].offloads for site in sites)
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
+
+    def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:
+        """Return the tags of a registered layer whose tensors leave."""
+        return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].offloads)
+
+    def list_recomputed(self, chunk: int, layer: int) -> tuple[str, ...]:
+        """Return the units of a registered layer that run again in backward."""
+        return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].recomputes)
+
+    def list_sites(self) -> list[Site]:
+        """Return the sites of this rank, in order."""
+        return sorted(self._actions)
+
+    def _list_layer(self, chunk: int, layer: int) -> Iterator[Site]:
+        return (site for site in self._actions if site.chunk == chunk and site.layer == layer)
 
     # Regions.
 
@@ -112,12 +168,12 @@ class MegatronOffload:
         For sites of your own: the tag must be registered and selected.
         """
         # Inert first: a recompute in backward comes here too, when forward is somewhere else.
-        if tag not in self.config.offload_modules or self._lane is None or is_inert():
+        if tag not in self.selected or self._lane is None or is_inert():
             return None
         site = Site(chunk=self._chunk, layer=self._layer, tag=tag)
         if site not in self._actions:
             self._actions[site] = self._get_action_of_unlisted(site)
-        return self.engine.find_region(site, self._lane) if self._actions[site] is Action.OFFLOAD else None
+        return self.engine.find_region(site, self._lane) if self._actions[site].offloads else None
 
     def _get_action_of_unlisted(self, site: Site) -> Action:
         """Return the action for a site that no block listed: one of the user's own, or of a layer outside of the blocks."""
@@ -137,10 +193,40 @@ class MegatronOffload:
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == tag:
                 _, region = self._open.pop(index)
-                region.end()
+                self.end(region)
                 return
 
+    def end(self, region: Region) -> None:
+        """End `region`: what it saved leaves now, or at the next flush where groups are held."""
+        region.end(is_held=self._is_holding)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the groups that end inside until `flush`: their copies would be ahead of something that the host waits for."""
+        self._is_holding = True
+        try:
+            yield
+        except BaseException:
+            self._is_holding = False
+            raise
+        self.flush()
+
+    def flush(self) -> None:
+        """The host has waited: submit what was held, and hold no more."""
+        self._is_holding = False
+        self.engine.flush()
+
     # Steps.
+
+    def finish_open_step(self) -> None:
+        """Finish the step that is under way, if one is; where Megatron's own flag is on, its schedule has done so already.
+
+        Raises:
+            IntegrationError: As `finish_step`.
+            PlanError: As `finish_step`.
+        """
+        if self._microbatches_begun:
+            self.finish_step()
 
     def finish_step(self) -> None:
         """A step is over: keep its numbers, and after the first say which tags came to nothing.
@@ -162,17 +248,24 @@ class MegatronOffload:
             self._check_tags(self.last_step)
 
     def _check_plan(self) -> None:
-        planned = sorted(self._plan.actions) if self._plan is not None else []
+        if self._plan is None:
+            return
+        planned = sorted(self._plan.actions)
+        # What stays needs no site: of a tag that no plan lets leave, nobody asks where it has one.
+        known = [
+            site in self._actions or (self._plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in self._layers)
+            for site in planned
+        ]
         # A plan is for all ranks, and each has the sites of its own layers: only together can they tell what none has.
-        for site, (has_site,) in zip(planned, _agree([(int(site in self._actions),) for site in planned]), strict=True):
+        for site, (has_site,) in zip(planned, _agree([(int(is_known),) for is_known in known]), strict=True):
             if not has_site:
                 raise PlanError(
                     f"The plan names {site} in chunk {site.chunk}, and no rank has such a site. Plan for this model."
                 )
 
     def _check_tags(self, step: StepStats) -> None:
-        rows = _agree([dataclasses.astuple(self._report(tag, step)) for tag in self.config.offload_modules])
-        for tag, report in zip(self.config.offload_modules, (_TagReport(*row) for row in rows), strict=True):
+        rows = _agree([dataclasses.astuple(self._report(tag, step)) for tag in self.selected])
+        for tag, report in zip(self.selected, (_TagReport(*row) for row in rows), strict=True):
             if not report.sites and report.fused:
                 logger.warning(
                     "--offload-modules %s moved nothing: the module is fused into the linear after it, which saves its input. "
@@ -204,7 +297,7 @@ class MegatronOffload:
         stats = step.tags.get(tag)
         return _TagReport(
             sites=len(actions),
-            planned=actions.count(Action.OFFLOAD),
+            planned=sum(action.offloads for action in actions),
             fused=int(tag in self._fused_tags),
             saved_tensors=stats.saved_tensors if stats else 0,
             moved_bytes=stats.d2h_bytes + stats.shared_bytes if stats else 0,
@@ -222,12 +315,35 @@ def _agree(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(row) for row in numbers.tolist()]
 
 
-def _load_plan(path: Path) -> OffloadPlan:
-    plan = OffloadPlan.load(path)
-    for site, action in plan.actions.items():
-        if action is Action.RECOMPUTE:
+def _list_offloaded_tags(plan: OffloadPlan | None) -> tuple[str, ...]:
+    actions = {} if plan is None else plan.actions
+    return tuple(sorted({site.tag for site, action in actions.items() if action.offloads}))
+
+
+def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
+    """Refuse what a plan asks of a layer and the layer cannot do.
+
+    Raises:
+        PlanError: With the site, and what can be had instead.
+    """
+    for name, action in planned.items():
+        if not action.recomputes:
+            continue
+        unit = find_recompute_unit(name)
+        if unit is None or name not in layer.units:
+            possible = ", ".join(unit.name for unit in RECOMPUTE_UNITS if unit.name in layer.units)
             raise PlanError(
-                f"--offload-plan {path} recomputes {site}; this version can keep and offload only. Use Megatron's recompute "
-                "flags."
+                f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot run again by itself. "
+                f"It can: {possible}."
             )
-    return plan
+        for tag in unit.covers:
+            if planned.get(tag, Action.KEEP).offloads:
+                raise PlanError(
+                    f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which saves "
+                    "nothing then. Keep one of them out of the plan."
+                )
+            if tag != name and planned.get(tag, Action.KEEP).recomputes:
+                raise PlanError(
+                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of it. "
+                    "Keep one of them out of the plan."
+                )

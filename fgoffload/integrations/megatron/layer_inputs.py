@@ -1,0 +1,86 @@
+"""The sites of `layer_input`: what a checkpoint around whole layers keeps, Megatron's or that of a plan.
+
+The first layer's input of a pipeline stage came from the stage before, and Megatron's schedule holds it until backward: it
+leaves and frees nothing, is counted as held elsewhere, and stays from the next step on.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fgoffload.engine import is_inert
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.methods import wrap_symbol
+from fgoffload.integrations.megatron.offload import MegatronOffload
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.regions import find_tensor
+
+TAG = "layer_input"
+BLOCK_MODULE = "megatron.core.transformer.transformer_block"
+MTP_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+PARALLEL = "megatron.core.tensor_parallel"
+
+
+class LayerInputs:
+    """Regions around the checkpoints of layers, and around no other checkpoint: Megatron uses the same function for many."""
+
+    def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
+        """Wrap what the table above names.
+
+        Args:
+            patches: Put it back later.
+            get_offload: Returns what answers; it exists only after everything is wrapped.
+
+        Raises:
+            IntegrationError: Megatron-Core lacks one of them.
+        """
+        self._get_offload = get_offload
+        self._depth = 0
+        wrap_symbol(patches, f"{BLOCK_MODULE}:TransformerBlock", "_checkpointed_forward", self._wrap_block)
+        wrap_symbol(patches, MTP_LAYER, "_checkpointed_forward", self._wrap_mtp_layer)
+        wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
+        if getattr(load_module(BLOCK_MODULE), "te_checkpoint", None) is not None:  # None without Transformer Engine
+            wrap_symbol(patches, BLOCK_MODULE, "te_checkpoint", self._wrap_checkpoint)
+
+    @contextlib.contextmanager
+    def layers_from(self, number: int) -> Iterator[None]:
+        """Take the checkpoints inside for those of layers, the first of them of layer `number`."""
+        self._get_offload().pass_layer(number - 1)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _wrap_block(self, original: Any) -> Any:
+        def run(block: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.layers_from(block.layers[0].layer_number - 1):
+                return original(block, *args, **kwargs)
+
+        return run
+
+    def _wrap_mtp_layer(self, original: Any) -> Any:
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            layer = getattr(module, "transformer_layer", None) or module.mtp_model_layer
+            with self.layers_from(layer.layer_number - 1):
+                return original(module, *args, **kwargs)
+
+        return run
+
+    def _wrap_checkpoint(self, original: Any) -> Any:
+        def checkpoint(run_function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0 or is_inert():
+                return original(run_function, *args, **kwargs)
+            offload = self._get_offload()
+            offload.enter_layer(offload.last_layer + 1)
+            region = offload.find_region(TAG)
+            if region is None:
+                return original(run_function, *args, **kwargs)
+            region.enter(find_tensor(args, kwargs))
+            # Inside, grad mode is off and nothing is saved; the checkpoint saves its arguments when its forward is through.
+            with region.saving():
+                outputs = original(run_function, *args, **kwargs)
+            offload.end(region)
+            return outputs
+
+        return checkpoint

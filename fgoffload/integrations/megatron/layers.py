@@ -1,0 +1,190 @@
+"""Where forward is in a Megatron model, and what each layer has: sites, units that can run again, and what must be refused."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from fgoffload.engine import is_inert
+from fgoffload.errors import IntegrationError
+from fgoffload.integrations.megatron import recompute
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
+from fgoffload.integrations.megatron.layer_inputs import LayerInputs
+from fgoffload.integrations.megatron.methods import wrap_symbol
+from fgoffload.integrations.megatron.offload import LayerSites
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.regions import GetOffload
+from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags
+from fgoffload.integrations.megatron.waits import has_held_wait
+
+LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
+MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
+MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
+CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+SCHEDULE_NAMES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+
+
+def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
+    """Wrap what tells where forward is: schedules, models, blocks and layers.
+
+    Args:
+        patches: Put everything back later.
+        get_offload: Returns what is told; it exists only after everything is wrapped.
+
+    Raises:
+        IntegrationError: Megatron-Core lacks one of them.
+    """
+    for name in SCHEDULE_NAMES:
+        wrap_symbol(patches, SCHEDULES, name, functools.partial(_wrap_schedule, get_offload))
+    wrap_symbol(patches, MODEL, "forward", functools.partial(_wrap_model, get_offload))
+    inputs = LayerInputs(patches, get_offload)
+    for block in (BLOCK, MTP_BLOCK):
+        wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, patches, get_offload, inputs))
+    wrap_symbol(patches, LAYER, "forward", functools.partial(_wrap_layer, get_offload))
+    wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_wrap_checkpoint, get_offload))
+    wrap_symbol(patches, MODEL, "build_schedule_plan", lambda original: _refuse_overlap)
+
+
+def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        # Where Megatron's own flag is on, its schedule has said so already; ours alone may be on.
+        if not kwargs.get("forward_only", False):
+            get_offload().finish_open_step()
+        return result
+
+    return run
+
+
+def _wrap_model(get_offload: GetOffload, original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self.config, "fine_grained_activation_offloading", False):
+            get_offload().begin_microbatch(getattr(self, "vp_stage", None) or 0)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _wrap_block(patches: Patches, get_offload: GetOffload, inputs: LayerInputs, original: Any) -> Any:
+    known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in known:
+            known.add(self)
+            _check_linears(self)
+            _register(self, patches, get_offload, inputs)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _register(block: Any, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
+    """Tell what the layers of `block` have, and prepare them for what is planned for each."""
+    offload = get_offload()
+    chunk = getattr(block, "vp_stage", None) or 0
+    layers = [layer for layer in map(_find_layer, block.layers) if layer is not None]
+    offload.register_layers(
+        chunk,
+        [
+            LayerSites(
+                number=get_number(layer),
+                tags=(*_find_input_tag(block.config, index, offload.selected), *find_tags(layer, offload.selected)),
+                fused=find_fused_tags(layer, offload.selected),
+                units=recompute.find_units(layer),
+            )
+            for index, layer in enumerate(layers)
+        ],
+    )
+    for layer in layers:
+        number = get_number(layer)
+        for unit in offload.list_recomputed(chunk, number):
+            recompute.switch_on(patches, inputs, layer, unit)
+        add_own_sites(patches, get_offload, layer, offload.list_offloaded(chunk, number))
+
+
+def _find_input_tag(config: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
+    """Return `layer_input` where it is selected and Megatron's own full recompute begins at the layer `index` of its block."""
+    if LAYER_INPUT not in selected or config.recompute_granularity != "full":
+        return ()
+    layers = config.recompute_num_layers or 1
+    begins = index % layers == 0 if config.recompute_method == "uniform" else index < layers
+    return (LAYER_INPUT,) if begins else ()
+
+
+def _find_layer(module: Any) -> Any:
+    """Return the transformer layer that `module` is or, for multi-token prediction, has; None where it is something else."""
+    for layer in (module, getattr(module, "transformer_layer", None), getattr(module, "mtp_model_layer", None)):
+        if hasattr(layer, "self_attention"):
+            return layer
+    return None
+
+
+def get_number(layer: Any) -> int:
+    """Return the number of a layer in the whole model, from 0; the layers of multi-token prediction come behind the others."""
+    return int(layer.layer_number) - 1
+
+
+def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offload = get_offload()
+        if is_inert():
+            # Under a checkpoint, where nothing is saved, and its recompute. The layer counts all the same.
+            if not torch.is_grad_enabled():
+                offload.pass_layer(get_number(self))
+            return original(self, *args, **kwargs)
+        lane = offload.enter_layer(get_number(self))
+        try:
+            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), offload.engine.watch(lane):
+                return original(self, *args, **kwargs)
+        except BaseException:
+            offload.abandon_microbatch()
+            raise
+
+    return forward
+
+
+def _wrap_checkpoint(get_offload: GetOffload, original: Any) -> Any:
+    def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
+        outputs = original(self, run_function, *args)
+        tensors: Iterable[Any] = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        # Before anything can save them: Megatron empties these storages after their last use in forward.
+        get_offload().engine.keep_recomputed(t for t in tensors if isinstance(t, torch.Tensor))
+        return outputs
+
+    return checkpoint
+
+
+def _check_linears(block: Any) -> None:
+    """Refuse linears that find out through an attribute of their saved weight that its gradient is in place already.
+
+    Raises:
+        IntegrationError: A linear of Megatron's own in `block` fuses the accumulation of its weight's gradient. Under any
+            saved-tensor hooks torch gives a custom function a new tensor for a saved parameter, without its attributes, so
+            `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
+            `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
+    """
+    linears = load_module("megatron.core.tensor_parallel.layers")
+    for name, module in block.named_modules():
+        is_own = type(module) in (linears.ColumnParallelLinear, linears.RowParallelLinear)
+        if is_own and getattr(module, "gradient_accumulation_fusion", False):
+            raise IntegrationError(
+                f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload cannot work "
+                "with it there. Give --no-gradient-accumulation-fusion, or Transformer Engine's layers."
+            )
+
+
+def _refuse_overlap(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise IntegrationError(
+        "--overlap-moe-expert-parallel-comm together with activation offload is not built yet in this version. Leave one of "
+        "them out."
+    )

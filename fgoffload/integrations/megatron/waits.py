@@ -1,0 +1,134 @@
+"""Where Megatron's host waits for the device, and what keeps copies to the host out of its way.
+
+The host waits for a few bytes, the tokens of each expert, and the device has nothing to do meanwhile. Those bytes take the same
+way as what is offloaded, one copy engine for each direction, first in first out: behind a group of attention they wait for
+milliseconds. Traced with Megatron's own engine and with ours; see docs/frameworks/megatron.md.
+"""
+
+import enum
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.methods import wrap_symbol
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.regions import GetOffload
+
+DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
+
+
+class Remedy(enum.Enum):
+    """What keeps copies to the host out of the way of a wait."""
+
+    KERNEL = "a kernel writes the bytes to the host, without the copy engine"
+    HOLD = "groups that end in the layer before the wait are held until it is over"
+
+
+class WaitRow(NamedTuple):
+    """One place where the host waits for the device."""
+
+    owner: str
+    """The class, as `module:Class`."""
+    method: str
+    what: str
+    """What it waits for."""
+    remedy: Remedy
+    since: str
+    """The first version of megatron-core that has the place."""
+
+
+_COUNTS = "the number of tokens of each expert"
+
+WAITS = (
+    WaitRow(f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", _COUNTS, Remedy.KERNEL, "0.16.1"),
+    WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
+    WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
+)
+
+
+def step_aside(patches: Patches, get_offload: GetOffload) -> None:
+    """Wrap the waits of `WAITS`.
+
+    Args:
+        patches: Put them back later.
+        get_offload: Returns what holds and submits groups; it exists only after everything is wrapped.
+
+    Raises:
+        IntegrationError: Megatron-Core lacks one of them.
+    """
+    for wait in _list_held():
+        wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload))
+    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", _wrap_move)
+
+
+def has_held_wait(layer: Any) -> bool:
+    """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
+    dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+    if dispatcher is None:
+        return False
+    module = load_module(DISPATCHERS)
+    return isinstance(dispatcher, tuple(getattr(module, wait.owner.partition(":")[2]) for wait in _list_held()))
+
+
+def _list_held() -> list[WaitRow]:
+    return [wait for wait in WAITS if wait.remedy is Remedy.HOLD]
+
+
+def _wrap_held_wait(get_offload: GetOffload, original: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        get_offload().flush()
+        return result
+
+    return run
+
+
+def _wrap_move(original: Any) -> Any:
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
+        if not (isinstance(tensor, torch.Tensor) and tensor.is_cuda) or tensor.dtype not in _WHOLE_NUMBERS:
+            return original(tensor, as_numpy, record_stream)
+        moved = write_to_host(tensor)
+        if record_stream:
+            tensor.record_stream(torch.cuda.current_stream())
+        return moved.numpy() if as_numpy else moved
+
+    return move
+
+
+_WHOLE_NUMBERS = (torch.int32, torch.int64)
+
+
+def write_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` on the host, written by a kernel and not by the copy engine.
+
+    Args:
+        tensor: Whole numbers, on a CUDA device.
+
+    Streams:
+        Queued on the current stream. The host does not block: it may read the copy when that stream has come so far.
+
+    Returns:
+        Pinned memory, of the same shape and type.
+    """
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    if tensor.numel():
+        mapped = torch.as_tensor(_MappedMemory(host), device=tensor.device)
+        # An op of arithmetic, since torch hands a plain copy to the driver, which may take the copy engine for it.
+        torch.add(tensor, 0, out=mapped)
+    return host
+
+
+class _MappedMemory:
+    """Pinned host memory under the address at which the device sees it: the same one, by unified addressing."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": f"<i{host.element_size()}",
+            "data": (host.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }

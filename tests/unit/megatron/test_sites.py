@@ -1,0 +1,122 @@
+"""Every tag that has a site in Megatron-Core's local layers: the same bits, and exactly the bytes."""
+
+import pytest
+import torch
+from support.trainings import (
+    ATTENTION_TAGS,
+    DENSE,
+    EXPERT_TAGS,
+    HIDDEN_BYTES,
+    MIXED,
+    MIXED_TAGS,
+    MLP_TAGS,
+    MOE,
+    SHARED,
+    TOKENS,
+    make_config,
+    make_trainer,
+    train,
+)
+
+from fgoffload import IntegrationError, Site
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
+
+
+@pytest.mark.parametrize(
+    ("flags", "tags"),
+    [
+        *((DENSE, (tag,)) for tag in MLP_TAGS),
+        (DENSE, MLP_TAGS),
+        *((SHARED, (tag,)) for tag in ("router", "shared_expert", "expert_fc2", "moe_combine")),
+        (MIXED, MIXED_TAGS),
+        (f"{MIXED} --bf16", MIXED_TAGS),
+        (f"{SHARED} {OVERLAP}", ("shared_expert",)),
+        (f"{SHARED} {OVERLAP} --moe-shared-expert-gate", (*ATTENTION_TAGS, "shared_expert", *EXPERT_TAGS)),
+        (f"{MOE} {FULL} uniform", ("layer_input",)),
+        (f"{MIXED} {FULL} block", ("layer_input", *(tag for tag in MIXED_TAGS if tag not in MLP_TAGS))),
+        (f"{MIXED} --mtp-num-layers 1", MIXED_TAGS),
+        (f"{MIXED} --mtp-num-layers 1 {FULL} uniform", ("layer_input",)),
+    ],
+)
+def test_losses_and_gradients_are_the_same_to_the_bit(flags, tags):
+    expected, _ = train(flags)
+    found, moved = train(flags, make_config(*tags))
+    assert found == expected
+    assert set(moved) == set(tags)
+    # What others have moved already: attn_proj saves what core_attn does, router what qkv_linear's norm made.
+    assert all(size_bytes > 0 for tag, size_bytes in moved.items() if tag != "attn_proj")
+
+
+def test_the_linears_of_a_dense_mlp_move_their_inputs_and_the_activation_what_it_keeps():
+    _, moved = train(DENSE.replace("--swiglu", ""), make_config(*MLP_TAGS))
+    groups = 2 * 2  # layers and microbatches
+    # The input is the norm's output; GELU keeps its input, and the second linear what GELU returns: four times as wide.
+    assert moved == {
+        "mlp_fc1": HIDDEN_BYTES * groups,
+        "mlp_act": 4 * HIDDEN_BYTES * groups,
+        "mlp_fc2": 4 * HIDDEN_BYTES * groups,
+    }
+
+
+def test_the_second_linears_of_the_experts_move_the_activations_output():
+    _, moved = train(MOE, make_config("expert_fc2"))
+    assert moved == {"expert_fc2": 2 * TOKENS * 32 * 4 * 2 * 2}  # top-2 of 32 wide in fp32, layers and microbatches
+
+
+@pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1)])
+def test_full_recompute_moves_the_input_of_each_layer_that_it_keeps(method, layers):
+    flags = f"{DENSE} --recompute-granularity full --recompute-method {method} --recompute-num-layers 1".replace(
+        "--position-embedding-type rope", "--position-embedding-type learned_absolute"
+    )
+    _, moved = train(flags, make_config("layer_input", min_offloaded_tensor_size=TOKENS * 32))
+    assert moved == {"layer_input": HIDDEN_BYTES * layers * 2}
+
+
+def test_a_layer_input_without_full_recompute_has_no_site():
+    with (
+        make_trainer(DENSE, make_config("layer_input")) as trainer,
+        pytest.raises(IntegrationError, match="'layer_input' has no site in this model on any rank"),
+    ):
+        trainer.run_step()
+
+
+def test_the_layers_of_multi_token_prediction_have_sites_of_their_own():
+    with make_trainer(f"{MIXED} --mtp-num-layers 1", make_config("core_attn")) as trainer:
+        trainer.run_step()
+        assert trainer.integration.list_sites() == [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(3)]
+
+
+def test_tags_that_megatron_does_not_know_work_without_its_flag():
+    with make_trainer(DENSE, make_config("mlp_act")) as trainer:
+        assert not trainer.chunks[0].config.fine_grained_activation_offloading
+        first, second = trainer.run_step(), trainer.run_step()
+        assert trainer.integration.last_step.tags["mlp_act"].groups == 2 * 2
+    assert [first.losses, second.losses] == [losses for losses, _ in train(DENSE)[0]]
+
+
+def test_combine_moves_the_experts_output_where_unpermute_saves_it():
+    # Among deterministic algorithms that is index_add, which keeps what it adds.
+    _, moved = train(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096))
+    assert moved == {"moe_combine": 2 * HIDDEN_BYTES * 2 * 2}  # top-2, layers and microbatches
+
+
+def test_combine_moves_nothing_where_unpermute_saves_an_index_alone_and_says_so(caplog):
+    with make_trainer(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096)) as trainer:
+        torch.use_deterministic_algorithms(mode=False)
+        trainer.run_step()
+    assert "--offload-modules moe_combine moved nothing in the first step" in caplog.text
+
+
+def test_remove_takes_our_sites_out_of_the_modules():
+    with make_trainer(MIXED, make_config(*MIXED_TAGS)) as trainer:
+        trainer.run_step()
+        modules = [*trainer.chunks[0].modules()]
+        dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
+        assert any("forward" in vars(module) for module in modules)
+        trainer.integration.remove()
+        assert not any("forward" in vars(module) for module in modules)
+        assert not any("combine_preprocess" in vars(dispatcher) for dispatcher in dispatchers)
