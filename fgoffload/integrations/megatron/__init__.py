@@ -4,10 +4,11 @@
     from fgoffload.integrations import megatron
 
     offload = megatron.apply(OffloadConfig(offload_modules=("core_attn", "attn_proj", "expert_fc1")))
-    ...  # build the model with `fine_grained_activation_offloading=True` and the same `offload_modules`, and train
+    ...  # build the model as always, and train
     megatron.remove(offload)
 
-Apply before or after the model is built. Megatron's layers read from their `TransformerConfig` which of their sites are on.
+Apply before the model's `TransformerConfig` is made: Megatron's layers read from it which of their sites are on, and `apply` sets
+that in every config that is made from then on. Our own sites need no config, and are found at a model's first forward.
 """
 
 import logging
@@ -55,6 +56,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
     from fgoffload.integrations.megatron.interface import is_marked_to_stay, is_replaced, replace_interface
     from fgoffload.integrations.megatron.layers import follow_forward
+    from fgoffload.integrations.megatron.model_config import set_flags
     from fgoffload.integrations.megatron.offload import MegatronOffload
     from fgoffload.integrations.megatron.patches import Patches
     from fgoffload.integrations.megatron.waits import step_aside
@@ -77,12 +79,13 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
             host_budget_bytes=config.offload_host_budget_bytes,
         )
         found.append(MegatronOffload(config, engine, undo=patches.remove))
+        set_flags(patches, found[0].selected)
     except BaseException:
         patches.remove()
         raise
     logger.info(
         "Activation offload of %s: %d symbols of megatron.core are replaced.",
-        " ".join(found[0].selected),
+        " ".join(found[0].selected) or "nothing",
         len(patches.names),
     )
     return found[0]
