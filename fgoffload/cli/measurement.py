@@ -78,8 +78,11 @@ def load_training(source: TrainingSource) -> Training:
 
 
 def _refuse_more_processes(arguments: TrainingArguments) -> None:
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        size = arguments.transformer.get(name, 1)
+    sizes = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    names = [f"{name}_parallel_size" if name == "expert_tensor" else f"{name}_model_parallel_size" for name in sizes]
+    names[2] = "context_parallel_size"
+    for name in names:
+        size = arguments.transformer.get(name) or 1
         if size > 1:
             raise arguments.source.refuse(
                 f"{to_flag(name)} {size} needs {size} processes, and `fgoffload train` runs one process in this version: "

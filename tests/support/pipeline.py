@@ -1,9 +1,11 @@
-"""Runs a training in several processes, one pipeline stage each, and returns what each computed.
+"""Runs trainings of the command line's trainer in several processes, and returns what each process computed.
 
-As a module: `run_pipeline`. As a script: one of those processes. They meet through a file, so no port is taken, and the
-parent ends all of them when one fails or time is up.
+As a module: `run_trainings`, `run_pipeline` for one alone, and `train`, which runs one in this process. As a script: one of
+those processes. They meet through a file, so no port is taken, and the parent ends all of them when one fails or time is up.
+Starting takes most of the time, so one start runs many trainings.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,7 +16,25 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 90
-"""Of a whole run. Two processes need ten seconds, most of them for imports."""
+"""Of a whole run of one training. Two processes need ten seconds, most of them for imports."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One training."""
+
+    argv: tuple[str, ...]
+    """Megatron flags."""
+    steps: int = 2
+    """Optimizer steps."""
+    offload: bool = False
+    """Train with the offload flags of `argv`; without, they are left aside."""
+    evaluates: bool = False
+    """Evaluate before the first step and after each."""
+    has_reference_attention: bool = False
+    """Give the local layers the attention of `support.attention`."""
+    sets_weights: bool = False
+    """Set each weight from its place in the whole model alone, so that every layout begins with the same ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +44,11 @@ class StageResult:
     losses: list[list[float]]
     """By step and microbatch; empty lists on all stages but the last."""
     gradient_digests: list[dict[str, str]]
-    """By step: parameter names with the layer's number in the whole model, so that they can be compared between layouts."""
+    """By step. Where weights were set: parameter names with the layer's number in the whole model, to compare layouts."""
     transfers: dict[str, int]
     """Bytes to the host by tag, of the last step; empty without offload."""
+    evaluations: list[list[float]]
+    """Losses of each evaluation."""
 
 
 def run_pipeline(
@@ -43,44 +65,52 @@ def run_pipeline(
         offload: Train with the offload flags of `argv`; without, they are left aside.
         timeout_seconds: Of the whole run.
     """
+    training = Training(tuple(argv), steps=steps, offload=offload, sets_weights=True)
+    return run_trainings([training], processes=processes, timeout_seconds=timeout_seconds)[0]
+
+
+def run_trainings(
+    trainings: Sequence[Training], *, processes: int, timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[list[StageResult]]:
+    """Train one after another in `processes` processes, and return the results by training and rank."""
     from support.processes import run_processes  # here: as a script this file has no package
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "request.json").write_text(json.dumps({"argv": list(argv), "steps": steps, "offload": offload}))
+        (folder / "request.json").write_text(json.dumps([dataclasses.asdict(training) for training in trainings]))
         run_processes(__file__, folder, processes=processes, timeout_seconds=timeout_seconds)
-        return [StageResult(**json.loads((folder / f"result-{rank}.json").read_text())) for rank in range(processes)]
+        found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(processes)]
+        return [[StageResult(**rank[index]) for rank in found] for index in range(len(trainings))]
 
 
-def _train(rank: int, processes: int, folder: Path) -> StageResult:
-    import torch
-
+def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
+    """Run `training` in this process, one of `processes` that have a process group."""
     from fgoffload.integrations.megatron.arguments import parse_arguments
-    from fgoffload.integrations.megatron.data import TextData
     from fgoffload.integrations.megatron.training import Trainer
+    from support.attention import reference_attention
 
-    request = json.loads((folder / "request.json").read_text())
-    arguments = parse_arguments(request["argv"], source="test", world_size=processes)
-    store = torch.distributed.FileStore(str(folder / "store"), processes)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    Trainer.initialize_parallel(arguments)
-    trainer = Trainer(arguments, TextData.load(), offload=arguments.offload if request["offload"] else None)
-    try:
-        names = set_weights_by_place(trainer)
-        results = [trainer.run_step() for _ in range(request["steps"])]
-        transfers = (
-            {}
-            if trainer.integration is None
-            else {tag: moved.d2h_bytes for tag, moved in trainer.integration.last_step.tags.items()}
+    arguments = parse_arguments(training.argv, source="test", world_size=processes)
+    with contextlib.ExitStack() as stack:
+        if training.has_reference_attention:
+            stack.enter_context(reference_attention())
+        trainer = Trainer(arguments, text, offload=arguments.offload if training.offload else None)
+        stack.enter_context(contextlib.closing(trainer))
+        names = set_weights_by_place(trainer) if training.sets_weights else {}
+        evaluations = [list(trainer.evaluate())] if training.evaluates else []
+        results = []
+        for _ in range(training.steps):
+            results.append(trainer.run_step())
+            if training.evaluates:
+                evaluations.append(list(trainer.evaluate()))
+        tags = trainer.integration.last_step.tags if trainer.integration else {}
+        return StageResult(
+            losses=[list(result.losses) for result in results],
+            gradient_digests=[
+                {names.get(name, name): digest for name, digest in result.gradient_digests.items()} for result in results
+            ],
+            transfers={tag: moved.d2h_bytes for tag, moved in tags.items()},
+            evaluations=evaluations,
         )
-    finally:
-        trainer.close()
-        Trainer.destroy_parallel()
-    return StageResult(
-        losses=[list(result.losses) for result in results],
-        gradient_digests=[{names[name]: digest for name, digest in result.gradient_digests.items()} for result in results],
-        transfers=transfers,
-    )
 
 
 def set_weights_by_place(trainer: Any) -> dict[str, str]:
@@ -106,7 +136,30 @@ def set_weights_by_place(trainer: Any) -> dict[str, str]:
     return names
 
 
+def _main(rank: int, processes: int, folder: Path) -> None:
+    import torch
+
+    from fgoffload.integrations.megatron.arguments import parse_arguments
+    from fgoffload.integrations.megatron.data import TextData
+    from fgoffload.integrations.megatron.imports import load_module
+    from fgoffload.integrations.megatron.training import Trainer
+    from support.attention import reference_attention
+
+    store = torch.distributed.FileStore(str(folder / "store"), processes)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    text = TextData.load()
+    results = []
+    for request in json.loads((folder / "request.json").read_text()):
+        training = Training(**request)
+        arguments = parse_arguments(training.argv, source="test", world_size=processes)
+        with reference_attention() if training.has_reference_attention else contextlib.nullcontext():
+            Trainer.initialize_parallel(arguments)
+            results.append(dataclasses.asdict(train(training, text=text, processes=processes)))
+        load_module("megatron.core.parallel_state").destroy_model_parallel()
+    (folder / f"result-{rank}.json").write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[3])
-    result = _train(int(sys.argv[1]), int(sys.argv[2]), folder)
-    (folder / f"result-{sys.argv[1]}.json").write_text(json.dumps(dataclasses.asdict(result)))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -43,7 +43,7 @@ AFTER_TORCH = [
         ("--group-query-attention", "--num-query-groups", "3"),
         f"{ARGUMENTS} and the command line: --num-query-groups 3 does not divide --num-attention-heads 8.",
     ),
-    (("--expert-tensor-parallel-size", "2"), "--expert-tensor-parallel-size above 1 is not built yet"),
+    (("--expert-tensor-parallel-size", "2"), "--expert-tensor-parallel-size 2 needs 2 processes, and `fgoffload train`"),
     (("--offload-prefetch", "-1MiB"), "--offload-prefetch '-1MiB' is below 0, and sizes cannot be negative."),
     (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
     (("--offload-plan", "short.txt"), "--offload-plan short.txt is not JSON"),

@@ -132,11 +132,18 @@ def test_close_puts_everything_back(text: TextData) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{MOE_FLAGS} --expert-model-parallel-size 2", "--expert-model-parallel-size above 1 is not built yet"),
-        (f"{MOE_FLAGS} --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size above 1 is not built yet"),
-        (f"{MOE_FLAGS} --moe-grouped-gemm", "--moe-grouped-gemm, which needs Transformer Engine, is not built yet"),
         (f"{DENSE_FLAGS} --fp16", "--fp16, which needs loss scaling, is not built yet in this version: give --bf16"),
-        (f"{DENSE_FLAGS} --transformer-impl transformer_engine", "--transformer-impl other than local is not built yet"),
+        (f"{DENSE_FLAGS} --fp8-param-gather --fp8-format hybrid", "--fp8-param-gather, which needs an optimizer"),
+        (f"{DENSE_FLAGS} --transformer-impl inference_optimized", "--transformer-impl inference_optimized is not built yet"),
+        (f"{DENSE_FLAGS} --transformer-impl transformer_engine", "transformer_engine needs (Transformer Engine|a GPU), "),
+        (
+            f"{DENSE_FLAGS} --fp8-format hybrid",
+            "--fp8-format hybrid needs Transformer Engine's layers: give",
+        ),
+        (f"{MOE_FLAGS} --moe-grouped-gemm", "--moe-grouped-gemm needs Transformer Engine's layers: give --transformer-impl"),
+        (f"{DENSE_FLAGS} --multi-latent-attention", "--multi-latent-attention needs Transformer Engine's attention: give"),
+        (f"{DENSE_FLAGS} --micro-batch-size 1 --packed-sequences", "--packed-sequences needs Transformer Engine's attention"),
+        (f"{DENSE_FLAGS} --context-parallel-size 2", "--context-parallel-size 2 needs Transformer Engine's attention: give"),
         (
             DENSE_FLAGS.replace("--disable-bias-linear", "--recompute-granularity selective --recompute-modules mlp"),
             "--recompute-modules mlp never ends in backward where linear layers have biases",
@@ -153,13 +160,6 @@ def test_a_process_group_of_another_size_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"the arguments are for 2 process\(es\), and the process group has 1. Call torch"):
         Trainer.initialize_parallel(arguments)
-
-
-def test_data_parallel_training_is_refused(text: TextData) -> None:
-    arguments = parse_arguments(DENSE_FLAGS.split(), source="test", world_size=2)
-
-    with pytest.raises(ConfigError, match="data-parallel training is not built yet in this version"):
-        Trainer(arguments, text, offload=None)
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
@@ -200,7 +200,7 @@ def test_an_embedding_that_two_stages_share_stays_one() -> None:
 
 
 def test_a_process_that_fails_ends_the_run_with_its_error() -> None:
-    with pytest.raises(AssertionError, match="needs Transformer Engine, is not built yet"):
+    with pytest.raises(AssertionError, match="--moe-grouped-gemm needs Transformer Engine's layers"):
         run_pipeline([*MOE_FLAGS.split(), "--moe-grouped-gemm"], processes=1)
 
 

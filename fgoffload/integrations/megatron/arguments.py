@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -139,7 +140,7 @@ def parse_arguments(
     ):
         if name not in given_fields:
             raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
-    world_size = max(1, _count_model_parallel(transformer)) if world_size is None else world_size
+    world_size = max(1, _count_processes(transformer)) if world_size is None else world_size
     training.setdefault("max_position_embeddings", training["seq_length"])
     # One microbatch a step on every data-parallel rank, as Megatron-LM defaults.
     training.setdefault(
@@ -261,6 +262,14 @@ def _count_model_parallel(transformer: Mapping[str, Any]) -> int:
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tensor, pipeline, context = (int(transformer.get(name, 1)) for name in sizes)
     return tensor * pipeline * context
+
+
+def _count_processes(transformer: Mapping[str, Any]) -> int:
+    """Return the fewest processes that the model fits on: whole copies of it, with room for all of its experts."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    tensor, pipeline, expert = (int(transformer.get(name, 1)) for name in sizes)
+    experts = expert * pipeline * int(transformer.get("expert_tensor_parallel_size") or tensor)
+    return math.lcm(max(1, _count_model_parallel(transformer)), max(1, experts))
 
 
 def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None, *, is_switched: bool) -> None:

@@ -11,6 +11,7 @@ what dropout draws from. And nothing pretends to succeed: a stub for an absent p
 """
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -60,7 +61,8 @@ def apply_cpu_support() -> CpuSupport:
         _replace_tracker_fork,
         _replace_set_cuda_rng_state,
         _replace_compilation,
-        *_steps_without_transformer_engine(),
+        _replace_move_to_cpu,
+        *_steps_of_local_layers(),
     )
     support = _apply(steps)
     _logger.info("Megatron-Core runs on the CPU: %d symbols of torch and megatron.core are replaced.", len(support.names))
@@ -68,20 +70,29 @@ def apply_cpu_support() -> CpuSupport:
 
 
 def apply_local_layer_support() -> CpuSupport:
-    """Make Megatron-Core's local layers run where Transformer Engine is absent, on whichever device.
+    """Make Megatron-Core's local layers run where Transformer Engine and Apex are absent, on whichever device.
 
     Raises:
         IntegrationError: A symbol to replace does not exist; nothing stays replaced.
     """
-    support = _apply(_steps_without_transformer_engine())
-    _logger.info("Megatron-Core's local layers run without Transformer Engine: %d symbols are replaced.", len(support.names))
+    support = _apply(_steps_of_local_layers())
+    _logger.info(
+        "Megatron-Core's local layers run without Transformer Engine and Apex: %d symbols are replaced.", len(support.names)
+    )
     return support
 
 
-def _steps_without_transformer_engine() -> tuple[Callable[[CpuSupport], None], ...]:
+def _steps_of_local_layers() -> tuple[Callable[[CpuSupport], None], ...]:
     if load_module(_RANDOM).HAVE_TE:
-        return ()
-    return (_replace_general_gemm, _replace_fp8_state, _replace_activation_recompute, _replace_fp8_autocast)
+        return (_replace_torch_norm,)
+    return (
+        _replace_torch_norm,
+        _replace_general_gemm,
+        _replace_fp8_state,
+        _replace_activation_recompute,
+        _replace_fp8_autocast,
+        _replace_latent_attention_flag,
+    )
 
 
 def _apply(steps: tuple[Callable[[CpuSupport], None], ...]) -> CpuSupport:
@@ -136,8 +147,8 @@ def _replace_factories(support: CpuSupport) -> None:
 
 
 def _replace_tracker_fork(support: CpuSupport) -> None:
-    # There is one random state here, so there is none to switch to.
-    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_nothing)
+    tracker = load_module(_RANDOM).CudaRNGStatesTracker
+    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_where_ranks_share_layers(tracker.fork))
 
 
 def _replace_set_cuda_rng_state(support: CpuSupport) -> None:
@@ -150,6 +161,18 @@ def _replace_set_cuda_rng_state(support: CpuSupport) -> None:
 def _replace_compilation(support: CpuSupport) -> None:
     # Megatron decorates small functions with torch.compile. On a CPU that needs a C++ compiler and seconds per layer.
     support.enter(torch.compiler.set_stance("force_eager"))
+
+
+def _replace_move_to_cpu(support: CpuSupport) -> None:
+    # The all-to-all dispatcher moves its split sizes to the CPU and there to NumPy, but only those that were on a GPU.
+    support.replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _convert_on_cpu)
+
+
+def _replace_torch_norm(support: CpuSupport) -> None:
+    # The norm that stands in for Apex's refuses sequence parallelism, since nothing would sum its gradients over the ranks.
+    norm = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
+    original = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm.__new__
+    support.replace(norm, "__new__", staticmethod(_mark_for_sequence_parallelism(original)))
 
 
 def _replace_general_gemm(support: CpuSupport) -> None:
@@ -190,9 +213,48 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-@contextlib.contextmanager
-def _fork_nothing(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    yield
+def _replace_latent_attention_flag(support: CpuSupport) -> None:
+    # Latent attention in 0.16.1 takes placeholders that it could import for Transformer Engine's classes.
+    support.replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", value=False)
+
+
+def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _mark_for_sequence_parallelism(original: Any) -> Any:
+    """Return what builds torch's norm with the mark that Apex's has: `finalize_model_grads` sums what carries it."""
+
+    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return build
+
+
+def _fork_where_ranks_share_layers(original: Any) -> Any:
+    """Return Megatron's switch to another random state, for processes that hold parts of one layer.
+
+    They have to draw different numbers for their parts and the same ones for what they hold alike. One process by itself has
+    one random state, as a CPU has, and nothing to switch to.
+    """
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+        parallel_state = load_module("megatron.core.parallel_state")
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+        with original(self, name) if max(sizes) > 1 else contextlib.nullcontext():
+            yield
+
+    return fork
 
 
 class _InlineStream:

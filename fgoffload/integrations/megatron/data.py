@@ -45,6 +45,12 @@ class Batches:
     """Another seed takes other places of the text."""
     data_parallel_rank: int = 0
     """Each rank takes places of its own."""
+    shortest: int | None = None
+    """Each microbatch has a length of its own from here up to `seq_length`, the same on all ranks; None gives all that one."""
+    length_multiple: int = 1
+    """Lengths are multiples of this."""
+    split: str = ""
+    """Another name takes other places of the text."""
 
 
 class TextData:
@@ -112,8 +118,8 @@ class TextData:
         """
         self.check_length(batches.seq_length)
         # Python hashes a string seed with SHA-512, so no two places share a seed; torch's random state is not touched.
-        draw = random.Random(f"{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
-        length = batches.seq_length
+        draw = random.Random(f"{batches.split}{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
+        length = _draw_length(batches, step, microbatch)
         starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
         rows = torch.stack([self._bytes[start : start + length + 1] for start in starts]).to(torch.int64)
         return Microbatch(
@@ -127,6 +133,14 @@ class TextData:
         """Yield the first `count` microbatches of step `step`."""
         for microbatch in range(count):
             yield self.get_microbatch(batches, step=step, microbatch=microbatch)
+
+
+def _draw_length(batches: Batches, step: int, microbatch: int) -> int:
+    if batches.shortest is None:
+        return batches.seq_length
+    draw = random.Random(f"length {batches.split}{batches.seed}/{step}/{microbatch}")
+    multiple = batches.length_multiple
+    return multiple * draw.randint(-(-batches.shortest // multiple), batches.seq_length // multiple)
 
 
 def _find_library_files(library: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""GPT models of Megatron-Core's local layers: the model chunks of this rank."""
+"""GPT models of Megatron-Core, of its local layers or Transformer Engine's: the model chunks of this rank."""
 
 from typing import Any
 
@@ -27,9 +27,10 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
 def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None) -> Any:
     parallel_state = load_module("megatron.core.parallel_state")
     gpt_model = load_module("megatron.core.models.gpt.gpt_model")
+    layer_spec = _build_layer_spec(config, vp_stage)
     return gpt_model.GPTModel(
         config=config,
-        transformer_layer_spec=_build_layer_spec(config, vp_stage),
+        transformer_layer_spec=layer_spec,
         vocab_size=arguments.padded_vocab_size,
         max_sequence_length=arguments.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -39,19 +40,42 @@ def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None
         position_embedding_type=arguments.position_embedding_type,
         rotary_percent=arguments.rotary_percent,
         rotary_base=arguments.rotary_base,
+        mtp_block_spec=_build_mtp_spec(config, layer_spec, vp_stage),
         vp_stage=vp_stage,
     )
 
 
 def _build_layer_spec(config: Any, vp_stage: int | None) -> Any:
+    """Return the spec of all layers of a chunk, or of one where all are alike."""
     specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
-    if config.num_moe_experts is None:
-        return specs.get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=config.multi_latent_attention,
+    uses_transformer_engine = config.transformer_impl == "transformer_engine"
+    if config.num_moe_experts is not None:
+        return specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=uses_transformer_engine,
             normalization=config.normalization,
             qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
         )
-    return specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
-    )
+    common = {
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "qk_l2_norm": config.qk_l2_norm,
+    }
+    if uses_transformer_engine:
+        return specs.get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=config.use_te_activation_func)
+    return specs.get_gpt_layer_local_spec(**common, normalization=config.normalization)
+
+
+def _build_mtp_spec(config: Any, layer_spec: Any, vp_stage: int | None) -> Any:
+    """Return the spec of the layers that predict further tokens, or None where this chunk has none."""
+    if not config.mtp_num_layers:
+        return None
+    specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
+    uses_transformer_engine = config.transformer_impl == "transformer_engine"
+    if not getattr(layer_spec, "layer_specs", True):
+        # A last stage without a layer of the decoder: they are built like the decoder's last.
+        layer_spec = specs.get_gpt_decoder_layer_specs(
+            config, uses_transformer_engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+        )[-1]
+    return specs.get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=uses_transformer_engine, vp_stage=vp_stage)

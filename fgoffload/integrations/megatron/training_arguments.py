@@ -58,6 +58,12 @@ class TrainingArguments:
     """The vocabulary is padded to a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer weights of its own."""
+    rampup_batch_size: list[int] | None = None
+    """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Sum and reduce gradients in fp32, whatever the type of the parameters."""
+    packed_sequences: bool = False
+    """Pack several sequences into each: they do not see each other. Ours; Megatron-LM packs by its data set."""
 
     def __post_init__(self) -> None:
         """Check what Megatron's own config does not.
@@ -65,7 +71,16 @@ class TrainingArguments:
         Raises:
             ConfigError: With the flag, the value, the limit and the fix.
         """
-        for check in (self._check_sizes, self._check_ranges, self._check_attention, self._check_experts, self._check_fit):
+        checks = (
+            self._check_sizes,
+            self._check_ranges,
+            self._check_attention,
+            self._check_experts,
+            self._check_processes,
+            self._check_batch,
+            self._check_length,
+        )
+        for check in checks:
             for fault in check():
                 raise self.source.refuse(fault)
         if self.offload is not None and self.transformer.get("recompute_granularity") == "selective":
@@ -90,9 +105,24 @@ class TrainingArguments:
         return self.transformer.get("virtual_pipeline_model_parallel_size")
 
     @property
+    def context_parallel_size(self) -> int:
+        """Processes that share each sequence."""
+        return int(self.transformer.get("context_parallel_size", 1))
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Processes that the experts of a layer are spread over."""
+        return int(self.transformer.get("expert_model_parallel_size", 1))
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Processes that share each expert; as many as share the other layers where no flag says so."""
+        return int(self.transformer.get("expert_tensor_parallel_size") or self.tensor_parallel_size)
+
+    @property
     def model_parallel_size(self) -> int:
-        """Processes that hold one copy of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * int(self.transformer.get("context_parallel_size", 1))
+        """Processes that hold one copy of the model; its experts may be spread over several copies."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -100,8 +130,18 @@ class TrainingArguments:
         return self.world_size // self.model_parallel_size
 
     @property
+    def uses_transformer_engine(self) -> bool:
+        """Whether the layers are those of Transformer Engine."""
+        return bool(self.transformer.get("transformer_impl", "local") == "transformer_engine")
+
+    @property
+    def has_variable_lengths(self) -> bool:
+        """Whether sequences of each microbatch have a length of their own, from half of `seq_length` up to it."""
+        return bool(self.transformer.get("variable_seq_lengths", False))
+
+    @property
     def num_microbatches(self) -> int:
-        """Microbatches that a rank runs in a step."""
+        """Microbatches that a rank runs in a step, once the batch has ramped up."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
@@ -181,24 +221,68 @@ class TrainingArguments:
                 "Give one entry a layer: 1 for experts, 0 for dense."
             )
 
-    def _check_fit(self) -> Iterator[str]:
-        """Yield what does not fit the number of processes, the batch or the positions."""
-        if self.world_size % self.model_parallel_size:
-            yield (
-                f"one copy of the model takes {self.model_parallel_size} processes (tensor x pipeline x context "
-                f"parallel sizes), and there are {self.world_size}. Start a multiple of {self.model_parallel_size}."
-            )
+    def _check_processes(self) -> Iterator[str]:
+        """Yield what does not fit the number of processes."""
+        experts = self.expert_tensor_parallel_size * self.expert_parallel_size * self.pipeline_parallel_size
+        for what, size, factors in (
+            ("one copy of the model takes", self.model_parallel_size, "tensor x pipeline x context"),
+            ("the experts of a model take", experts, "expert-tensor x expert x pipeline"),
+        ):
+            if self.world_size % size:
+                needed = math.lcm(self.model_parallel_size, experts)
+                yield (
+                    f"{what} {size} processes ({factors} parallel sizes), and there are {self.world_size}. Start a multiple of "
+                    f"{needed}, as in torchrun --nproc-per-node {needed}."
+                )
+
+    def _check_batch(self) -> Iterator[str]:
+        """Yield what does not fit the microbatches of a step."""
         one_microbatch = self.micro_batch_size * self.data_parallel_size
+        one = f"--micro-batch-size {self.micro_batch_size} x data-parallel size {self.data_parallel_size} = {one_microbatch}"
         if self.global_batch_size % one_microbatch:
             yield (
-                f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{self.micro_batch_size} x data-parallel size {self.data_parallel_size} = {one_microbatch}. "
+                f"--global-batch-size {self.global_batch_size} is not a multiple of {one}. "
                 f"Give {max(1, self.global_batch_size // one_microbatch) * one_microbatch}."
             )
+        if self.packed_sequences and self.micro_batch_size > 1:
+            yield (
+                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences are "
+                "one. Give --micro-batch-size 1."
+            )
+        if self.rampup_batch_size is None:
+            return
+        if len(self.rampup_batch_size) != 3:
+            yield (
+                f"--rampup-batch-size takes START, INCREMENT and SAMPLES, and {len(self.rampup_batch_size)} number(s) came. "
+                f"Give three, as in {one_microbatch} {one_microbatch} 1000."
+            )
+            return
+        start, increment, samples = self.rampup_batch_size
+        spelled = f"--rampup-batch-size {start} {increment} {samples}"
+        if min(start, increment, samples) < 1:
+            yield f"{spelled} has a number below 1. Give 1 or more each."
+        elif start % one_microbatch or increment % one_microbatch:
+            yield f"{spelled}: START and INCREMENT are no multiples of {one}. Give multiples of {one_microbatch}."
+        elif self.global_batch_size <= start or (self.global_batch_size - start) % increment:
+            yield (
+                f"{spelled} does not come from START to --global-batch-size {self.global_batch_size} in whole INCREMENTs. "
+                f"Give --global-batch-size {start + max(1, (self.global_batch_size - start) // increment) * increment}."
+            )
+
+    def _check_length(self) -> Iterator[str]:
+        """Yield what does not fit the length of a sequence."""
         if self.seq_length > self.max_position_embeddings:
             yield (
                 f"--seq-length {self.seq_length} is above --max-position-embeddings "
                 f"{self.max_position_embeddings}. Give --max-position-embeddings {self.seq_length} or more."
+            )
+        shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
+        shares *= 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        if self.seq_length % shares:
+            yield (
+                f"--seq-length {self.seq_length} is not a multiple of {shares}, the parts that --sequence-parallel and "
+                f"--context-parallel-size {self.context_parallel_size} cut a sequence into. "
+                f"Give {max(1, self.seq_length // shares) * shares}."
             )
 
 

@@ -1,0 +1,88 @@
+"""A small reference attention for Megatron's local layers: what their own refuses, in plain torch and without any fusion.
+
+It takes heads whose values are of another size than their keys (MLA), fewer groups of keys than queries, and sequences packed
+into one (THD).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fgoffload.integrations.megatron.imports import load_module
+
+
+class ReferenceAttention(torch.nn.Module):
+    """Causal attention. Built by Megatron in place of `DotProductAttention`, with the same arguments."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        channels = config.kv_channels if k_channels is None else k_channels
+        self._scale = 1 / math.sqrt(channels) if softmax_scale is None else softmax_scale
+        self._dropout = torch.nn.Dropout(config.attention_dropout if attention_dropout is None else attention_dropout)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return what each token attends to.
+
+        Args:
+            query: `[s, b, heads, channels]`, or `[s, heads, channels]` where sequences are packed.
+            key: The same of each group.
+            value: The same, with channels of its own number.
+            attention_mask: Not looked at: attention is causal.
+            packed_seq_params: Where packed sequences begin and end.
+
+        Returns:
+            `[s, b, heads * channels of value]`, or `[s, heads, channels of value]`.
+        """
+        is_packed = packed_seq_params is not None
+        if is_packed:
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        repeats = query.shape[2] // key.shape[2]
+        if repeats > 1:
+            key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, channels]
+        scores = query @ key.transpose(2, 3) * self._scale
+        scores = scores.masked_fill(self._find_hidden(query.shape[2], packed_seq_params), float("-inf"))
+        attended = self._dropout(scores.softmax(-1)) @ value
+        attended = attended.permute(2, 0, 1, 3)  # [s, b, heads, channels]
+        return attended.squeeze(1) if is_packed else attended.flatten(2)
+
+    @staticmethod
+    def _find_hidden(length: int, packed_seq_params: Any) -> torch.Tensor:
+        """Return which keys, the last dimension, no query may see: later ones, and those of other sequences."""
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if packed_seq_params is None:
+            return later
+        sequence = torch.bucketize(torch.arange(length), packed_seq_params.cu_seqlens_q.long(), right=True)
+        return later | (sequence[:, None] != sequence[None, :])
+
+
+@contextlib.contextmanager
+def reference_attention() -> Iterator[None]:
+    """Give Megatron's local layers the attention above until the body ends."""
+    provider = load_module("megatron.core.models.backends").LocalSpecProvider
+    with mock.patch.object(provider, "core_attention", return_value=ReferenceAttention):
+        yield
