@@ -7,8 +7,8 @@
     ...  # build the model as always, and train
     megatron.remove(offload)
 
-Apply before the model's `TransformerConfig` is made: Megatron's layers read from it which of their sites are on, and `apply` sets
-that in every config that is made from then on. Our own sites need no config, and are found at a model's first forward.
+Apply before the model's `TransformerConfig` is made: Megatron's layers read from it which of their sites are on, and `apply`
+sets that in every config that is made from then on. Our own sites need no config, and are found at a model's first forward.
 """
 
 import logging

@@ -7,6 +7,7 @@ milliseconds. Traced with Megatron's own engine and with ours; see docs/framewor
 
 import enum
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +39,22 @@ class WaitRow(NamedTuple):
     since: str
     """The first version of megatron-core that has the place."""
 
+    is_needed: Callable[[Any], bool] = lambda config: True
+    """Whether a model with this config has the wait."""
+
 
 _COUNTS = "the number of tokens of each expert"
 
 WAITS = (
     WaitRow(f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", _COUNTS, Remedy.KERNEL, "0.16.1"),
+    WaitRow(
+        f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher",
+        "dispatch_preprocess",
+        "the number of tokens that masked_select finds, in the permutation that is not fused",
+        Remedy.HOLD,
+        "0.16.1",
+        is_needed=lambda config: not config.moe_permute_fusion,
+    ),
     WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
     WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
 )
@@ -69,7 +81,10 @@ def has_held_wait(layer: Any) -> bool:
     if dispatcher is None:
         return False
     module = load_module(DISPATCHERS)
-    return isinstance(dispatcher, tuple(getattr(module, wait.owner.partition(":")[2]) for wait in _list_held()))
+    return any(
+        isinstance(dispatcher, getattr(module, wait.owner.partition(":")[2])) and wait.is_needed(layer.config)
+        for wait in _list_held()
+    )
 
 
 def _list_held() -> list[WaitRow]:

@@ -1,0 +1,99 @@
+"""Where Megatron's host waits for the device: what is ahead of the wait is held, in order, and the bits stay the same."""
+
+import logging
+
+import pytest
+import torch
+from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_config, make_trainer, train
+
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patches import require_symbol
+from fgoffload.integrations.megatron.site_table import SITES
+from fgoffload.integrations.megatron.waits import DISPATCHERS, WAITS, Remedy
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
+
+
+def record_step(flags, caplog, wait):
+    """Return what happened in the forward of one microbatch: the groups that left, and `wait`, the wait of each layer."""
+    class_name, method = wait
+    logger = logging.getLogger("test")
+    with make_trainer(f"{flags} --global-batch-size 2", make_config(*TAGS)) as trainer:
+        dispatcher = getattr(load_module(DISPATCHERS), class_name)
+        inner = getattr(dispatcher, method).__wrapped__  # Megatron's own, inside of ours
+
+        def announce(self, *args):
+            result = inner(self, *args)
+            logger.debug("wait")
+            return result
+
+        with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.DEBUG):
+            replace_inner(getattr(dispatcher, method), announce, patch)
+            trainer.run_step()
+    lines = [record.getMessage() for record in caplog.records]
+    return [
+        line.split(":")[0].split(" mb")[0].removeprefix("offload layers.")
+        for line in lines
+        if line.startswith(("offload", "wait"))
+    ]
+
+
+def replace_inner(wrapper, value, patch):
+    """Let `wrapper`, a closure, call `value` in place of what it wraps."""
+    index = wrapper.__code__.co_freevars.index("original")
+    patch.setattr(wrapper.__closure__[index], "cell_contents", value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wait"),
+    [
+        (MOE, ("MoEAllGatherTokenDispatcher", "dispatch_postprocess")),
+        (f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess")),
+    ],
+)
+def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wait, caplog):
+    happened = record_step(flags, caplog, wait)
+    experts = ["moe_act"] * 4
+    attention = ["qkv_linear", "core_attn", "attn_proj", "attn_norm"]  # as their groups end
+    for layer in range(2):
+        named = [f"{layer}.{tag}" for tag in (*attention, *experts, "expert_fc1", "mlp_norm")]
+        assert happened[: len(named) + 1] == ["wait", *named]
+        happened = happened[len(named) + 1 :]
+    assert happened == []
+
+
+def test_nothing_is_held_in_a_layer_without_a_wait(caplog):
+    with make_trainer(f"{DENSE} --global-batch-size 2", make_config("core_attn")) as trainer, caplog.at_level(logging.DEBUG):
+        inner = trainer.chunks[0].decoder.layers[0].mlp
+        inner.register_forward_pre_hook(lambda *_: logging.getLogger("test").debug("mlp"))
+        trainer.run_step()
+    lines = [record.getMessage() for record in caplog.records]
+    offloaded = next(index for index, line in enumerate(lines) if line.startswith("offload layers.0.core_attn"))
+    assert offloaded < lines.index("mlp")
+
+
+def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next_step_is_right():
+    expected, _ = train(MOE)
+    with make_trainer(MOE, make_config(*ATTENTION_TAGS, *EXPERT_TAGS)) as trainer:
+        state = torch.get_rng_state()
+        router = trainer.chunks[0].decoder.layers[1].mlp.router
+
+        def fail(*_):
+            raise ValueError("the user's own")
+
+        hook = router.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="the user's own"):
+            trainer.run_step()
+        hook.remove()
+        torch.set_rng_state(state)
+        results = [trainer.run_step() for _ in range(2)]
+    assert [(result.losses, result.gradient_digests) for result in results] == expected
+
+
+def test_every_row_of_the_tables_names_a_place_that_megatron_has():
+    for row in (*SITES, *WAITS):
+        require_symbol(row.owner, row.method)
+    assert {wait.remedy for wait in WAITS} == set(Remedy)
