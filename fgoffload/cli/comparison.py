@@ -1,6 +1,7 @@
 """What a training measured, and whether two trainings computed the same. Numbers in, numbers out: nothing is shown here."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -15,11 +16,17 @@ class StepRecord:
     """By parameter name: a digest of all bits of its gradient."""
     seconds: float
     """From the start of the step until the device was done with it."""
+    loss_names: tuple[str, ...] = ()
+    """What each loss is called, where it is more than the number of its microbatch."""
 
     @property
     def loss(self) -> float:
-        """The mean over the microbatches."""
-        return statistics.fmean(self.losses)
+        """The mean over the microbatches; no number where there are none, as on all pipeline stages but the last."""
+        return statistics.fmean(self.losses) if self.losses else math.nan
+
+    def name_loss(self, index: int) -> str:
+        """Return what people call the loss at `index`."""
+        return self.loss_names[index] if self.loss_names else f"microbatch {index + 1}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +78,8 @@ class RunRecord:
     """What the device's allocator held at most, parameters included; None on a device without one."""
     transfers: Transfers | None = None
     """None where offload was off."""
+    ranks: int = 1
+    """Processes that this is a record of; see `merge_ranks`."""
 
     @property
     def timed_steps(self) -> tuple[StepRecord, ...]:
@@ -117,10 +126,10 @@ class Comparison:
         for number, (before, after) in enumerate(self._pairs(), start=1):
             if len(before.losses) != len(after.losses):
                 return Difference(step=number, what=f"{len(before.losses)} and {len(after.losses)} losses")
-            for microbatch, (one, other) in enumerate(zip(before.losses, after.losses, strict=True), start=1):
+            for index, (one, other) in enumerate(zip(before.losses, after.losses, strict=True)):
                 # By their hex form: `==` takes -0.0 for 0.0, and a NaN for different from itself.
                 if one.hex() != other.hex():
-                    return Difference(step=number, what=f"microbatch {microbatch}")
+                    return Difference(step=number, what=before.name_loss(index))
         return None
 
     def find_gradient_difference(self) -> Difference | None:
@@ -137,3 +146,64 @@ class Comparison:
 
     def _pairs(self) -> Sequence[tuple[StepRecord, StepRecord]]:
         return list(zip(self.without.steps, self.with_offload.steps, strict=True))
+
+
+def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
+    """Return one record of what all ranks of a training computed and measured.
+
+    All losses and gradients, under the names of their ranks, so that comparing two of these compares every rank. Of memory and
+    time the most of any rank, with the curve and the place of the rank that has the most activations; of bytes moved, prefetch
+    misses and waits the sum.
+
+    Args:
+        records: By rank, of the same number of steps.
+    """
+    if len(records) == 1:
+        return records[0]
+    worst = max(range(len(records)), key=lambda rank: records[rank].activation_peak_bytes)
+    place = records[worst].activation_peak_place
+    allocated = [record.allocator_peak_bytes for record in records if record.allocator_peak_bytes is not None]
+    transfers = [record.transfers for record in records if record.transfers is not None]
+    return RunRecord(
+        steps=tuple(_merge_steps(steps) for steps in zip(*(record.steps for record in records), strict=True)),
+        activation_peak_bytes=records[worst].activation_peak_bytes,
+        activation_peak_place=f"{place} of rank {worst}" if place else "",
+        samples=records[worst].samples,
+        allocator_peak_bytes=max(allocated, default=None),
+        transfers=_merge_transfers(transfers) if transfers else None,
+        ranks=len(records),
+    )
+
+
+def _merge_steps(steps: Sequence[StepRecord]) -> StepRecord:
+    return StepRecord(
+        losses=tuple(loss for step in steps for loss in step.losses),
+        loss_names=tuple(
+            f"{step.name_loss(index)} of rank {rank}" for rank, step in enumerate(steps) for index in range(len(step.losses))
+        ),
+        gradient_digests={
+            f"{name} of rank {rank}": digest
+            for rank, step in enumerate(steps)
+            for name, digest in step.gradient_digests.items()
+        },
+        seconds=max(step.seconds for step in steps),
+    )
+
+
+def _merge_transfers(transfers: Sequence[Transfers]) -> Transfers:
+    names = dict.fromkeys(name for one in transfers for name in one.tags)
+    return Transfers(
+        tags={name: _merge_tags([one.tags[name] for one in transfers if name in one.tags]) for name in names},
+        host_peak_bytes=max(one.host_peak_bytes for one in transfers),
+        prefetch_misses=sum(one.prefetch_misses for one in transfers),
+        window_waits=sum(one.window_waits for one in transfers),
+    )
+
+
+def _merge_tags(tags: Sequence[TagTransfer]) -> TagTransfer:
+    reasons = dict.fromkeys(reason for tag in tags for reason in tag.kept_bytes)
+    return TagTransfer(
+        d2h_bytes=sum(tag.d2h_bytes for tag in tags),
+        h2d_bytes=sum(tag.h2d_bytes for tag in tags),
+        kept_bytes={reason: sum(tag.kept_bytes.get(reason, 0) for tag in tags) for reason in reasons},
+    )

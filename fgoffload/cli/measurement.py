@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fgoffload.cli.comparison import MemorySample, RunRecord, StepRecord, TagTransfer, Transfers
+from fgoffload.cli.comparison import MemorySample, RunRecord, StepRecord, TagTransfer, Transfers, merge_ranks
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
+from fgoffload.cli.launch import Launch
 from fgoffload.cli.report import Setting
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
@@ -16,8 +18,9 @@ from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.flags import to_flag
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
+from fgoffload.integrations.megatron.parallel import join_processes
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.plan import OffloadPlan
@@ -52,6 +55,8 @@ class TrainingSource:
     """A text, or a folder of them; None takes Python's standard library."""
     steps: int | None
     """How many, or None for what the flags say."""
+    world_size: int = 1
+    """Processes that were started."""
 
 
 def load_training(source: TrainingSource) -> Training:
@@ -62,9 +67,13 @@ def load_training(source: TrainingSource) -> Training:
         PlanError: The plan file cannot be read.
     """
     arguments = parse_arguments(
-        source.file_flags, source=source.arguments_file, typed=source.typed_flags, known_elsewhere=source.own_flags
+        source.file_flags,
+        source=source.arguments_file,
+        world_size=source.world_size,
+        typed=source.typed_flags,
+        known_elsewhere=source.own_flags,
     )
-    _refuse_more_processes(arguments)
+    refuse_what_is_not_built(arguments)
     if source.steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=source.steps)
     # What the second training needs is checked here too: a fault found there would cost the whole first one.
@@ -77,22 +86,15 @@ def load_training(source: TrainingSource) -> Training:
     return Training(arguments_file=source.arguments_file, arguments=arguments, text=text, steps=arguments.train_iters)
 
 
-def _refuse_more_processes(arguments: TrainingArguments) -> None:
-    sizes = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-    names = [f"{name}_parallel_size" if name == "expert_tensor" else f"{name}_model_parallel_size" for name in sizes]
-    names[2] = "context_parallel_size"
-    for name in names:
-        size = arguments.transformer.get(name) or 1
-        if size > 1:
-            raise arguments.source.refuse(
-                f"{to_flag(name)} {size} needs {size} processes, and `fgoffload train` runs one process in this version: "
-                "give 1."
-            )
-
-
 @contextlib.contextmanager
-def process_groups(training: Training) -> Iterator[None]:
-    """Hold the process groups that Megatron-Core asks for, until the body ends."""
+def process_groups(training: Training, launch: Launch) -> Iterator[None]:
+    """Hold the process groups that Megatron-Core asks for, until the body ends.
+
+    Raises:
+        ConfigError: The processes of `launch` cannot meet, or one has no GPU.
+    """
+    if launch.world_size > 1:
+        join_processes(rank=launch.rank, world_size=launch.world_size, local_rank=launch.local_rank)
     Trainer.initialize_parallel(training.arguments)
     try:
         yield
@@ -102,24 +104,25 @@ def process_groups(training: Training) -> Iterator[None]:
 
 def describe_setting(training: Training) -> Setting:
     """Return what the table and the plot say about `training`."""
+    device, ranks = "CPU" if needs_cpu_support() else torch.cuda.get_device_name(), training.arguments.world_size
     return Setting(
         arguments_file=training.arguments_file,
         layers=training.arguments.transformer["num_layers"],
-        device="CPU" if needs_cpu_support() else torch.cuda.get_device_name(),
+        device=device if ranks == 1 else f"{ranks} x {device}",
         versions=f"torch {torch.__version__}, megatron-core {load_module('megatron.core').__version__}",
         offload=training.arguments.offload,
     )
 
 
 def measure_training(training: Training, offload: OffloadConfig | None, *, on_step: Callable[[float], None]) -> RunRecord:
-    """Train and return what was computed and measured.
+    """Train and return what was computed and measured, on all ranks together.
 
     Activation bytes are counted in the last step only, since counting slows it.
 
     Args:
         training: What to train. Needs `process_groups`. Its model is built anew, and gone when this function returns or raises.
         offload: The options, or None to train without offload.
-        on_step: Called after every step with its mean loss.
+        on_step: Called after every step with its mean loss over all ranks.
 
     Raises:
         ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
@@ -140,9 +143,9 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
                     around.enter_context(_observe(trainer, ledger))
                     around.enter_context(ledger.watch())
                 records.append(_read_step(trainer.run_step()))
-            on_step(records[-1].loss)
+            on_step(_average_loss(records[-1]))
         peak = ledger.find_peak()
-        return RunRecord(
+        record = RunRecord(
             steps=tuple(records),
             activation_peak_bytes=ledger.peak_bytes,
             activation_peak_place="" if peak is None else peak.place,
@@ -150,6 +153,25 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
             allocator_peak_bytes=None if needs_cpu_support() else torch.cuda.max_memory_allocated(),
             transfers=_read_transfers(trainer),
         )
+        return merge_ranks(_gather(record))
+
+
+def _average_loss(step: StepRecord) -> float:
+    """Return the mean loss of a step over all ranks: where there is a pipeline, only its last stage has one."""
+    if torch.distributed.get_world_size() == 1:
+        return step.loss
+    device = torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
+    sums = torch.tensor([sum(step.losses), len(step.losses)], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(sums)
+    total, count = sums.tolist()
+    return float(total / count)
+
+
+def _gather(record: RunRecord) -> list[RunRecord]:
+    """Return every rank's record, on every rank: so all of them end with the same exit code."""
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, record)
+    return found
 
 
 @contextlib.contextmanager

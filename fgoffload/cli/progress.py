@@ -11,11 +11,11 @@ from fgoffload.cli.console import PipeConsole
 class TrainingProgress:
     """One bar for each training."""
 
-    def __init__(self, progress: Progress, loading: TaskID) -> None:
+    def __init__(self, progress: Progress, loading: TaskID, *, is_shown: bool) -> None:
         self._progress = progress
         self._loading: TaskID | None = loading
         # In a log file a bar is noise, and nothing at all for minutes looks like a hang: there, a line says what begins.
-        self._is_log = not progress.console.is_terminal
+        self._is_log = is_shown and not progress.console.is_terminal
 
     def start_run(self, label: str, *, steps: int) -> Callable[[float], None]:
         """Add the bar of a training, and return what its steps call with their loss.
@@ -38,8 +38,12 @@ class TrainingProgress:
 
 
 @contextlib.contextmanager
-def show_progress() -> Iterator[TrainingProgress]:
-    """Show what goes on until the body ends. The bars stay when all went well, and go when it did not."""
+def show_progress(*, is_shown: bool = True) -> Iterator[TrainingProgress]:
+    """Show what goes on until the body ends. The bars stay when all went well, and go when it did not.
+
+    Args:
+        is_shown: Of several processes one shows it.
+    """
     console = PipeConsole(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -48,10 +52,10 @@ def show_progress() -> Iterator[TrainingProgress]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal)) as progress:
         loading = progress.add_task("loading torch and Megatron-Core", total=None, loss="")
         try:
-            yield TrainingProgress(progress, loading)
+            yield TrainingProgress(progress, loading, is_shown=is_shown)
         except BaseException:
             for task in progress.task_ids:
                 progress.remove_task(task)

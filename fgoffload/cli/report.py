@@ -110,7 +110,7 @@ def _start_table(setting: Setting, *columns: str, record: RunRecord) -> Table:
     timed = f"; step time: {_name_timed_steps(len(record.timed_steps))}" if record.timed_steps else ""
     table = Table(
         title=setting.title,
-        caption=f"{setting.versions}\nmemory and bytes: step {measured}{timed}",
+        caption=f"{setting.versions}\nmemory and bytes: step {measured}{timed}{_name_ranks(record.ranks)}",
         title_justify="left",
         caption_justify="left",
     )
@@ -118,6 +118,10 @@ def _start_table(setting: Setting, *columns: str, record: RunRecord) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
+
+
+def _name_ranks(ranks: int) -> str:
+    return "" if ranks == 1 else f"\n{ranks} ranks: all compared; the most memory and time of any, the bytes of all together"
 
 
 def _name_timed_steps(count: int) -> str:

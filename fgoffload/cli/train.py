@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fgoffload.cli.comparison import Comparison, RunRecord
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
+from fgoffload.cli.launch import Launch, find_launch
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class TrainOptions:
     steps: int | None
     """None takes `--train-iters`."""
     data: Path | None
-    plot: Path
+    plot: Path | None
+    """None where another process draws it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> TrainOptions:
+def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> TrainOptions:
     """Return the options, checked before anything heavy is imported.
+
+    Args:
+        options: What the parser found.
+        megatron_flags: What it does not know.
+        launch: Which process this is; the first one draws the plot.
 
     Raises:
         ConfigError: An option cannot be what it is.
@@ -81,55 +88,65 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         megatron_flags=tuple(megatron_flags),
         steps=None if options.steps is None else _read_steps(options.steps),
         data=None if options.data is None else Path(os.path.expanduser(options.data)),
-        plot=_check_plot(os.path.expanduser(options.plot)),
+        plot=_check_plot(os.path.expanduser(options.plot)) if launch.is_first else None,
     )
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Train, print the table, write the plot, and return the exit code: 1 when the trainings differ."""
-    checked = check_options(options, megatron_flags)
-    from fgoffload.integrations.megatron.argument_files import read_argument_file
+    """Train, print the table, write the plot, and return the exit code: 1 when the trainings differ.
 
-    file_flags = read_argument_file(checked.arguments_file, variables=os.environ)
-    records, setting = _measure(checked, file_flags)
+    Under `torchrun` all of its processes train, and the first one shows the results of all.
+    """
+    launch = find_launch()
+    launch.silence_library()
+    with launch.one_voice():
+        checked = check_options(options, megatron_flags, launch)
+        from fgoffload.integrations.megatron.argument_files import read_argument_file
+
+        file_flags = read_argument_file(checked.arguments_file, variables=os.environ)
+    records, setting = _measure(checked, file_flags, launch)
+    if checked.plot is None:
+        return _find_exit_code(records)
     try:
-        exit_code = _print_results(records, setting)
+        _print_results(records, setting)
     finally:
         # Also when nobody reads the table to its end, as after `| head -2`.
         _write_plot(checked.plot, records, setting)
     print(f"Memory over one step: {checked.plot}")
-    return exit_code
+    return _find_exit_code(records)
 
 
-def _measure(checked: TrainOptions, file_flags: Sequence[str]) -> tuple[dict[str, RunRecord], "Setting"]:
+def _measure(checked: TrainOptions, file_flags: Sequence[str], launch: Launch) -> tuple[dict[str, RunRecord], "Setting"]:
     """Train without and, where the flags ask for it, with offload. Returns what was measured, by label, and what was run."""
     from fgoffload.cli.progress import show_progress
 
-    with show_progress() as progress:
-        # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
-        from fgoffload.integrations.megatron.imports import require_torch
+    with show_progress(is_shown=launch.is_first) as progress:
+        with launch.one_voice():
+            # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
+            from fgoffload.integrations.megatron.imports import require_torch
 
-        require_torch()
-        from fgoffload.cli.measurement import (
-            TrainingSource,
-            describe_setting,
-            load_training,
-            measure_training,
-            process_groups,
-        )
+            require_torch()
+            from fgoffload.cli.measurement import (
+                TrainingSource,
+                describe_setting,
+                load_training,
+                measure_training,
+                process_groups,
+            )
 
-        source = TrainingSource(
-            arguments_file=str(checked.arguments_file),
-            file_flags=file_flags,
-            typed_flags=checked.megatron_flags,
-            own_flags=tuple(EXAMPLE_VALUES),
-            data=checked.data,
-            steps=checked.steps,
-        )
-        training = load_training(source)
+            source = TrainingSource(
+                arguments_file=str(checked.arguments_file),
+                file_flags=file_flags,
+                typed_flags=checked.megatron_flags,
+                own_flags=tuple(EXAMPLE_VALUES),
+                data=checked.data,
+                steps=checked.steps,
+                world_size=launch.world_size,
+            )
+            training = load_training(source)
         offload = training.arguments.offload
         records = {}
-        with process_groups(training):
+        with process_groups(training, launch):
             for label, option in ((WITHOUT, None), (WITH, offload))[: 1 if offload is None else 2]:
                 on_step = progress.start_run(label, steps=training.steps)
                 records[label] = measure_training(training, option, on_step=on_step)
@@ -145,7 +162,7 @@ def _write_plot(path: Path, records: dict[str, RunRecord], setting: "Setting") -
         raise ConfigError(f"--plot {str(path)!r} cannot be written: {error.strerror}. Give another file.") from error
 
 
-def _print_results(records: dict[str, RunRecord], setting: "Setting") -> int:
+def _print_results(records: dict[str, RunRecord], setting: "Setting") -> None:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.report import build_comparison_table, build_single_table, describe_differences
 
@@ -153,12 +170,17 @@ def _print_results(records: dict[str, RunRecord], setting: "Setting") -> int:
     if WITH not in records:
         console.print(build_single_table(records[WITHOUT], setting))
         print("Trained once: offload is off. Switch it on with --fine-grained-activation-offloading.")
-        return EXIT_EQUAL
+        return
     comparison = Comparison(without=records[WITHOUT], with_offload=records[WITH])
     console.print(build_comparison_table(comparison, setting))
     for difference in describe_differences(comparison):
         console.print(difference, style="bold red", soft_wrap=True)
-    return EXIT_EQUAL if comparison.is_equal else EXIT_DIFFERENT
+
+
+def _find_exit_code(records: dict[str, RunRecord]) -> int:
+    if WITH not in records:
+        return EXIT_EQUAL
+    return EXIT_EQUAL if Comparison(without=records[WITHOUT], with_offload=records[WITH]).is_equal else EXIT_DIFFERENT
 
 
 def _read_steps(text: str) -> int:

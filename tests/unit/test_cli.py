@@ -43,15 +43,15 @@ AFTER_TORCH = [
         ("--group-query-attention", "--num-query-groups", "3"),
         f"{ARGUMENTS} and the command line: --num-query-groups 3 does not divide --num-attention-heads 8.",
     ),
-    (("--expert-tensor-parallel-size", "2"), "--expert-tensor-parallel-size 2 needs 2 processes, and `fgoffload train`"),
+    (("--expert-tensor-parallel-size", "2"), "the experts of a model take 2 processes (expert-tensor x expert x pipeline"),
     (("--offload-prefetch", "-1MiB"), "--offload-prefetch '-1MiB' is below 0, and sizes cannot be negative."),
     (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
     (("--offload-plan", "short.txt"), "--offload-plan short.txt is not JSON"),
     (("--step", "3"), "the command line: --step is not a flag that this version knows. Did you mean --steps?"),
     (("--offload-modules", "core_attn,attn_proj"), "separate tags with blanks, as in --offload-modules core_attn attn_proj."),
     (("--data", os.devnull), f"--data {os.devnull} is no regular file. Give a text file"),
-    (("--pipeline-model-parallel-size", "2"), "--pipeline-model-parallel-size 2 needs 2 processes, and `fgoffload train`"),
-    (("--context-parallel-size", "2"), "runs one process in this version: give 1."),
+    (("--pipeline-model-parallel-size", "2"), "one copy of the model takes 2 processes (tensor x pipeline x context parallel"),
+    (("--context-parallel-size", "2"), "and there is 1. Start a multiple of 2, as in torchrun --nproc-per-node 2 -m"),
     (("--window-size", "3"), "error: the command line: --window-size '3' is not two whole numbers."),
     (("--min-offloaded-tensor-size", "many"), "--min-offloaded-tensor-size 'many' is not a whole number."),
     (("--activation-offload-fraction", "1.5"), "--activation-offload-fraction 1.5 is outside 0 to 1."),
@@ -64,7 +64,7 @@ AFTER_TORCH = [
     (("--data", "short.txt"), "--data short.txt has 3 bytes and --seq-length"),
     (("--micro-batch-size", "0"), "--micro-batch-size 0 is below 1. Give 1 or more."),
     (("--num-layer", "4"), "--num-layer is not a flag that this version knows. Did you mean --num-layers?"),
-    (("--tensor-model-parallel-size", "2"), "runs one process in this version: give 1."),
+    (("--tensor-model-parallel-size", "2"), "and there is 1. Start a multiple of 2, as in torchrun --nproc-per-node 2"),
     (("extra",), "'extra' stands where a flag should."),
 ]
 
@@ -202,8 +202,9 @@ def test_a_tilde_is_the_home_folder(capsys, monkeypatch):
     capsys.readouterr()
 
 
-def test_what_a_launcher_left_in_the_environment_is_not_looked_at(capsys, monkeypatch):
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "7"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+@pytest.mark.parametrize("sizes", [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "1"}], ids=str)
+def test_what_no_launcher_of_several_processes_set_is_not_looked_at(sizes, capsys, monkeypatch):
+    for name, value in (*sizes.items(), ("LOCAL_RANK", "7"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     Path("off.sh").write_text(OFF, encoding="utf-8")
     assert main(["train", "off.sh", "--steps", "1"]) == 0

@@ -61,17 +61,17 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(stderr):
 
 
 def test_ctrl_c_during_the_training_with_offload_says_no_more_than_that(capsys, monkeypatch):
-    from fgoffload.cli import measurement
+    from fgoffload.integrations.megatron.forward_step import ForwardStep
 
-    forward = measurement.Trainer._forward_step
+    forward = ForwardStep.__call__
 
-    def forward_and_interrupt(trainer, microbatches, chunk):
-        result = forward(trainer, microbatches, chunk)
-        if trainer.integration is not None:
+    def forward_and_interrupt(step, microbatches, chunk):
+        result = forward(step, microbatches, chunk)
+        if chunk.config.fine_grained_activation_offloading:
             signal.raise_signal(signal.SIGINT)  # the graph of this forward is alive and wants its tensors back
         return result
 
-    monkeypatch.setattr(measurement.Trainer, "_forward_step", forward_and_interrupt)
+    monkeypatch.setattr(ForwardStep, "__call__", forward_and_interrupt)
     assert main(["train", ARGUMENTS, "--steps", "1"]) == 130
     shown, said = capsys.readouterr()
     assert shown == ""

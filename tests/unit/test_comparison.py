@@ -1,6 +1,15 @@
 import pytest
 
-from fgoffload.cli.comparison import Comparison, Difference, MemorySample, RunRecord, StepRecord
+from fgoffload.cli.comparison import (
+    Comparison,
+    Difference,
+    MemorySample,
+    RunRecord,
+    StepRecord,
+    TagTransfer,
+    Transfers,
+    merge_ranks,
+)
 
 
 def make_step(losses=(1.0, 2.0), digests=None, seconds=0.1):
@@ -77,3 +86,88 @@ def test_fewer_than_three_steps_have_no_step_time(count):
 
 def test_the_loss_of_a_step_is_the_mean_over_its_microbatches():
     assert make_step(losses=(1.0, 2.0)).loss == 1.5
+
+
+def make_rank(losses, digests, *, peak_bytes, seconds=0.1, place="", transfers=None, allocator=None):
+    return RunRecord(
+        steps=(make_step(losses=losses, digests=digests, seconds=seconds),),
+        activation_peak_bytes=peak_bytes,
+        samples=(MemorySample(0, peak_bytes),),
+        activation_peak_place=place,
+        allocator_peak_bytes=allocator,
+        transfers=transfers,
+    )
+
+
+def make_transfers(tag, moved_bytes, *, host_bytes, misses, kept=None):
+    tags = {tag: TagTransfer(d2h_bytes=moved_bytes, h2d_bytes=moved_bytes + 1, kept_bytes=kept or {})}
+    return Transfers(tags=tags, host_peak_bytes=host_bytes, prefetch_misses=misses, window_waits=1)
+
+
+def test_the_record_of_one_rank_is_its_own():
+    record = make_run()
+    assert merge_ranks([record]) is record
+
+
+def test_all_ranks_together_have_every_result_and_the_worst_of_memory_and_time():
+    merged = merge_ranks(
+        [
+            make_rank((), {"a": "1"}, peak_bytes=10, seconds=3.0, allocator=7),
+            make_rank((1.0, 2.0), {"a": "2", "b": "3"}, peak_bytes=30, place="layers.1.core_attn mb=0", allocator=5),
+            make_rank((4.0,), {"a": "4"}, peak_bytes=20),
+        ]
+    )
+    (step,) = merged.steps
+    assert step.losses == (1.0, 2.0, 4.0)
+    assert [step.name_loss(index) for index in range(3)] == [
+        "microbatch 1 of rank 1",
+        "microbatch 2 of rank 1",
+        "microbatch 1 of rank 2",
+    ]
+    assert step.gradient_digests == {
+        "a of rank 0": "1",
+        "a of rank 1": "2",
+        "b of rank 1": "3",
+        "a of rank 2": "4",
+    }
+    assert step.seconds == 3.0
+    assert (merged.activation_peak_bytes, merged.samples) == (30, (MemorySample(0, 30),))
+    assert merged.activation_peak_place == "layers.1.core_attn mb=0 of rank 1"
+    assert (merged.allocator_peak_bytes, merged.transfers, merged.ranks) == (7, None, 3)
+
+
+def test_bytes_that_ranks_moved_are_summed_and_host_memory_is_that_of_the_worst():
+    transfers = merge_ranks(
+        [
+            make_rank((), {}, peak_bytes=1, transfers=make_transfers("x", 10, host_bytes=5, misses=2, kept={"small": 1})),
+            make_rank((), {}, peak_bytes=1, transfers=make_transfers("x", 20, host_bytes=9, misses=3, kept={"other": 4})),
+            make_rank((), {}, peak_bytes=1, transfers=make_transfers("y", 40, host_bytes=7, misses=0)),
+        ]
+    ).transfers
+    assert transfers == Transfers(
+        tags={
+            "x": TagTransfer(d2h_bytes=30, h2d_bytes=32, kept_bytes={"small": 1, "other": 4}),
+            "y": TagTransfer(d2h_bytes=40, h2d_bytes=41, kept_bytes={}),
+        },
+        host_peak_bytes=9,
+        prefetch_misses=5,
+        window_waits=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "digests", "loss_difference", "gradient_difference"),
+    [
+        ((1.0, 2.5), {"a": "1"}, Difference(step=1, what="microbatch 2 of rank 1"), None),
+        ((1.0, 2.0), {"a": "x"}, None, Difference(step=1, what="a of rank 1")),
+    ],
+)
+def test_a_difference_on_any_rank_is_found_and_says_on_which(losses, digests, loss_difference, gradient_difference):
+    first = make_rank((), {"a": "1"}, peak_bytes=1)
+    comparison = Comparison(
+        without=merge_ranks([first, make_rank((1.0, 2.0), {"a": "1"}, peak_bytes=1)]),
+        with_offload=merge_ranks([first, make_rank(losses, digests, peak_bytes=1)]),
+    )
+    assert comparison.find_loss_difference() == loss_difference
+    assert comparison.find_gradient_difference() == gradient_difference
+    assert not comparison.is_equal

@@ -230,9 +230,10 @@ class TrainingArguments:
         ):
             if self.world_size % size:
                 needed = math.lcm(self.model_parallel_size, experts)
+                started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
                 yield (
-                    f"{what} {size} processes ({factors} parallel sizes), and there are {self.world_size}. Start a multiple of "
-                    f"{needed}, as in torchrun --nproc-per-node {needed}."
+                    f"{what} {size} processes ({factors} parallel sizes), and {started}. Start a multiple of {needed}, as in "
+                    f"torchrun --nproc-per-node {needed} -m fgoffload train."
                 )
 
     def _check_batch(self) -> Iterator[str]:

@@ -1,0 +1,65 @@
+"""What a launcher says of a process is read from its environment, and nothing else is."""
+
+import logging
+
+import pytest
+
+from fgoffload.cli.launch import Launch, find_launch
+from fgoffload.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"WORLD_SIZE": "2"}, {"RANK": "1"}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"LOCAL_RANK": "3"}],
+    ids=str,
+)
+def test_one_process_is_by_itself(environment):
+    assert find_launch(environment) == Launch(rank=0, world_size=1, local_rank=0)
+
+
+def test_torchrun_says_which_process_this_is():
+    launch = find_launch({"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"})
+    assert launch == Launch(rank=5, world_size=8, local_rank=1)
+    assert not launch.is_first
+    assert find_launch({"WORLD_SIZE": "8", "RANK": "5"}).local_rank == 5  # launchers of one machine
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "two", "RANK": "0"}, r"the environment has WORLD_SIZE='two', which is no number\. Start .* torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, r"the environment has RANK='-1', which is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": ""}, r"the environment has LOCAL_RANK='', which is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is none of the ranks 0 to 1 of WORLD_SIZE 2\. Start .* torchrun"),
+    ],
+)
+def test_what_no_launcher_would_set_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        find_launch(environment)
+
+
+def test_an_error_of_all_processes_is_shown_once_a_machine():
+    def fail(launch: Launch) -> None:
+        with launch.one_voice():
+            raise ConfigError("the user's own")
+
+    with pytest.raises(ConfigError):
+        fail(Launch(rank=0, world_size=4, local_rank=0))
+    with pytest.raises(ConfigError):
+        fail(Launch(rank=2, world_size=4, local_rank=0))
+    with pytest.raises(SystemExit) as ended:
+        fail(Launch(rank=1, world_size=4, local_rank=1))
+    assert ended.value.code == 2
+
+
+def test_warnings_come_from_the_first_process_alone():
+    logger = logging.getLogger("fgoffload")
+    level = logger.level
+    try:
+        logger.setLevel(logging.INFO)
+        Launch(rank=0, world_size=2).silence_library()
+        assert logger.isEnabledFor(logging.WARNING)
+        Launch(rank=1, world_size=2).silence_library()
+        assert not logger.isEnabledFor(logging.WARNING)
+    finally:
+        logger.setLevel(level)
