@@ -1,4 +1,4 @@
-"""Holds the one-way rule: units, errors <- config, tags, plan, policy <- {engine, planner} <- integrations <- cli."""
+"""Holds the one-way rule: units, errors <- config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- cli."""
 
 import ast
 import dataclasses
@@ -29,7 +29,21 @@ MAY_IMPORT = {
         "planner",
         "integrations",
     ),
-    "cli": ("errors", "units", "tags", "policy", "plan", "config", "engine", "planner", "integrations", "cli", "__init__"),
+    "doctor": ("errors", "units", "engine", "doctor"),
+    "cli": (
+        "errors",
+        "units",
+        "tags",
+        "policy",
+        "plan",
+        "config",
+        "engine",
+        "planner",
+        "integrations",
+        "doctor",
+        "cli",
+        "__init__",
+    ),
     "__init__": ("errors", "units", "tags", "policy", "plan", "config", "transfer_config", "integrations"),
     "__main__": ("cli",),
 }
@@ -37,7 +51,7 @@ MAY_IMPORT = {
 
 FRAMEWORKS = ("megatron", "transformer_engine", "transformers")
 FRAMEWORK_PARTS = ("integrations",)
-TORCH_PARTS = ("engine", "integrations", "cli")
+TORCH_PARTS = ("engine", "integrations", "doctor", "cli")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +141,9 @@ def test_the_rule_reads_the_modules_of_every_part_that_has_a_folder():
         ("fgoffload.engine.group", "import transformer_engine", "transformer_engine"),
         ("fgoffload.planner.solver", "from transformers import AutoConfig", "transformers"),
         ("fgoffload.integrations.megatron.sites", "from fgoffload.cli import main", "fgoffload.cli"),
+        ("fgoffload.doctor.attention", "import transformer_engine", "transformer_engine"),
+        ("fgoffload.doctor.host", "from fgoffload.integrations.megatron import apply", "fgoffload.integrations.megatron"),
+        ("fgoffload.engine.arena", "from fgoffload.doctor import Machine", "fgoffload.doctor"),
         ("fgoffload.tags", "def f():\n    import torch", "torch"),
         ("fgoffload.tags", "try:\n    import torch\nexcept ImportError:\n    pass", "torch"),
     ],

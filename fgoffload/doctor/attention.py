@@ -1,0 +1,94 @@
+"""Transformer Engine's attention, run once in a process of its own: which kernel it selects, and which cuDNN it loads.
+
+Two cuDNNs in one process make fused attention unavailable, and Transformer Engine then takes the unfused kernel without a word:
+it saves a matrix of sequence x sequence a head, and every measurement is of something else.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from fgoffload.doctor.machine import CommandResult, Machine
+from fgoffload.doctor.result import CheckResult, Status, skip
+
+PROBE = """
+import torch
+from transformer_engine.pytorch import DotProductAttention
+attention = DotProductAttention(num_attention_heads=8, kv_channels=64, attn_mask_type="causal")
+query, key, value = (torch.randn(512, 2, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+attention(query, key, value).sum().backward()
+torch.cuda.synchronize()
+print("probe: forward and backward ran", flush=True)
+print(open("/proc/self/maps").read(), flush=True)
+"""
+"""A causal attention of usual sizes in bf16: fused and flash both support it."""
+
+_VARIABLES = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
+_SELECTED = re.compile(r"Selected backend = (\w+)")
+_CUDNN = re.compile(r"(/\S*libcudnn[\w.]*\.so[\w.]*)")
+
+
+def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
+    """Run attention once, and check the kernel and the libraries.
+
+    Args:
+        machine: Runs it.
+        reason: Why there is no GPU; empty where there is one.
+    """
+    if not reason and machine.find_version("transformer-engine") is None:
+        reason = "Transformer Engine is not installed"
+    if reason:
+        yield skip("attention kernel", reason)
+        yield skip("cuDNN", reason)
+        return
+    ended = machine.run(("python", "-c", PROBE), _VARIABLES)
+    yield check_kernel(ended)
+    yield check_cudnn(ended.output)
+
+
+def check_kernel(ended: CommandResult) -> CheckResult:
+    """Check which kernel the probe took."""
+    name = "attention kernel"
+    if ended.exit_code != 0 or "probe: forward and backward ran" not in ended.output:
+        lines = [line for line in ended.output.strip().splitlines() if line.strip()]
+        return CheckResult(
+            name=name,
+            status=Status.ERROR,
+            found=f"Transformer Engine's attention failed: {lines[-1] if lines else 'it said nothing'}",
+            fix="install Transformer Engine for this torch and CUDA, and see that `import transformer_engine.pytorch` works",
+        )
+    selected = _SELECTED.findall(ended.output)
+    if not selected:
+        return skip(name, "Transformer Engine does not say which one it selected")
+    if selected[-1].startswith("Unfused"):
+        return CheckResult(
+            name=name,
+            status=Status.ERROR,
+            found=f"{selected[-1]}, which saves a matrix of sequence x sequence a head",
+            fix="see the rows of cuDNN and of the backends; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why the others were left out",
+        )
+    return CheckResult(name=name, status=Status.OK, found=selected[-1])
+
+
+def check_cudnn(output: str) -> CheckResult:
+    """Check that all of cuDNN that the probe loaded comes from one folder.
+
+    Args:
+        output: With `/proc/self/maps` of the probe.
+    """
+    name = "cuDNN"
+    folders = sorted({str(PurePosixPath(path).parent) for path in _CUDNN.findall(output)})
+    if not folders:
+        return skip(name, "the attention that was run loaded none")
+    if len(folders) > 1:
+        bundled = next((folder for folder in folders if "nvidia/cudnn" in folder), folders[0])
+        return CheckResult(
+            name=name,
+            status=Status.ERROR,
+            found=f"two in one process: {' and '.join(folders)}. Fused attention falls back without a word",
+            fix=(
+                f"put torch's first: export CUDNN_HOME={PurePosixPath(bundled).parent} "
+                f"LD_LIBRARY_PATH={bundled}:$LD_LIBRARY_PATH"
+            ),
+        )
+    return CheckResult(name=name, status=Status.OK, found=f"one, in {folders[0]}")

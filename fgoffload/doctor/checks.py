@@ -1,0 +1,21 @@
+"""All checks, in the order in which a reader wants them."""
+
+from collections.abc import Iterator
+
+from fgoffload.doctor.attention import check_attention
+from fgoffload.doctor.environment import check_environment
+from fgoffload.doctor.gpus import check_gpus, find_gpus
+from fgoffload.doctor.host import check_host
+from fgoffload.doctor.machine import Machine
+from fgoffload.doctor.result import CheckResult
+from fgoffload.doctor.versions import check_versions
+
+
+def check_machine(machine: Machine) -> Iterator[CheckResult]:
+    """Yield the result of each check as it is made."""
+    yield from check_versions(machine)
+    gpus, reason = find_gpus(machine)
+    yield from check_gpus(machine, gpus, reason)
+    yield from check_host(machine, gpus, reason)
+    yield from check_environment(machine.environment)
+    yield from check_attention(machine, "" if machine.count_gpus() else reason)

@@ -1,0 +1,65 @@
+"""The versions of what is installed."""
+
+import re
+from collections.abc import Iterator
+
+from fgoffload.doctor.machine import Machine
+from fgoffload.doctor.result import CheckResult, Status
+
+_PYTHON_FROM, _PYTHON_BELOW = (3, 10), (3, 14)
+_TORCH_FROM = (2, 9)
+_CORE_FROM = (0, 16, 1)
+
+
+def check_versions(machine: Machine) -> Iterator[CheckResult]:
+    """Check Python, torch, Megatron-Core and Transformer Engine."""
+    python = machine.python_version
+    is_known = _PYTHON_FROM <= _read(python) < _PYTHON_BELOW
+    yield CheckResult(
+        name="Python",
+        status=Status.OK if is_known else Status.ERROR,
+        found=python,
+        fix="" if is_known else "use Python 3.10 to 3.13",
+    )
+    yield _check_torch(machine)
+    yield _check_megatron(machine.find_version("megatron-core"))
+    engine = machine.find_version("transformer-engine")
+    yield CheckResult(
+        name="Transformer Engine",
+        status=Status.OK,
+        found=engine or "not installed; only its layers in Megatron need it",
+    )
+
+
+def _check_torch(machine: Machine) -> CheckResult:
+    found = machine.find_version("torch")
+    if found is None:
+        return CheckResult(
+            name="torch", status=Status.ERROR, found="not installed", fix="install torch 2.9 or newer: pip install torch"
+        )
+    cuda = machine.find_cuda_version()
+    if _read(found) < _TORCH_FROM:
+        return CheckResult(name="torch", status=Status.ERROR, found=found, fix="install torch 2.9 or newer")
+    if cuda is None:
+        return CheckResult(
+            name="torch",
+            status=Status.WARNING,
+            found=f"{found}, built without CUDA",
+            fix="install a build for CUDA to train on a GPU: https://pytorch.org/get-started/locally",
+        )
+    return CheckResult(name="torch", status=Status.OK, found=f"{found}, CUDA {cuda}")
+
+
+def _check_megatron(found: str | None) -> CheckResult:
+    name = "megatron-core"
+    if found is None:
+        return CheckResult(name=name, status=Status.OK, found="not installed; only its integration needs it")
+    if _read(found) < _CORE_FROM:
+        return CheckResult(name=name, status=Status.ERROR, found=found, fix="pip install 'megatron-core>=0.16.1'")
+    return CheckResult(name=name, status=Status.OK, found=found)
+
+
+def _read(version: str) -> tuple[int, ...]:
+    """Return the numbers that `version` begins with: `2.11.0+cu130` is (2, 11, 0)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()

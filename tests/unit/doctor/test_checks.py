@@ -1,0 +1,290 @@
+import dataclasses
+
+import pytest
+from support.machines import PROBE_OUTPUT, SMI, VERSIONS, Answers, make_machine, write
+
+from fgoffload.doctor import CommandResult, Machine, Status, check_machine
+from fgoffload.doctor.copies import COPY_BYTES, CopyRates
+from fgoffload.units import GIB, MIB
+
+ALL_ROWS = [
+    "Python",
+    "torch",
+    "megatron-core",
+    "Transformer Engine",
+    "GPUs",
+    "GPU 0: link to the host",
+    "GPU 0: copy rates",
+    "locked memory",
+    "host memory",
+    "GPU 0: CPUs near it",
+    "attention allowed",
+    "attention's backward",
+    "Megatron-LM's own check",
+    "CUDA's queues",
+    "attention kernel",
+    "cuDNN",
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def check(root, name, **changes):
+    """Return the row called `name` of a machine that is well but for `changes`, after checking that the others are ok."""
+    rows = {result.name: result for result in check_machine(make_machine(root, **changes))}
+    assert {other for other, row in rows.items() if row.status not in (Status.OK, Status.SKIPPED)} <= {name}
+    return rows[name]
+
+
+def test_a_machine_that_is_well_has_a_row_for_everything_and_all_are_ok(tmp_path):
+    results = list(check_machine(make_machine(tmp_path)))
+    assert [result.name for result in results] == ALL_ROWS
+    assert {result.status for result in results} == {Status.OK}
+    assert {result.fix for result in results} == {""}
+
+
+def test_the_gpu_is_named_with_its_link_and_measured_rates(tmp_path):
+    assert check(tmp_path, "GPUs").found == "1 x NVIDIA H100 80GB HBM3, driver 580.65.06, 79.65 GiB each"
+    assert check(tmp_path, "GPU 0: link to the host").found == "PCIe 5 x16: 63 GB/s each way at most"
+    found = check(tmp_path, "GPU 0: copy rates").found
+    assert found == "50.0 GB/s to the host, 53.0 GB/s to the device, 79% of the link where slower"
+
+
+def test_without_a_gpu_its_rows_are_skipped_with_the_reason_and_the_rest_is_checked(tmp_path):
+    def fail(*args):
+        raise AssertionError("nothing of a GPU may be used")
+
+    machine = make_machine(tmp_path, count_gpus=lambda: 0, measure_copies=fail, try_locking=fail, run=fail)
+    rows = {result.name: result for result in check_machine(machine)}
+    skipped = ["GPUs", "link to the host", "copy rates", "CPUs near the GPU", "attention kernel", "cuDNN"]
+    assert [name for name, row in rows.items() if row.status is Status.SKIPPED] == skipped
+    assert {rows[name].found for name in skipped} == {"no GPU that torch can use"}
+    assert rows["locked memory"].found == "no limit; not tried without a GPU"
+    assert rows["host memory"].status is Status.OK
+
+
+def test_without_transformer_engine_its_rows_are_skipped(tmp_path):
+    versions = {name: version for name, version in VERSIONS.items() if name != "transformer-engine"}
+    for name in ("attention kernel", "cuDNN"):
+        row = check(tmp_path, name, find_version=versions.get)
+        assert (row.status, row.found) == (Status.SKIPPED, "Transformer Engine is not installed")
+
+
+def test_where_nvidia_smi_says_nothing_the_reason_is_given(tmp_path):
+    answers = Answers(smi=CommandResult(None, "nvidia-smi cannot be started: No such file or directory"))
+    row = check(tmp_path, "GPUs", run=answers.run)
+    assert row.status is Status.SKIPPED
+    assert row.found.endswith("nvidia-smi cannot be started: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "said"),
+    [
+        ({"python_version": "3.14.0"}, "Python", Status.ERROR, "use Python 3.10 to 3.13"),
+        ({"find_version": (VERSIONS | {"torch": "2.8.0"}).get}, "torch", Status.ERROR, "install torch 2.9 or newer"),
+        ({"find_version": (VERSIONS | {"torch": None}).get}, "torch", Status.ERROR, "pip install torch"),
+        ({"find_cuda_version": lambda: None}, "torch", Status.WARNING, "install a build for CUDA"),
+        (
+            {"find_version": (VERSIONS | {"megatron-core": "0.15.0"}).get},
+            "megatron-core",
+            Status.ERROR,
+            "megatron-core>=0.16.1",
+        ),
+        ({"try_locking": lambda: "CUDA could not lock"}, "locked memory", Status.ERROR, "ulimit -l unlimited"),
+        ({"cpus": frozenset({4, 5})}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
+        ({"cpus": frozenset(range(16))}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
+    ],
+)
+def test_what_is_wrong_has_its_status_and_says_what_to_do(tmp_path, changes, name, status, said):
+    row = check(tmp_path, name, **changes)
+    assert row.status is status
+    assert said in row.fix
+
+
+def test_a_process_on_the_wrong_node_and_one_that_is_free_are_told_apart(tmp_path):
+    wrong, free = (check(tmp_path, "GPU 0: CPUs near it", cpus=frozenset(cpus)) for cpus in ({4, 5}, range(16)))
+    assert wrong.found == "this process may run on none of node 0, the GPU's"
+    assert free.found == "this process may run on any of 16 CPUs; the GPU is on node 0, with 8"
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.11.0+cu130", "2.13.0a0+git1", "3.0"])
+def test_a_version_that_will_do_is_ok(tmp_path, version):
+    assert check(tmp_path, "torch", find_version=(VERSIONS | {"torch": version}).get).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("rates", "status"),
+    [
+        (CopyRates(d2h=47e9, h2d=53e9), Status.OK),
+        (CopyRates(d2h=40e9, h2d=53e9), Status.WARNING),
+        (CopyRates(d2h=53e9, h2d=12e9), Status.WARNING),
+    ],
+)
+def test_copies_slower_than_the_link_allows_are_a_warning(tmp_path, rates, status):
+    assert check(tmp_path, "GPU 0: copy rates", measure_copies=lambda index: rates).status is status
+
+
+def test_rates_are_compared_with_the_lanes_in_use_and_missing_lanes_are_a_warning(tmp_path):
+    answers = Answers(smi=CommandResult(0, SMI.replace("5, 16, 16", "5, 8, 16")))
+    machine = make_machine(tmp_path, run=answers.run, measure_copies=lambda index: CopyRates(d2h=25e9, h2d=26e9))
+    rows = {result.name: result for result in check_machine(machine)}
+    link, rates = rows["GPU 0: link to the host"], rows["GPU 0: copy rates"]
+    assert (link.status, link.found) == (Status.WARNING, "PCIe 5 x8: 32 GB/s each way at most; the GPU could use x16")
+    assert rates.status is Status.OK
+
+
+def test_a_link_that_nvidia_smi_does_not_know_leaves_the_rates(tmp_path):
+    answers = Answers(smi=CommandResult(0, SMI.replace("1, 5, 16, 16", "[N/A], [N/A], [N/A], [N/A]")))
+    rows = {result.name: result for result in check_machine(make_machine(tmp_path, run=answers.run))}
+    assert rows["GPU 0: link to the host"].status is Status.SKIPPED
+    assert rows["GPU 0: copy rates"].found == "50.0 GB/s to the host, 53.0 GB/s to the device"
+
+
+def test_a_copy_that_fails_is_an_error_with_its_first_line(tmp_path):
+    def fail(index):
+        raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+
+    row = check(tmp_path, "GPU 0: copy rates", measure_copies=fail)
+    assert (row.status, row.found) == (Status.ERROR, "a locked copy failed: CUDA error: out of memory")
+
+
+def test_gpus_are_those_of_torch_in_its_order(tmp_path):
+    other = SMI.replace("GPU-aaaa", "GPU-bbbb").replace("H100 80GB HBM3", "H200").replace("17:00", "18:00")
+    write(tmp_path / "sys/bus/pci/devices/0000:18:00.0/numa_node", "1\n")
+    machine = make_machine(
+        tmp_path,
+        run=Answers(smi=CommandResult(0, SMI + other)).run,
+        count_gpus=lambda: 2,
+        find_gpu_uuid=lambda index: ["GPU-bbbb", "GPU-aaaa"][index],
+    )
+    rows = {result.name: result for result in check_machine(machine)}
+    assert "node 1" in rows["GPU 0: CPUs near it"].found
+    assert "node 0" in rows["GPU 1: CPUs near it"].found
+
+
+def test_a_limit_of_locked_memory_that_does_not_bind_is_ok_and_said(tmp_path):
+    row = check(tmp_path, "locked memory", memlock_limit_bytes=8 * MIB)
+    assert row.status is Status.OK
+    assert "does not count against the limit" in row.found
+    assert "does not count" not in check(tmp_path, "locked memory", memlock_limit_bytes=COPY_BYTES).found
+
+
+def test_host_memory_is_shared_by_the_gpus_where_no_launcher_says_how_many_ranks(tmp_path, monkeypatch):
+    assert "60.00 GiB a rank" in check(tmp_path, "host memory").found
+    rows = SMI + SMI.replace("GPU-aaaa", "GPU-bbbb").replace("81559", "16384")
+    two = {"run": Answers(smi=CommandResult(0, rows)).run, "count_gpus": lambda: 2}
+    two["find_gpu_uuid"] = lambda index: ["GPU-aaaa", "GPU-bbbb"][index]
+    assert "30.00 GiB a rank: 60% of what is free, shared by 2 ranks, one a GPU" in check(tmp_path, "host memory", **two).found
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = check(tmp_path, "host memory", environment={"LOCAL_WORLD_SIZE": "4"}, **two).found
+    assert "15.00 GiB a rank" in found
+
+
+@pytest.mark.parametrize(("free_bytes", "status"), [(60 * GIB, Status.WARNING), (GIB, Status.ERROR)])
+def test_little_host_memory_is_a_warning_and_next_to_none_an_error(tmp_path, free_bytes, status):
+    machine = make_machine(tmp_path)
+    write(tmp_path / "proc/meminfo", f"MemAvailable: {free_bytes // 1024} kB\n")
+    row = {result.name: result for result in check_machine(machine)}["host memory"]
+    assert row.status is status
+    assert "--offload-host-budget" in row.fix
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path):
+    machine = make_machine(tmp_path)
+    write(tmp_path / "proc/self/cgroup", "0::/job\n")
+    write(tmp_path / "proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup rw\n")
+    write(tmp_path / "sys/fs/cgroup/job/memory.max", f"{90 * GIB}\n")
+    write(tmp_path / "sys/fs/cgroup/job/memory.current", f"{15 * GIB}\n")
+    row = {result.name: result for result in check_machine(machine)}["host memory"]
+    assert "45.00 GiB a rank" in row.found
+
+
+def test_a_launcher_that_gives_no_number_of_ranks_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
+    row = check(tmp_path, "host memory", environment={"LOCAL_WORLD_SIZE": "four"})
+    assert row.status is Status.ERROR
+    assert "LOCAL_WORLD_SIZE='four'" in row.found
+
+
+def test_a_machine_with_one_node_or_that_does_not_say_has_no_cpus_to_bind_to(tmp_path):
+    machine = make_machine(tmp_path, cpus=frozenset(range(8)))
+    write(tmp_path / "sys/devices/system/node/online", "0\n")
+    assert {result.name: result for result in check_machine(machine)}["GPU 0: CPUs near it"].status is Status.OK
+    write(tmp_path / "sys/bus/pci/devices/0000:17:00.0/numa_node", "-1\n")
+    assert {result.name: result for result in check_machine(machine)}["GPU 0: CPUs near it"].status is Status.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "status", "said"),
+    [
+        (
+            {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
+            "attention allowed",
+            Status.ERROR,
+            "none (NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0 NVTE_UNFUSED_ATTN=0)",
+        ),
+        ({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}, "attention allowed", Status.WARNING, "unfused"),
+        ({"NVTE_FLASH_ATTN": "0"}, "attention allowed", Status.OK, "fused, unfused"),
+        ({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, "attention's backward", Status.OK, "adds in one order"),
+        ({"NVTE_CPU_OFFLOAD_V1": "1"}, "Megatron-LM's own check", Status.OK, "NVTE_CPU_OFFLOAD_V1=1"),
+        ({"NVTE_CPU_OFFLOAD_V1": "0"}, "Megatron-LM's own check", Status.WARNING, "refuses its own offload flags"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA's queues", Status.WARNING, "share one queue"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "CUDA's queues", Status.OK, "CUDA_DEVICE_MAX_CONNECTIONS=8"),
+    ],
+)
+def test_environment_variables_that_matter_are_read(tmp_path, environment, name, status, said):
+    row = check(tmp_path, name, environment=environment)
+    assert row.status is status
+    assert said in row.found
+
+
+def test_the_unfused_kernel_is_an_error(tmp_path):
+    output = PROBE_OUTPUT.replace("Selected backend = FusedAttention", "Selected backend = UnfusedDotProductAttention")
+    row = check(tmp_path, "attention kernel", run=Answers(probe=CommandResult(0, output)).run)
+    assert row.status is Status.ERROR
+    assert "UnfusedDotProductAttention" in row.found
+
+
+@pytest.mark.parametrize("dot", ["", "."])  # Transformer Engine 2.10 ends its line without one
+def test_flash_attention_is_ok(tmp_path, dot):
+    output = PROBE_OUTPUT.replace("= FusedAttention.", f"= FlashAttention{dot}")
+    row = check(tmp_path, "attention kernel", run=Answers(probe=CommandResult(0, output)).run)
+    assert (row.status, row.found) == (Status.OK, "FlashAttention")
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        CommandResult(1, "Traceback (most recent call last):\nImportError: libcudnn.so.9: cannot open\n\n"),
+        CommandResult(0, "ImportError: libcudnn.so.9: cannot open"),
+        CommandResult(1, f"{PROBE_OUTPUT}ImportError: libcudnn.so.9: cannot open"),
+        CommandResult(None, "ImportError: libcudnn.so.9: cannot open"),
+    ],
+)
+def test_attention_that_does_not_run_is_an_error_with_its_last_line(tmp_path, ended):
+    row = check(tmp_path, "attention kernel", run=Answers(probe=ended).run)
+    assert row.status is Status.ERROR
+    assert row.found.endswith("ImportError: libcudnn.so.9: cannot open")
+
+
+def test_two_cudnns_in_one_process_are_an_error_with_the_variables_to_set(tmp_path):
+    output = PROBE_OUTPUT + "7f06-7f07 r-xp 00000000 08:01 14 /usr/lib/x86_64-linux-gnu/libcudnn.so.9.5.1\n"
+    row = check(tmp_path, "cuDNN", run=Answers(probe=CommandResult(0, output)).run)
+    assert row.status is Status.ERROR
+    assert "/usr/lib/x86_64-linux-gnu and" not in row.found.split(" and ")[0]
+    assert "CUDNN_HOME=/usr/lib/python3/nvidia/cudnn " in row.fix
+    assert "LD_LIBRARY_PATH=/usr/lib/python3/nvidia/cudnn/lib:$LD_LIBRARY_PATH" in row.fix
+
+
+def test_this_machine_can_be_asked(monkeypatch):
+    machine = Machine.here()
+    ended = machine.run(("python", "-c", "import os; print(os.environ['A_VARIABLE'])"), {"A_VARIABLE": "seen"})
+    assert ended == CommandResult(0, "seen\n")
+    assert machine.run(("no-such-program-here",), {}).exit_code is None
+    assert machine.find_version("torch")
+    assert machine.find_version("no-such-distribution") is None
+    assert dataclasses.replace(machine, environment={}).count_gpus() == 0
