@@ -107,6 +107,24 @@ def test_an_evaluation_moves_nothing_and_is_no_step():
     check_same(found, get_expected())
 
 
+def test_a_forward_without_gradients_within_a_step_makes_it_no_evaluation():
+    with with_offload("core_attn") as training:
+        with torch.no_grad():
+            training.forward()  # a teacher's, say
+        training.step()
+        assert training.offload.last_step.tags["core_attn"].groups == 2 * LAYERS
+
+
+def test_a_model_that_announces_no_microbatch_has_steps_too():
+    with with_offload("core_attn") as training:
+        hidden = torch.randn(SEQUENCE, BATCH, 32, generator=torch.Generator().manual_seed(1))
+        for layer in training.models[0].layers:
+            hidden = layer(hidden)
+        hidden.square().sum().backward()
+        training.layers.finish_schedule()
+        assert training.offload.last_step.tags["core_attn"].d2h_bytes == LAYERS * BYTES["core_attn"]
+
+
 def test_a_step_that_saved_nothing_is_told_even_after_an_evaluation():
     tags = default_tags().with_tag(Tag(name="nowhere", saves="nothing"))
     with with_offload("core_attn", config=make_config("core_attn", "nowhere", tags=tags)) as training:
@@ -153,6 +171,28 @@ def test_an_object_that_is_kept_until_its_group_leaves_does_not_keep_its_input()
         gc.collect()
         assert alive() is None
         assert manager.group_offload(doubled) is doubled
+
+
+def test_a_site_that_is_off_has_no_group_though_its_tag_is_selected():
+    with with_offload("core_attn") as training:
+        training.models[0].eval()  # with gradients: core attention is off then, by its own flag
+        training.forward().square().sum().backward()
+        assert training.offload.engine.finish_step().tags == {}
+
+
+def test_the_first_site_of_a_microbatch_marks_its_input_and_the_others_need_not():
+    with with_offload("attn_norm", "mlp_norm") as training:
+        interface = training.layers.off_interface
+        interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        hidden = torch.ones(64, requires_grad=True) * 2
+        marks = []
+        for name in ("attn_norm", "mlp_norm"):
+            manager = interface(offload=True, tensor=hidden, name=name)
+            with manager as hidden:
+                output = hidden.exp()
+            marks.append(len(hidden._backward_hooks or ()))
+            hidden = manager.group_offload(output)
+    assert marks == [1, 0]
 
 
 def test_what_group_offload_is_given_comes_back_as_it_was():

@@ -134,3 +134,15 @@ def test_released_call_sites_of_0_18_end_groups_by_name():
         offload.remove()
     assert torch.equal(leaf.grad, torch.ones(64).exp())
     assert moved == 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), [("forward_record", {"event": None}), ("group_commit", {"tensor": 1, "name": "a", "delay_offload": True})]
+)
+def test_what_only_graphs_ask_of_the_released_interface_is_refused(name, args):
+    interface = make_released_interface()
+    with installed(interface):
+        offload = megatron.apply(make_config("core_attn"))
+        with pytest.raises(IntegrationError, match="CUDA graphs together with activation offload are not built yet"):
+            getattr(interface, name)(**args)
+        offload.remove()

@@ -23,6 +23,7 @@ def test_nothing_leaves_between_disable_and_enable(caplog):
         interface.disable_offload()
         training.forward().square().sum().backward()
         assert list_departures(caplog) == []
+        assert training.offload.engine.finish_step().tags == {}
         check_same(training.take_gradients(), get_expected())
         interface.enable_offload()
         check_same(training.step(microbatches=1), get_expected())
@@ -62,6 +63,8 @@ def test_delayed_groups_wait_through_a_replay_and_leave_in_the_order_of_their_en
         assert list_departures(caplog) == []
         output.square().sum().backward()
         check_same(training.take_gradients(), get_expected())
+        training.forward()
+        assert len(list_departures(caplog)) == 3 * LAYERS  # the replay is over
 
 
 def test_flushes_between_layers_let_those_before_leave(caplog):
