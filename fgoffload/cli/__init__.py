@@ -1,17 +1,20 @@
 """The command line: one command a file, nothing heavy imported before a command runs.
 
-Exit codes: 0 all went well, 1 a comparison found a difference, 2 a flag, file or model cannot be what it is, 130 Ctrl-C, 141
-nobody reads the output any more.
+Exit codes: 0 all went well, 1 a comparison found a difference or a check an error, 2 a flag, file or model cannot be what it
+is, 130 Ctrl-C, 141 nobody reads the output any more. `fgoffload run` passes its script's own code on.
 """
 
 import argparse
+import contextlib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 import fgoffload
-from fgoffload.cli import train
+from fgoffload.cli import doctor, run, train
+from fgoffload.cli.command import Command
 from fgoffload.cli.errors import show_error, show_line
 from fgoffload.cli.interrupt import end_soon_after_interrupt
 from fgoffload.cli.streams import LibraryLog, drop_unread_output, flush_at_end
@@ -21,7 +24,10 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 
-__all__ = ["EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "main"]
+COMMANDS: tuple[Command, ...] = (train, run, doctor)
+"""In the order of the help."""
+
+__all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with flush_at_end():
             try:
-                with end_soon_after_interrupt(EXIT_INTERRUPTED, on_interrupt=log.silence), log.attached():
-                    return _run(argv)
+                return _run(sys.argv[1:] if argv is None else argv, log)
             except OffloadError as error:
                 show_error(error)
                 return EXIT_ERROR
@@ -50,11 +55,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    options, megatron_flags = _build_parser().parse_known_args(argv)
-    if options.command is None:
-        raise ConfigError(f"COMMAND is missing. Give one, as in: {train.EXAMPLE}.")
-    return train.run(options, megatron_flags)
+def _run(words: Sequence[str], log: LibraryLog) -> int:
+    command, options, rest = _parse(words)
+    with contextlib.ExitStack() as around:
+        if not command.RUNS_A_SCRIPT:
+            around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED, on_interrupt=log.silence))
+        elif os.environ.get("RANK", "0") != "0":
+            log.silence()  # what one rank warns of concerns all; errors are shown by each
+        around.enter_context(log.attached())
+        return command.run(options, rest)
+
+
+def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[str]]:
+    """Return the command that `words` name, its options, and the words that are not among those."""
+    parser = _build_parser()
+    for command in COMMANDS:
+        # argparse would look for options of ours among the script's own words.
+        if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
+            return command, parser.parse_args(words[:1]), words[1:]
+    options, rest = parser.parse_known_args(words)
+    for command in COMMANDS:
+        if options.command == command.NAME:
+            return command, options, rest
+    raise ConfigError(f"COMMAND is missing. Give one, as in: {train.EXAMPLE}.")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,9 +86,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
-            raise ConfigError(f"{flag} {rest}. Give it after the flag, as in {flag} {train.EXAMPLE_VALUES.get(flag, 'VALUE')}.")
+            values = {flag: value for command in COMMANDS for flag, value in command.EXAMPLE_VALUES.items()}
+            raise ConfigError(f"{flag} {rest}. Give it after the flag, as in {flag} {values.get(flag, 'VALUE')}.")
         if match := re.match(r"invalid choice: ('.*?') \(choose from", rest):
-            raise ConfigError(f"{flag} {match[1]} is not one of: {train.NAME}. Give one, as in: {train.EXAMPLE}.")
+            names = ", ".join(command.NAME for command in COMMANDS)
+            raise ConfigError(f"{flag} {match[1]} is not one of: {names}. Give one, as in: {train.EXAMPLE}.")
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 
@@ -76,9 +101,15 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fgoffload {fgoffload.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    train.add_arguments(
-        commands.add_parser(
-            train.NAME, help=train.SUMMARY, description=train.DESCRIPTION, usage=train.USAGE, allow_abbrev=False
+    for command in COMMANDS:
+        command.add_arguments(
+            commands.add_parser(
+                command.NAME,
+                help=command.SUMMARY,
+                description=command.DESCRIPTION,
+                usage=command.USAGE,
+                allow_abbrev=False,
+                formatter_class=argparse.RawDescriptionHelpFormatter if command.RUNS_A_SCRIPT else argparse.HelpFormatter,
+            )
         )
-    )
     return parser

@@ -35,16 +35,40 @@ class LibraryLog(logging.Handler):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Show messages until the body ends."""
+        """Show messages until the body ends, and nobody else: a script may give the root logger handlers of its own."""
         logger = logging.getLogger(_LIBRARY)
-        level = logger.level
+        level, propagate = logger.level, logger.propagate
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
+        logger.propagate = False
         try:
             yield
         finally:
             logger.removeHandler(self)
             logger.setLevel(level)
+            logger.propagate = propagate
+
+
+class _Collector(logging.Handler):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self._found.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def collect_info(name: str) -> Iterator[list[str]]:
+    """Collect what the logger called `name` and those below it say at INFO until the body ends."""
+    found: list[str] = []
+    logger, collector = logging.getLogger(name), _Collector(found)
+    logger.addHandler(collector)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(collector)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,9 @@ DESCRIPTION = (
 )
 USAGE = "fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload train arguments/tiny_moe.sh"
-EXAMPLE_VALUES = {"--steps": "10", "--data": "text.txt", "--plot": "memory.png"}
+EXAMPLE_VALUES: Mapping[str, str] = {"--steps": "10", "--data": "text.txt", "--plot": "memory.png"}
 """Of our own flags, for errors."""
+RUNS_A_SCRIPT = False
 WITHOUT, WITH = "without offload", "with offload"
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("**/*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("**/*.md"))]
 BASH_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMANDS = ("train", "run", "doctor")
 MAKE_TARGET = re.compile(r"^([a-z][a-z_-]*):", re.MULTILINE)
 
 
@@ -32,7 +33,7 @@ def find_fault(words, *, root=ROOT):
         targets = MAKE_TARGET.findall((root / "Makefile").read_text(encoding="utf-8"))
         missing = [word for word in words[1:] if "=" not in word and not word.startswith("-") and word not in targets]
         return f"make has no target {missing[0]!r}" if missing else None
-    if program == "fgoffload" and len(words) > 1 and words[1] not in ("--help", "--version", "train"):
+    if program == "fgoffload" and len(words) > 1 and words[1] not in ("--help", "--version", *COMMANDS):
         return f"fgoffload has no command {words[1]!r}"
     for word in words:
         if re.match(r"(?:\./)?(?:arguments|examples|tests|docs|\.ci)/", word) and not (root / word).exists():
@@ -49,7 +50,7 @@ def test_every_command_of_a_page_exists(page):
 def test_the_commands_that_this_check_knows_are_those_of_the_help():
     shown = subprocess.run([sys.executable, "-m", "fgoffload", "--help"], capture_output=True, text=True, check=True).stdout
     listed = shown.split("COMMAND\n")[1]
-    assert re.findall(r"^    (\w+)", listed, re.MULTILINE) == ["train"]
+    assert tuple(re.findall(r"^    (\w+)", listed, re.MULTILINE)) == COMMANDS
 
 
 def test_the_readme_shows_how_to_train_and_how_to_test():

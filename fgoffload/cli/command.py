@@ -1,0 +1,33 @@
+"""What a module of this package offers to be a command of the program."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Command(Protocol):
+    """A module with these names. Importing it loads nothing heavy: every start of the program imports all commands."""
+
+    NAME: str
+    SUMMARY: str
+    """What `fgoffload --help` says of it."""
+    DESCRIPTION: str
+    """What its own `--help` says first."""
+    USAGE: str
+    EXAMPLE: str
+    """A whole command line, for errors."""
+    EXAMPLE_VALUES: Mapping[str, str]
+    """By flag of its own: a value, for errors."""
+    RUNS_A_SCRIPT: bool
+    """It runs somebody else's code: it reads every word after its name by itself, and leaves Ctrl-C to the script."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options of this command to `parser`."""
+
+    def run(self, options: argparse.Namespace, words: Sequence[str]) -> int:
+        """Do what the command is for, and return the exit code.
+
+        Args:
+            options: What the parser found.
+            words: What the parser does not know; all words where `RUNS_A_SCRIPT`.
+        """

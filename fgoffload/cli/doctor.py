@@ -1,0 +1,74 @@
+"""`fgoffload doctor`: one row for each thing of this machine that makes offload slow, wrong or impossible."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fgoffload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fgoffload.doctor import CheckResult
+
+NAME = "doctor"
+SUMMARY = "check this machine for what makes offload slow, wrong or impossible"
+DESCRIPTION = (
+    "Checks versions, GPUs and their links, copy rates, host memory, CPUs, environment variables and Transformer Engine's "
+    "attention. Each row says ok, warning or error, and what to do; what cannot be checked here is skipped. Exit code 1 where "
+    "there is an error."
+)
+USAGE = "fgoffload doctor [--json]"
+EXAMPLE = "fgoffload doctor"
+EXAMPLE_VALUES: Mapping[str, str] = {}
+RUNS_A_SCRIPT = False
+EXIT_WELL, EXIT_ERRORS = 0, 1
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to `parser`."""
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Check, show the rows, and return 1 where one is an error."""
+    if words:
+        raise ConfigError(f"{words[0]!r} is no option of this command. Leave it out: {USAGE}.")
+    from fgoffload.doctor import Machine, Status, check_machine
+
+    results = list(check_machine(Machine.here()))
+    has_error = any(result.status is Status.ERROR for result in results)
+    if options.json:
+        print(to_json(results))
+    else:
+        _show_table(results)
+    return EXIT_ERRORS if has_error else EXIT_WELL
+
+
+def to_json(results: "Sequence[CheckResult]") -> str:
+    """Return the rows as JSON text."""
+    rows = [
+        {"name": result.name, "status": result.status.value, "found": result.found, "fix": result.fix} for result in results
+    ]
+    return json.dumps({"checks": rows}, indent=2)
+
+
+def _show_table(results: "Sequence[CheckResult]") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from fgoffload.cli.console import PipeConsole
+
+    table = Table(show_header=False, show_lines=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path to copy must be whole
+    for result in results:
+        status = result.status.value
+        # As Text: brackets in a path or a message are no markup.
+        said = Text(result.found)
+        if result.fix:
+            said.append(f"\nto do: {result.fix}", style=_STYLES[status])
+        table.add_row(Text(result.name), Text(status, style=_STYLES[status]), said)
+    PipeConsole().print(table)

@@ -1,0 +1,68 @@
+"""The processes of a training: what one of them finds in its environment, and having torchrun start them."""
+
+import socket
+import sys
+from collections.abc import MutableMapping, Sequence
+
+from fgoffload.cli.script import EXIT_FAILED, read_exit_code
+from fgoffload.errors import ConfigError
+
+_SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def set_up_process(environment: MutableMapping[str, str]) -> int:
+    """Return this process's rank, after giving `environment` what a single process needs where no launcher did.
+
+    Raises:
+        ConfigError: A launcher gave a part of it, or no number.
+    """
+    given = [name for name in _SIZES if name in environment]
+    if not given:
+        for name, value in _SINGLE.items():
+            environment.setdefault(name, value)
+        environment.setdefault("MASTER_PORT", str(_find_free_port()))
+        return 0
+    missing = [name for name in _SIZES if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"The environment has {' and '.join(given)} and no {' nor '.join(missing)}. Start with torchrun, which sets all of "
+            f"them, or unset {' and '.join(given)} to train in one process."
+        )
+    for name in _SIZES:
+        if not (environment[name].isascii() and environment[name].isdigit()):
+            raise ConfigError(f"The environment has {name}={environment[name]!r}, which is no number. Start with torchrun.")
+    return int(environment["RANK"])
+
+
+def run_torchrun(words: Sequence[str]) -> int:
+    """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
+
+    torchrun itself ends with 1 whatever its ranks end with.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(list(words))
+    except SystemExit as ended:  # its parser's
+        return read_exit_code(ended)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        _, failure = error.get_first_failure()
+        return _to_exit_code(failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _to_exit_code(code: int) -> int:
+    """Return what shells make of `code`, which is below 0 for a signal."""
+    return 128 - code if code < 0 else code or EXIT_FAILED
+
+
+def _find_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

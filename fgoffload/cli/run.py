@@ -1,0 +1,166 @@
+"""`fgoffload run`: an unchanged training script of Megatron-LM, with offload applied before it starts."""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fgoffload.cli.errors import show_line
+from fgoffload.errors import ConfigError, OffloadError
+
+if TYPE_CHECKING:
+    from fgoffload.integrations.megatron import MegatronOffload
+    from fgoffload.integrations.megatron.launch import OwnFlags
+
+NAME = "run"
+SUMMARY = "start an unchanged Megatron-LM script with offload"
+DESCRIPTION = """\
+Starts a training script of Megatron-LM, which stays as it is, with offload applied before it. Our flags stand among its own;
+it gets those that its parser accepts. One line on rank 0 says what was applied. These do the same:
+
+  fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS
+  torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py FLAGS
+
+Without options for torchrun, and outside of it, one process trains."""
+USAGE = "fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py [FLAGS OF THE SCRIPT, AND OURS]"
+EXAMPLE = "fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS"
+EXAMPLE_VALUES: Mapping[str, str] = {}
+RUNS_A_SCRIPT = True
+OWN_FLAGS = (
+    "--fine-grained-activation-offloading",
+    "--offload-modules TAG ...",
+    "--min-offloaded-tensor-size ELEMENTS",
+    "--activation-offload-fraction PART",
+    "--offload-plan FILE",
+    "--offload-host-budget SIZE",
+    "--offload-window SIZE",
+    "--offload-prefetch SIZE",
+)
+"""For the help, which loads no torch; a test compares them with those that are parsed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What `fgoffload run` was asked for."""
+
+    torchrun_options: tuple[str, ...]
+    """What stood before `--`; empty to run in this process."""
+    script: str
+    """As typed."""
+    words: tuple[str, ...]
+    """What stood after the script."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `--help` says of the flags; the words are read by `read_request`."""
+    listed = "\n".join(f"  {flag}" for flag in OWN_FLAGS)
+    parser.epilog = (
+        f"our flags, of which the first switches offload on:\n{listed}\n\n"
+        "The exit code is the script's; 2 where a flag of ours is wrong, before the script starts."
+    )
+
+
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run the script, here or in the processes that torchrun starts, and return its exit code."""
+    request = read_request(words)
+    if request.torchrun_options:
+        return _run_by_torchrun(request)
+    from fgoffload.cli.process import set_up_process
+
+    rank = set_up_process(os.environ)
+    with _named_in_errors(rank):
+        return _run_here(request, is_first=rank == 0)
+
+
+def read_request(words: Sequence[str]) -> RunRequest:
+    """Return what `words` ask for.
+
+    Args:
+        words: Everything after `fgoffload run`.
+
+    Raises:
+        ConfigError: There is no script, or it is no file.
+    """
+    options: Sequence[str] = ()
+    if words and words[0].startswith("-"):
+        if "--" not in words:
+            raise ConfigError(
+                f"{words[0]} stands where the script should. Options for torchrun end with --, as in: {EXAMPLE}; flags of the "
+                "script come after it."
+            )
+        end = list(words).index("--")
+        options, words = words[:end], words[end + 1 :]
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"SCRIPT.py is missing. Give it before its flags, as in: {EXAMPLE}.")
+    script = words[0]
+    if not os.path.isfile(script):
+        why = "is a folder" if os.path.isdir(script) else "does not exist"
+        raise ConfigError(f"script {script!r} {why}. Give the Python file that trains, as in: {EXAMPLE}.")
+    return RunRequest(torchrun_options=tuple(options), script=script, words=tuple(words[1:]))
+
+
+def _run_by_torchrun(request: RunRequest) -> int:
+    from fgoffload.cli.process import run_torchrun
+
+    _take_own_flags(request)  # an error here is one line; in the ranks it would be one for each
+    return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
+
+
+def _run_here(request: RunRequest, *, is_first: bool) -> int:
+    from fgoffload.cli.script import run_script, script_folder_first
+    from fgoffload.cli.streams import collect_info
+
+    with script_folder_first(request.script):
+        own = _take_own_flags(request)
+        if is_first:
+            for remark in own.remarks:
+                show_line(f"warning: {remark}")
+        if own.offload is None:
+            if is_first:
+                show_line(f"offload is off: {request.script} runs as it is. Switch it on with {OWN_FLAGS[0]}.")
+            return run_script(request.script, own.script_words)
+        from fgoffload.integrations.megatron.launch import apply_to_script
+
+        with collect_info("fgoffload.integrations.megatron") as said:
+            script = apply_to_script(own.offload, own.script_words)
+        if is_first:
+            show_line(" ".join((*said, script.describe())))
+        try:
+            exit_code = run_script(request.script, script.words)
+            if is_first and exit_code == 0 and not script.offload.list_sites():
+                show_line(
+                    f"warning: {request.script} ran no model of that Megatron-Core forward, so nothing was offloaded. Give a "
+                    "script that trains one, or leave our flags out."
+                )
+        finally:
+            _remove(script.offload)
+        return exit_code
+
+
+def _take_own_flags(request: RunRequest) -> "OwnFlags":
+    from fgoffload.integrations.megatron.imports import require_torch
+
+    require_torch()
+    from fgoffload.integrations.megatron.launch import take_own_flags
+
+    return take_own_flags(request.words)
+
+
+def _remove(offload: "MegatronOffload") -> None:
+    try:
+        offload.remove()
+    except (OffloadError, RuntimeError) as error:  # a device that has failed fails here again, and hides what came first
+        show_line(f"warning: offload could not be removed at the end: {error}")
+
+
+@contextlib.contextmanager
+def _named_in_errors(rank: int) -> Iterator[None]:
+    """Let errors of ours name the rank, where it is not the first: all of them may have the same one."""
+    try:
+        yield
+    except OffloadError as error:
+        if rank == 0:
+            raise
+        raise type(error)(f"rank {rank}: {error}") from error

@@ -1,0 +1,62 @@
+"""Running a Python script in this process as `python SCRIPT WORDS` would."""
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+EXIT_FAILED = 1  # Python's own for an exception that nobody caught
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
+
+
+@contextlib.contextmanager
+def script_folder_first(script: str) -> Iterator[None]:
+    """Have modules of the folder that `script` lies in found before all others, as Python does for a script.
+
+    What stands there for this program (the folder that it was started in or from) goes: a script does not expect it.
+    """
+    folder = os.path.dirname(os.path.realpath(script))
+    before = list(sys.path)
+    own = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
+    sys.path[:] = [folder, *(sys.path[1:] if sys.path[:1] and sys.path[0] in own else sys.path)]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def run_script(script: str, words: Sequence[str]) -> int:
+    """Run `script` as `__main__` and return the exit code that Python would end with.
+
+    An exception that it raises is shown with its own traceback, that begins in the script.
+    """
+    before = list(sys.argv)
+    sys.argv[:] = [script, *words]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        return read_exit_code(ended)
+    except BaseException as error:  # noqa: BLE001 - whatever a script raises ends it, and is shown as Python shows it
+        error.__traceback__ = _find_own_part(error.__traceback__, script)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+    finally:
+        sys.argv[:] = before
+    return 0
+
+
+def read_exit_code(ended: SystemExit) -> int:
+    """Return the exit code that `ended` asks for; a text goes to stderr and means failure, as Python has it."""
+    if ended.code is None or isinstance(ended.code, int):
+        return int(ended.code or 0)
+    print(ended.code, file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _find_own_part(traceback: TracebackType | None, script: str) -> TracebackType | None:
+    """Return `traceback` from the frame of the script on; None where it has none, being no Python that compiles."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != script:
+        traceback = traceback.tb_next
+    return traceback

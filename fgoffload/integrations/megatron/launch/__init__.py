@@ -1,0 +1,28 @@
+"""Offload for a training script of Megatron-LM that knows nothing of fgoffload, and stays as it is.
+
+    own = take_own_flags(words)  # the script's words without our flags, and what those say
+    if own.offload is not None:
+        script = apply_to_script(own.offload, own.script_words)
+        ...  # run it with script.words
+        script.offload.remove()
+
+Megatron-LM's parser knows some of our flags, in some versions, and refuses the others, tags that it does not know and, in its
+checks, whole settings. So it is asked: `megatron_parser.py`. `call_sites.py` decides whether the script gets them.
+"""
+
+from fgoffload.integrations.megatron.launch.call_sites import CallSites, Switch, find_call_sites
+from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
+from fgoffload.integrations.megatron.launch.own_flags import OwnFlags, take_own_flags
+from fgoffload.integrations.megatron.launch.script import ScriptOffload, apply_to_script
+
+__all__ = [
+    "CallSites",
+    "MegatronParser",
+    "OwnFlags",
+    "ScriptOffload",
+    "Switch",
+    "apply_to_script",
+    "find_call_sites",
+    "find_megatron_parser",
+    "take_own_flags",
+]

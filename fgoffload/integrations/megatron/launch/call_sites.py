@@ -1,0 +1,119 @@
+"""Whether a script gets Megatron's own offload flags.
+
+Megatron's layers read from their `TransformerConfig` which of their call sites are on, and `apply` sets that in every config
+that is made. So offload needs no flag of the script's. The script gets those that it takes all the same: its log and its
+checkpoints then say what was on, and it binds its processes to the CPUs of their GPUs. Megatron-LM refuses them in settings
+that our engine has no trouble with, and some versions do not have them: there the config alone says it.
+"""
+
+import argparse
+import dataclasses
+import enum
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser
+from fgoffload.integrations.megatron.launch.own_flags import SWITCH
+from fgoffload.integrations.megatron.model_config import list_accepted
+
+CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
+"""Megatron-LM asks for 1 with Transformer Engine 2.10 or newer. What it changes: docs/frameworks/megatron_environment.md."""
+
+_LIST, _SIZE = "--offload-modules", "--min-offloaded-tensor-size"
+
+
+class Switch(enum.Enum):
+    """What switches Megatron's own call sites on."""
+
+    NOTHING = "nothing"  # none of the selected tags is Megatron's
+    FLAGS = "flags"  # the script gets Megatron's flags
+    CONFIG = "config"  # every TransformerConfig that the script makes, and no flag
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallSites:
+    """Megatron's own call sites in a script."""
+
+    switch: Switch
+    tags: tuple[str, ...]
+    """Those of the selected tags that Megatron accepts, in order."""
+    flags: tuple[str, ...] = ()
+    """What the script's words begin with."""
+    reason: str = ""
+    """Why it is not the flags."""
+
+    def __str__(self) -> str:
+        """Return a sentence for the one who started the script."""
+        if self.switch is Switch.NOTHING:
+            return "Megatron's own call sites stay off: it knows none of these tags."
+        by = "flags" if self.switch is Switch.FLAGS else f"config, and the script does not get its flags, {self.reason}"
+        return f"Megatron's own call sites for {' '.join(self.tags)} are on by its {by}."
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is asked about the process; tests give their own."""
+
+    environment: Mapping[str, str]
+    has_module: Callable[[str], bool]
+
+
+def find_call_sites(
+    selected: Sequence[str],
+    min_offloaded_numel: int,
+    parser: MegatronParser | None,
+    script_words: Sequence[str],
+    surroundings: Surroundings,
+) -> CallSites:
+    """Return how Megatron's own call sites are switched on.
+
+    Args:
+        selected: The tags that may leave.
+        min_offloaded_numel: Elements.
+        parser: Megatron-LM's, or None where there is none.
+        script_words: What the script gets, without our flags.
+        surroundings: The process.
+    """
+    tags = tuple(list_accepted(selected))
+    if not tags:
+        return CallSites(switch=Switch.NOTHING, tags=())
+    reason = next(_find_reasons_against_flags(parser, script_words, surroundings), "")
+    if reason or parser is None:
+        return CallSites(switch=Switch.CONFIG, tags=tags, reason=reason)
+    size = (_SIZE, str(min_offloaded_numel)) if parser.knows(_SIZE) else ()
+    # The switch comes last, and ends the list: what follows are the script's words.
+    return CallSites(switch=Switch.FLAGS, tags=tags, flags=(_LIST, *tags, *size, SWITCH))
+
+
+def _find_reasons_against_flags(
+    parser: MegatronParser | None, script_words: Sequence[str], surroundings: Surroundings
+) -> Iterator[str]:
+    """Yield what in Megatron-LM would refuse its own flags here; nothing of it concerns our engine."""
+    if parser is None:
+        yield "since its parser cannot be asked for them"
+        return
+    for flag in (SWITCH, _LIST):
+        if not parser.knows(flag):
+            yield f"since its parser does not know {flag}"
+    values = parser.find_values(script_words) or argparse.Namespace()
+    implementation = getattr(values, "transformer_impl", "transformer_engine")
+    if implementation != "transformer_engine":
+        yield f"since it refuses them with --transformer-impl {implementation}"
+    given = surroundings.environment.get(CPU_OFFLOAD_V1)
+    if given is not None and given != "1":
+        yield f"since it refuses them with {CPU_OFFLOAD_V1}={given}"
+    # With its flag on, Megatron-LM's training binds the process to the CPUs of its GPU, and ends where it cannot.
+    if hasattr(load_module("megatron.core.pipeline_parallel.utils"), "set_ideal_affinity_for_current_gpu"):
+        if not surroundings.has_module("pynvml"):
+            yield "since it would then need pynvml, to bind itself to CPUs (pip install nvidia-ml-py)"
+        if not (surroundings.has_module("cuda.bindings") or surroundings.has_module("cuda.cudart")):
+            yield "since it would then need cuda.bindings, to bind itself to CPUs (pip install cuda-bindings)"
+
+
+def has_module(name: str) -> bool:
+    """Return whether a module called `name` could be imported; its parents are."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a parent is missing, or is a module that somebody made by hand
+        return False

@@ -1,0 +1,58 @@
+"""Our flags, taken out of the words that a script gets."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
+from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
+from fgoffload.integrations.megatron.flags import FlagParser
+
+SWITCH = "--fine-grained-activation-offloading"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFlags:
+    """What the words of a script say about offload."""
+
+    offload: OffloadConfig | None
+    """None where offload is off."""
+    script_words: tuple[str, ...]
+    """The words without our flags and their values, in order."""
+    remarks: tuple[str, ...] = ()
+    """Sentences about flags of ours that change nothing."""
+
+
+def take_own_flags(words: Sequence[str]) -> OwnFlags:
+    """Split `words` into our flags and what is the script's.
+
+    What comes after a `--` is the script's whatever it looks like, and so is the `--`.
+
+    Raises:
+        ConfigError: A flag of ours has a value that it cannot have.
+    """
+    end = list(words).index("--") if "--" in words else len(words)
+    parser = FlagParser(source=COMMAND_LINE)
+    add_fine_grained_offload_args(parser)
+    values, rest = parser.parse_known_args(list(words[:end]))
+    try:
+        offload = OffloadConfig.from_flags(values)
+    except ConfigError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {error}") from error
+    return OwnFlags(
+        offload=offload,
+        script_words=(*rest, *words[end:]),
+        remarks=tuple(
+            _find_remarks(offload, {word.partition("=")[0] for word in words[:end]} & set(parser.find_given(words[:end])))
+        ),
+    )
+
+
+def _find_remarks(offload: OffloadConfig | None, given: set[str]) -> Iterator[str]:
+    """Yield what among the flags `given` changes nothing, and why."""
+    is_switched = any(flag.endswith(SWITCH[2:]) for flag in given)
+    if offload is None and given and not is_switched:
+        yield f"{' '.join(sorted(given))} without {SWITCH} has no effect: nothing leaves. Add that flag."
+    if offload is not None and offload.activation_offload_fraction == 0:
+        yield "--activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above 0."

@@ -1,0 +1,81 @@
+"""Offload, applied for a script before it starts."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron import MegatronOffload, apply
+from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.launch.call_sites import (
+    CPU_OFFLOAD_V1,
+    CallSites,
+    Surroundings,
+    Switch,
+    find_call_sites,
+    has_module,
+)
+from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptOffload:
+    """Offload, applied for a script. Made by `apply_to_script`."""
+
+    offload: MegatronOffload
+    """The integration; `remove` it when the script has ended."""
+    call_sites: CallSites
+    """How Megatron's own sites are on."""
+    words: tuple[str, ...]
+    """What the script gets."""
+
+    def describe(self) -> str:
+        """Return sentences that say how Megatron's own sites are on, and which Megatron-Core this is."""
+        core = load_module("megatron.core")
+        version = getattr(core, "__version__", "of unknown version")
+        return f"{self.call_sites} Megatron-Core {version} is that of {Path(core.__file__).parent}."
+
+
+def apply_to_script(
+    config: OffloadConfig, script_words: Sequence[str], environment: MutableMapping[str, str] = os.environ
+) -> ScriptOffload:
+    """Apply offload for a script that starts afterwards in this process.
+
+    The script's folder must be the first of `sys.path` already: a Megatron-LM that lies there is the one to apply to.
+
+    Args:
+        config: What leaves; see `take_own_flags`.
+        script_words: What the script gets, without our flags.
+        environment: Of this process. `NVTE_CPU_OFFLOAD_V1` is set where Megatron-LM asks for it, after Transformer Engine has
+            read it, so that that runs as it does without offload.
+
+    Raises:
+        ConfigError: A tag contradicts a flag of the script's.
+        IntegrationError: Megatron-Core is missing, lacks a symbol, or offload is applied already.
+        PlanError: The plan file cannot be read.
+    """
+    with contextlib.ExitStack() as undo:
+        offload = apply(config)
+        undo.callback(offload.remove)
+        parser = find_megatron_parser()
+        _check_recompute(config, parser, script_words)
+        surroundings = Surroundings(environment=environment, has_module=has_module)
+        call_sites = find_call_sites(offload.selected, config.min_offloaded_tensor_size, parser, script_words, surroundings)
+        if call_sites.switch is Switch.FLAGS:
+            environment.setdefault(CPU_OFFLOAD_V1, "1")
+        undo.pop_all()
+    return ScriptOffload(offload=offload, call_sites=call_sites, words=(*call_sites.flags, *script_words))
+
+
+def _check_recompute(offload: OffloadConfig, parser: MegatronParser | None, script_words: Sequence[str]) -> None:
+    values = None if parser is None else parser.find_values(script_words)
+    if getattr(values, "recompute_granularity", None) != "selective":
+        return
+    try:
+        offload.check_recompute(getattr(values, "recompute_modules", None) or ("core_attn",))
+    except ConfigError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {error}") from error

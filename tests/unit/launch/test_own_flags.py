@@ -1,0 +1,76 @@
+import argparse
+
+import pytest
+
+from fgoffload.cli import run
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
+from fgoffload.integrations.megatron.launch import take_own_flags
+
+ON = ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "attn_proj"]
+
+
+def test_our_flags_are_taken_wherever_they_stand_and_the_rest_stays_in_order():
+    words = ["--lr", "-1e-3", *ON, "--seed", "1", "--offload-window=1MiB", "--data-path", "x y", "", "-q", "pos", "--z"]
+    own = take_own_flags(words)
+    assert own.script_words == ("--lr", "-1e-3", "--seed", "1", "--data-path", "x y", "", "-q", "pos", "--z")
+    assert own.offload.offload_modules == ("core_attn", "attn_proj")
+    assert own.offload.offload_window_bytes == 1024 * 1024
+    assert own.remarks == ()
+
+
+def test_what_follows_two_dashes_is_the_scripts():
+    own = take_own_flags(["--seed", "1", "--", *ON, "--", "x"])
+    assert (own.offload, own.remarks) == (None, ())
+    assert own.script_words == ("--seed", "1", "--", *ON, "--", "x")
+
+
+def test_flags_of_ours_after_two_dashes_are_not_said_to_have_no_effect():
+    assert take_own_flags(["--seed", "1", "--", "--offload-modules", "core_attn"]).remarks == ()
+
+
+def test_without_our_flags_offload_is_off_and_nothing_is_taken():
+    own = take_own_flags(["--seed", "1", "--offload-module", "x"])
+    assert (own.offload, own.script_words, own.remarks) == (None, ("--seed", "1", "--offload-module", "x"), ())
+
+
+def test_flags_without_the_switch_are_off_and_said_to_have_no_effect():
+    own = take_own_flags(["--offload-modules", "core_attn", "--offload-window", "1MiB", "--seed", "1"])
+    assert (own.offload, own.script_words) == (None, ("--seed", "1"))
+    (remark,) = own.remarks
+    assert remark.startswith("--offload-modules --offload-window without --fine-grained-activation-offloading has no effect")
+
+
+def test_the_switch_turned_off_is_off_and_no_oversight():
+    own = take_own_flags([*ON, "--no-fine-grained-activation-offloading"])
+    assert (own.offload, own.script_words, own.remarks) == (None, (), ())
+
+
+def test_a_fraction_that_keeps_all_is_said():
+    (remark,) = take_own_flags([*ON, "--activation-offload-fraction", "0"]).remarks
+    assert "keeps all sites on the device" in remark
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*ON, "--offload-window", "1MB"], "the command line: --offload-window '1MB' is not a size"),
+        ([*ON, "--offload-prefetch"], "the command line: --offload-prefetch expected one argument. Give it after the flag"),
+        ([*ON, "--activation-offload-fraction", "x"], "--activation-offload-fraction 'x' is not a number"),
+        ([*ON, "--delay-offload-until-cuda-graph"], "--delay-offload-until-cuda-graph is not built yet"),
+        (["--fine-grained-activation-offloading", "--offload-modules", "core_atn"], "Did you mean 'core_attn'?"),
+        (["--fine-grained-activation-offloading"], "--offload-modules is empty"),
+    ],
+)
+def test_a_flag_of_ours_that_cannot_be_what_it_is_is_refused(words, message):
+    with pytest.raises(ConfigError) as caught:
+        take_own_flags(words)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("the command line: ")
+
+
+def test_the_help_lists_every_flag_that_is_built():
+    parser = add_fine_grained_offload_args(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    not_built = {action.option_strings[0] for action in parser._actions if action.help == "not built yet"}
+    flags = {action.option_strings[0] for action in parser._actions} - not_built
+    assert {flag.split()[0] for flag in run.OWN_FLAGS} == flags
