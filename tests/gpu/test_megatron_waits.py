@@ -27,7 +27,7 @@ def test_strided_tensors_are_written_in_their_order():
 
 
 def measure_seconds(move, counts, busy):
-    """Return how long the host waits for `counts` by `move` behind a copy of `busy`, and whether that was still running then."""
+    """Return how long the host waits for `counts` by `move` behind a copy of `busy`, and whether that was running still."""
     source, target = busy
     copies, side = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()

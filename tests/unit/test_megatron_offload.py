@@ -289,14 +289,6 @@ def test_fused_accumulation_of_weight_gradients_is_refused_by_name(text):
             trainer.run_step()
 
 
-def test_the_overlap_of_expert_communication_is_refused(text):
-    with (
-        make_trainer(MOE, text, make_config("core_attn")) as trainer,
-        pytest.raises(IntegrationError, match="--overlap-moe-expert-parallel-comm together with activation offload"),
-    ):
-        trainer.chunks[0].build_schedule_plan(None, None, None)
-
-
 def test_cuda_graphs_are_refused():
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
 

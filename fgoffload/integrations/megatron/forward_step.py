@@ -22,8 +22,13 @@ class ForwardStep:
         self._arguments = arguments
         self._device = device
 
-    def __call__(self, microbatches: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        """Return the chunk's output and what computes the loss from it."""
+    def __call__(
+        self,
+        microbatches: Iterator[Microbatch],
+        chunk: torch.nn.Module,
+        return_schedule_plan: bool = False,  # noqa: FBT001, FBT002 - Megatron's signature
+    ) -> tuple[Any, Any]:
+        """Return the chunk's output, or the plan that computes it, and what computes the loss from it."""
         batch = next(microbatches)
         length = batch.tokens.shape[1]
         bounds = find_packed_bounds(length, self._share) if self._arguments.packed_sequences else None
@@ -33,7 +38,8 @@ class ForwardStep:
             (tensor if indices is None else tensor.index_select(1, indices)).to(self._device)
             for tensor in (batch.tokens, batch.labels, batch.loss_mask, positions)
         )
-        output = chunk(
+        run = get_unwrapped(chunk).build_schedule_plan if return_schedule_plan else chunk
+        output = run(
             tokens,
             position_ids,
             None,  # no mask: attention makes the causal one itself
@@ -67,6 +73,13 @@ class ForwardStep:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+
+
+def get_unwrapped(chunk: Any) -> Any:
+    """Return the model in its wrappers, for data parallelism or for the cast to half precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:

@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
+SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 SCHEDULE_NAMES = (
     "forward_backward_no_pipelining",
@@ -52,7 +52,10 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
         wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, patches, get_offload, inputs))
     wrap_symbol(patches, LAYER, "forward", functools.partial(_wrap_layer, get_offload))
     wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_wrap_checkpoint, get_offload))
-    wrap_symbol(patches, MODEL, "build_schedule_plan", lambda original: _refuse_overlap)
+    # The overlap of expert communication runs no layer's forward, but the pieces of two microbatches in turns.
+    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_schedule_plan, patches, get_offload, inputs))
+    wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
+    wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
 
 
 def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
@@ -76,16 +79,46 @@ def _wrap_model(get_offload: GetOffload, original: Any) -> Any:
 
 
 def _wrap_block(patches: Patches, get_offload: GetOffload, inputs: LayerInputs, original: Any) -> Any:
-    known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in known:
-            known.add(self)
-            _check_linears(self)
-            _register(self, patches, get_offload, inputs)
+        _register_once(self, patches, get_offload, inputs)
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _wrap_schedule_plan(patches: Patches, get_offload: GetOffload, inputs: LayerInputs, original: Any) -> Any:
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for block in (self.decoder, getattr(self, "mtp", None)):
+            if block is not None:
+                _register_once(block, patches, get_offload, inputs)
+        if not getattr(self.config, "fine_grained_activation_offloading", False):
+            get_offload().begin_microbatch(getattr(self, "vp_stage", None) or 0)
+        return original(self, *args, **kwargs)
+
+    return build
+
+
+def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_inert():
+            get_offload().pass_layer(get_number(self))
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _wrap_node(get_offload: GetOffload, original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with get_offload().watch():
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _register_once(block: Any, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
+    if get_offload().is_new(block):
+        _check_linears(block)
+        _register(block, patches, get_offload, inputs)
 
 
 def _register(block: Any, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
@@ -181,10 +214,3 @@ def _check_linears(block: Any) -> None:
                 f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload cannot work "
                 "with it there. Give --no-gradient-accumulation-fusion, or Transformer Engine's layers."
             )
-
-
-def _refuse_overlap(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise IntegrationError(
-        "--overlap-moe-expert-parallel-comm together with activation offload is not built yet in this version. Leave one of "
-        "them out."
-    )

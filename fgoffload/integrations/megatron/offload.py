@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -63,6 +64,7 @@ class MegatronOffload:
         self.selected = tuple(dict.fromkeys((*config.offload_modules, *_list_offloaded_tags(self._plan))))
         """The tags whose tensors may leave: those that users named, and those of the plan."""
         self._actions: dict[Site, Action] = {}
+        self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._layers: set[tuple[int, int]] = set()
         """The chunk and number of each layer of this rank."""
         self._fused_tags: set[str] = set()
@@ -111,6 +113,16 @@ class MegatronOffload:
     def last_layer(self) -> int:
         """The layer that forward reached last, from 0 over the whole model; -1 before the first."""
         return self._layer
+
+    def watch(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
+        return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
+
+    def is_new(self, block: torch.nn.Module) -> bool:
+        """Return whether nobody has asked so of `block` before."""
+        is_new = block not in self._blocks
+        self._blocks.add(block)
+        return is_new
 
     def pass_layer(self, layer: int) -> None:
         """Forward has come to the layer with number `layer` in a way that saves nothing of it."""
@@ -333,8 +345,8 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
         if unit is None or name not in layer.units:
             possible = ", ".join(unit.name for unit in RECOMPUTE_UNITS if unit.name in layer.units)
             raise PlanError(
-                f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot run again by itself. "
-                f"It can: {possible}."
+                f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot run again by itself, as it is "
+                f"built and quantized. It can: {possible}."
             )
         for tag in unit.covers:
             if planned.get(tag, Action.KEEP).offloads:

@@ -44,7 +44,11 @@ class _Switch:
 
 def find_units(layer: Any) -> tuple[str, ...]:
     """Return the units of a Megatron layer that can run again by themselves, by the names of `RECOMPUTE_UNITS`."""
-    return ("layer", *_find_switches(layer))
+    switches = _find_switches(layer)
+    if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
+        # They need linears that save their original input, which Transformer Engine refuses with delayed scaling.
+        switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
+    return ("layer", *switches)
 
 
 def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:

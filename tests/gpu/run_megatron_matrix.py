@@ -1,0 +1,341 @@
+"""The GPU column of the support matrix: each row trains without offload twice and with offload, and compares every bit.
+
+    python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS] [--out FOLDER]
+
+Each row is a process of its own, or one for each GPU that it needs, since Transformer Engine and Megatron keep state for a
+whole process. A row whose training without offload does not reproduce itself says nothing about offload, and is shown as such.
+What you should see: a line for each row as it ends, and a table at the end; exit code 0 where every row is equal.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SHAPE = (
+    "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 --global-batch-size 6 "
+    "--swiglu --disable-bias-linear --lr 1e-3 --position-embedding-type rope --normalization RMSNorm --bf16 "
+    "--transformer-impl transformer_engine --no-gradient-accumulation-fusion --ffn-hidden-size 512"
+)
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm --moe-aux-loss-coeff 1e-2"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+SHARED = "--moe-shared-expert-intermediate-size 256"
+MLA = "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
+DENSE, MOE = SHAPE, f"{SHAPE} {EXPERTS} {ALLTOALL}"
+MIXED = f"{MOE} {SHARED} --moe-layer-freq [0]*1+[1]*2"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+TWO = "--global-batch-size 8"
+
+ATTENTION_TAGS = "qkv_linear core_attn attn_proj"
+MLP_TAGS = "mlp_fc1 mlp_act mlp_fc2"
+EXPERT_TAGS = "mlp_norm router expert_fc1 moe_act expert_fc2 moe_combine"
+DENSE_TAGS = f"{ATTENTION_TAGS} {MLP_TAGS}"
+MOE_TAGS = f"{ATTENTION_TAGS} {EXPERT_TAGS}"
+MIXED_TAGS = f"{MOE_TAGS} {MLP_TAGS} shared_expert"
+MOVES_WITH_ANOTHER = ("attn_proj", "router", "shared_expert", "expert_fc2", "moe_combine", "mlp_norm")
+"""Tags that may move nothing of their own, since another tag saves the same storage and comes first, or a recompute owns it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training."""
+
+    name: str
+    flags: str
+    tags: str
+    gpus: int = 1
+    plan: tuple[tuple[int, str, str], ...] = ()
+    """Layer, tag, action."""
+    evaluates: bool = False
+    """Evaluate before the first step and after each."""
+
+
+PLAN_MIX = (
+    *((0, tag, "offload") for tag in DENSE_TAGS.split()),
+    (1, "attn_norm", "keep"),
+    (1, "core_attn", "recompute"),
+    (1, "mlp_norm", "recompute+offload"),
+    (1, "moe_act", "recompute+offload"),
+    (1, "expert_fc1", "offload"),
+    (2, "layer", "recompute"),
+    (2, "layer_input", "offload"),
+)
+PLAN_UNITS = (
+    (0, "mlp", "recompute"),
+    (0, "core_attn", "offload"),
+    (1, "moe", "recompute"),
+    (1, "qkv_linear", "offload"),
+    (2, "shared_expert", "recompute"),
+    (2, "mlp_norm", "recompute"),
+    (2, "expert_fc1", "offload"),
+)
+
+PLAN_DELAYED = tuple(
+    row for row in PLAN_MIX if row[1:] not in (("mlp_norm", "recompute+offload"), ("moe_act", "recompute+offload"))
+)
+"""Delayed scaling refuses linears that keep their original input, which these two need."""
+
+ROWS = (
+    *(Row(f"tag {tag}", MOE, tag) for tag in MOE_TAGS.split() if tag not in ("attn_proj",)),
+    Row("tag attn_proj", MOE, "core_attn attn_proj"),
+    *(Row(f"tag {tag}", DENSE, tag) for tag in MLP_TAGS.split()),
+    Row("tag shared_expert", MIXED, "shared_expert"),
+    Row("tag attn_norm", f"{MOE} {MLA}", "attn_norm"),
+    Row("tag layer_input", f"{MIXED} {FULL} uniform", "layer_input"),
+    Row("dense", DENSE, DENSE_TAGS),
+    Row("MoE, all-to-all", MOE, MOE_TAGS),
+    Row("MoE, all-gather", MOE.replace("alltoall", "allgather"), MOE_TAGS),
+    Row("MoE, fused permutation", f"{MOE} --moe-permute-fusion", MOE_TAGS.replace(" moe_combine", "")),
+    Row("mixed dense and MoE, shared experts", MIXED, MIXED_TAGS),
+    Row("shared experts overlapped", f"{MIXED} --moe-shared-expert-overlap", MIXED_TAGS),
+    Row("grouped-query attention", f"{MOE} --group-query-attention --num-query-groups 2", MOE_TAGS),
+    Row("MTP", f"{MIXED} --mtp-num-layers 1", MIXED_TAGS),
+    Row("MLA", f"{MOE} {MLA}", f"attn_norm {MOE_TAGS}"),
+    Row("packed sequences (THD)", f"{MOE} --packed-sequences --micro-batch-size 1", MOE_TAGS),
+    Row("variable sequence length", f"{MOE} --variable-seq-lengths", MOE_TAGS),
+    Row("dropout off", f"{MIXED} {NO_DROPOUT}", MIXED_TAGS),
+    Row("fp32", MIXED.replace("--bf16 ", ""), MIXED_TAGS),
+    *(
+        Row(f"FP8, {recipe}", f"{MIXED} --fp8-format {fmt} --fp8-recipe {recipe}", MIXED_TAGS)
+        for recipe, fmt in (("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"))
+    ),
+    Row("recompute layernorm", f"{MIXED} {SELECTIVE} layernorm", MIXED_TAGS),
+    Row("recompute core_attn", f"{MIXED} {SELECTIVE} core_attn", "qkv_linear mlp_norm expert_fc1 moe_act mlp_fc1"),
+    Row("recompute moe_act", f"{MIXED} {SELECTIVE} moe_act", f"{ATTENTION_TAGS} mlp_norm router expert_fc1 moe_act"),
+    Row(
+        "recompute layernorm moe_act", f"{MIXED} {SELECTIVE} layernorm moe_act", f"{ATTENTION_TAGS} mlp_norm expert_fc1 moe_act"
+    ),
+    Row("recompute mlp", f"{MIXED} {SELECTIVE} mlp", f"{MOE_TAGS} shared_expert"),
+    Row("recompute moe", f"{MIXED} {SELECTIVE} moe", f"{DENSE_TAGS} mlp_norm"),
+    Row("recompute shared_experts", f"{MIXED} {SELECTIVE} shared_experts", f"{MOE_TAGS} {MLP_TAGS}"),
+    Row("recompute mla_up_proj", f"{MOE} {MLA} {SELECTIVE} mla_up_proj", f"attn_norm {MOE_TAGS}"),
+    Row("full recompute, block", f"{MIXED} {FULL} block", f"layer_input {MOE_TAGS} shared_expert"),
+    Row("plan: keep, recompute, offload", MIXED, "", plan=PLAN_MIX),
+    Row("plan: other units", MIXED, "", plan=PLAN_UNITS),
+    Row("plan, FP8 blockwise", f"{MIXED} --fp8-format e4m3 --fp8-recipe blockwise", "", plan=PLAN_MIX),
+    Row("plan, FP8 delayed", f"{MIXED} --fp8-format hybrid --fp8-recipe delayed", "", plan=PLAN_DELAYED),
+    Row("eval before, between, after", MIXED, MIXED_TAGS, evaluates=True),
+    Row("batch ramp-up", f"{MIXED} --rampup-batch-size 2 2 4", MIXED_TAGS),
+    Row(
+        "1F1B",
+        f"{MIXED} {TWO} --num-layers 4 --moe-layer-freq [0]*1+[1]*3 --pipeline-model-parallel-size 2",
+        MIXED_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "interleaved",
+        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        MOE_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "uneven stages", f"{MOE} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", MOE_TAGS, gpus=2
+    ),
+    Row(
+        "fewer microbatches than stages",
+        f"{MOE} --num-layers 4 --global-batch-size 2 --pipeline-model-parallel-size 2",
+        MOE_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "tensor and sequence parallel", f"{MIXED} {TWO} --tensor-model-parallel-size 2 --sequence-parallel", MIXED_TAGS, gpus=2
+    ),
+    Row("expert parallel, all-to-all", f"{MIXED} {TWO} --expert-model-parallel-size 2", MIXED_TAGS, gpus=2),
+    Row(
+        "expert parallel, all-gather",
+        f"{MIXED} {TWO} --expert-model-parallel-size 2".replace("alltoall", "allgather"),
+        MIXED_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "expert-parallel overlap (combined 1F1B)",
+        f"{MOE} {TWO} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --moe-permute-fusion",
+        MOE_TAGS.replace(" moe_combine", ""),
+        gpus=2,
+    ),
+    Row("context parallel", f"{MOE} {TWO} --context-parallel-size 2", MOE_TAGS, gpus=2),
+    Row("data parallel", f"{MIXED} {TWO}", MIXED_TAGS, gpus=2),
+    Row(
+        "1F1B, plan",
+        f"{MIXED} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+        "",
+        gpus=2,
+        plan=PLAN_MIX,
+    ),
+    Row(
+        "1F1B, FP8 blockwise",
+        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe blockwise",
+        MOE_TAGS,
+        gpus=2,
+    ),
+)
+
+STEPS = 2
+TIMEOUT_SECONDS = 240
+
+
+def main() -> int:
+    """Run the rows, print the table, and return how many rows are not equal."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=6, help="rows at a time")
+    parser.add_argument("--gpus", type=int, default=1, help="rows that need so many GPUs")
+    parser.add_argument("--only", default="", help="rows whose name has one of these, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="where results and logs go")
+    parser.add_argument("--worker", nargs=3, metavar=("ROW", "RANK", "FOLDER"), help="for internal use")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        name, rank, folder = arguments.worker
+        run_worker(next(row for row in ROWS if row.name == name), int(rank), Path(folder))
+        return 0
+    words = [word for word in arguments.only.split(",") if word]
+    rows = [row for row in ROWS if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        results = list(pool.map(lambda row: run_row(row, arguments.out), rows))
+    lines = ["| row | tags that moved | attention | reproduces itself | equal |", "|---|---|---|---|---|"]
+    lines += [f"| {r['row']} | {r['moved']} | {r['attention']} | {r['reproduces']} | {r['equal']} |" for r in results]
+    (arguments.out / f"matrix_{arguments.gpus}gpu.md").write_text("\n".join(lines) + "\n")
+    failed = [r for r in results if r["equal"] != "yes"]
+    say(f"{len(results) - len(failed)} of {len(results)} rows are equal to the bit")
+    return len(failed)
+
+
+def run_row(row: Row, out: Path) -> dict[str, str]:
+    """Run the processes of `row` and return its line."""
+    begin = time.perf_counter()
+    log = out / f"{re.sub('[^a-z0-9A-Z]+', '_', row.name)}.log"
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as stream:
+        command = [sys.executable, "-W", "ignore", __file__, "--worker", row.name]
+        environment = {**os.environ, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
+        processes = [
+            subprocess.Popen([*command, str(rank), folder], stdout=stream, stderr=subprocess.STDOUT, env=environment)
+            for rank in range(row.gpus)
+        ]
+        try:
+            for process in processes:
+                process.wait(timeout=max(1, TIMEOUT_SECONDS - (time.perf_counter() - begin)))
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.kill()
+        found = [Path(folder) / f"{rank}.json" for rank in range(row.gpus)]
+        ranks = [json.loads(path.read_text()) for path in found if path.exists()]
+    text = log.read_text()
+    backends = sorted(set(re.findall(r"Running with (\w+) backend", text)))
+    result = {"row": row.name, "attention": " ".join(backends) or "-", "moved": "-", "reproduces": "-", "equal": "no"}
+    errors = [rank["error"] for rank in ranks if rank.get("error")]
+    if errors or len(ranks) < row.gpus:
+        result["equal"] = f"failed: {errors[0] if errors else find_last_line(text)}"[:300].replace("|", "/").replace("\n", " ")
+    else:
+        result["moved"] = (
+            f"{sum(any(rank['moved'].get(tag) for rank in ranks) for tag in ranks[0]['tags'])} of {len(ranks[0]['tags'])}"
+        )
+        result["reproduces"] = "yes" if all(rank["reproduces"] for rank in ranks) else "no"
+        unmoved = [tag for tag in ranks[0]["tags"] if not any(rank["moved"].get(tag) for rank in ranks)]
+        unexpected = [tag for tag in unmoved if tag not in MOVES_WITH_ANOTHER]
+        is_equal = all(rank["equal"] and rank["reproduces"] for rank in ranks) and not unexpected
+        result["equal"] = "yes" if is_equal else f"no: {[rank['differ'] for rank in ranks]} unmoved {unexpected}"
+    seconds = time.perf_counter() - begin
+    say(
+        f"{seconds:6.1f} s  {result['row']}: {result['equal']} ({result['attention']}, reproduces {result['reproduces']}, "
+        f"moved {result['moved']})"
+    )
+    return result
+
+
+def say(line: str) -> None:
+    """Show a line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def find_last_line(text: str) -> str:
+    """Return the last line of a log that says something."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+def run_worker(row: Row, rank: int, folder: Path) -> None:
+    """Train as `row` says and write what was found."""
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    try:
+        found = compare(row, rank, folder)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the table says it
+        import traceback
+
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    # Another rank may wait for this one for ever.
+    os._exit(0)
+
+
+def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
+    """Return whether the training without offload reproduces itself, and whether the one with offload is equal to it."""
+    import torch
+
+    from fgoffload import Action, OffloadConfig, OffloadPlan, Site
+    from fgoffload.integrations.megatron.arguments import parse_arguments
+    from fgoffload.integrations.megatron.training import Trainer
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    store = torch.distributed.FileStore(str(folder / "store"), row.gpus)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=row.gpus)
+    arguments = parse_arguments(row.flags.split(), source=row.name, world_size=row.gpus)
+    Trainer.initialize_parallel(arguments)
+    options: dict[str, object] = {"min_offloaded_tensor_size": 64}
+    if row.plan:
+        actions = {Site(chunk=0, layer=layer, tag=tag): Action(action) for layer, tag, action in row.plan}
+        path = folder / f"plan-{rank}.json"
+        path.write_text(OffloadPlan(actions=actions).to_json())
+        options["offload_plan"] = path
+    config = OffloadConfig(offload_modules=tuple(row.tags.split()), **options)
+    first, again = (train(arguments, row, None)[0] for _ in range(2))
+    with_offload, tags, moved = train(arguments, row, config)
+    differ = [name for name, digest in first[1][-1].items() if with_offload[1][-1].get(name) != digest]
+    return {
+        "reproduces": first == again,
+        "equal": first == with_offload,
+        "differ": f"{len(differ)} of {len(first[1][-1])} {differ[:2]} losses {first[0] == with_offload[0]}",
+        "tags": tags,
+        "moved": moved,
+    }
+
+
+def train(arguments, row: Row, config) -> tuple[tuple[object, list[dict[str, str]], object], tuple[str, ...], dict[str, int]]:
+    """Return losses, digests and evaluations, the selected tags, and the bytes that left by tag."""
+    import contextlib
+
+    from fgoffload.integrations.megatron.data import TextData
+    from fgoffload.integrations.megatron.training import Trainer
+
+    with contextlib.closing(Trainer(arguments, TextData.load(), offload=config)) as trainer:
+        evaluations = [trainer.evaluate()] if row.evaluates else []
+        results = []
+        for _ in range(STEPS):
+            results.append(trainer.run_step())
+            if row.evaluates:
+                evaluations.append(trainer.evaluate())
+        tags, moved = (), {}
+        if trainer.integration is not None:
+            tags = trainer.integration.selected
+            moved = {tag: stats.d2h_bytes for tag, stats in trainer.integration.last_step.tags.items()}
+    return ([r.losses for r in results], [r.gradient_digests for r in results], evaluations), tags, moved
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.exit(main())
