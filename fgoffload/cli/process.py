@@ -4,7 +4,7 @@ import socket
 import sys
 from collections.abc import MutableMapping, Sequence
 
-from fgoffload.cli.script import EXIT_FAILED, read_exit_code
+from fgoffload.cli.script import EXIT_FAILED
 from fgoffload.errors import ConfigError
 
 _SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -38,7 +38,7 @@ def set_up_process(environment: MutableMapping[str, str]) -> int:
 def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
 
-    torchrun itself ends with 1 whatever its ranks end with.
+    torchrun itself ends with 1 whatever its ranks end with. What its parser refuses ends the process with 2, in its own words.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -46,8 +46,6 @@ def run_torchrun(words: Sequence[str]) -> int:
 
     try:
         main(list(words))
-    except SystemExit as ended:  # its parser's
-        return read_exit_code(ended)
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         _, failure = error.get_first_failure()

@@ -37,7 +37,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
-        return read_exit_code(ended)
+        return _read_exit_code(ended)
     except BaseException as error:  # noqa: BLE001 - whatever a script raises ends it, and is shown as Python shows it
         error.__traceback__ = _find_own_part(error.__traceback__, script)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -47,7 +47,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     return 0
 
 
-def read_exit_code(ended: SystemExit) -> int:
+def _read_exit_code(ended: SystemExit) -> int:
     """Return the exit code that `ended` asks for; a text goes to stderr and means failure, as Python has it."""
     if ended.code is None or isinstance(ended.code, int):
         return int(ended.code or 0)

@@ -9,6 +9,9 @@ from fgoffload.doctor.result import CheckResult, Status
 _PYTHON_FROM, _PYTHON_BELOW = (3, 10), (3, 14)
 _TORCH_FROM = (2, 9)
 _CORE_FROM = (0, 16, 1)
+_ENGINE_FROM = (2, 15)
+"""Before, a linear's backward looked for `grad_added_to_main_grad` on the weight that autograd saved, which under any hooks is
+another tensor, unless its own offload was on. Source: `linear.py`, `grouped_linear.py` of v2.14 and of v2.15."""
 
 
 def check_versions(machine: Machine) -> Iterator[CheckResult]:
@@ -23,12 +26,7 @@ def check_versions(machine: Machine) -> Iterator[CheckResult]:
     )
     yield _check_torch(machine)
     yield _check_megatron(machine.find_version("megatron-core"))
-    engine = machine.find_version("transformer-engine")
-    yield CheckResult(
-        name="Transformer Engine",
-        status=Status.OK,
-        found=engine or "not installed; only its layers in Megatron need it",
-    )
+    yield _check_transformer_engine(machine.find_version("transformer-engine"))
 
 
 def _check_torch(machine: Machine) -> CheckResult:
@@ -56,6 +54,20 @@ def _check_megatron(found: str | None) -> CheckResult:
         return CheckResult(name=name, status=Status.OK, found="not installed; only its integration needs it")
     if _read(found) < _CORE_FROM:
         return CheckResult(name=name, status=Status.ERROR, found=found, fix="pip install 'megatron-core>=0.16.1'")
+    return CheckResult(name=name, status=Status.OK, found=found)
+
+
+def _check_transformer_engine(found: str | None) -> CheckResult:
+    name = "Transformer Engine"
+    if found is None:
+        return CheckResult(name=name, status=Status.OK, found="not installed; only its layers in Megatron need it")
+    if _read(found) < _ENGINE_FROM:
+        return CheckResult(
+            name=name,
+            status=Status.WARNING,
+            found=f"{found}: its linears lose track of weights under saved-tensor hooks, where gradient accumulation is fused",
+            fix="install Transformer Engine 2.15 or newer, or give --no-gradient-accumulation-fusion",
+        )
     return CheckResult(name=name, status=Status.OK, found=found)
 
 

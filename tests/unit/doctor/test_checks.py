@@ -94,6 +94,12 @@ def test_where_nvidia_smi_says_nothing_the_reason_is_given(tmp_path):
             Status.ERROR,
             "megatron-core>=0.16.1",
         ),
+        (
+            {"find_version": (VERSIONS | {"transformer-engine": "2.14.1"}).get},
+            "Transformer Engine",
+            Status.WARNING,
+            "--no-gradient-accumulation-fusion",
+        ),
         ({"try_locking": lambda: "CUDA could not lock"}, "locked memory", Status.ERROR, "ulimit -l unlimited"),
         ({"cpus": frozenset({4, 5})}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
         ({"cpus": frozenset(range(16))}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
