@@ -180,6 +180,23 @@ def test_a_site_that_is_off_has_no_group_though_its_tag_is_selected():
         assert training.offload.engine.finish_step().tags == {}
 
 
+def test_each_object_ends_the_group_that_it_began(caplog):
+    # As two microbatches that run in turns would, each with the norm of one layer open.
+    with with_offload("mlp_norm") as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+        interface = training.layers.off_interface
+        interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        hidden = torch.ones(64, requires_grad=True) * 2
+        managers = []
+        for layer in (0, 1):
+            training.offload.enter_layer(layer)
+            managers.append(interface(offload=True, tensor=hidden, name="mlp_norm"))
+            with managers[-1] as hidden:
+                hidden = hidden.exp()
+        for manager in managers:
+            manager.group_offload(hidden)
+        assert list_departures(caplog) == ["layers.0.mlp_norm mb=0", "layers.1.mlp_norm mb=0"]
+
+
 def test_the_first_site_of_a_microbatch_marks_its_input_and_the_others_need_not():
     with with_offload("attn_norm", "mlp_norm") as training:
         interface = training.layers.off_interface

@@ -1,5 +1,6 @@
 """What Megatron's call sites ask for, in the words of the integration: one core for both generations of their interface."""
 
+import functools
 import logging
 from collections.abc import Callable
 from types import TracebackType
@@ -95,14 +96,14 @@ class CallSite:
     Args:
         calls: Answers.
         tensor: The input of the site.
-        name: Its tag; None where the site is off.
+        open_region: Returns its region, or None where its tensors stay; None itself where the site is off.
     """
 
-    __slots__ = ("_calls", "_name", "_region", "_saving", "_tensor")
+    __slots__ = ("_calls", "_open_region", "_region", "_saving", "_tensor")
 
-    def __init__(self, calls: Calls, tensor: torch.Tensor, name: str | None) -> None:
+    def __init__(self, calls: Calls, tensor: torch.Tensor, open_region: Callable[[], Region | None] | None) -> None:
         self._calls = calls
-        self._name = name
+        self._open_region = open_region
         self._tensor: torch.Tensor | None = tensor
         self._region: Region | None = None
         self._saving: Saving | None = None
@@ -114,9 +115,9 @@ class CallSite:
         """
         # Handed over and not kept: the newer call sites hold the object until the group leaves, and would hold its input too.
         tensor, self._tensor = self._tensor, None
-        if self._name is None or not self._calls.is_enabled or tensor is None:
+        if self._open_region is None or not self._calls.is_enabled or tensor is None:
             return tensor
-        self._region = self._calls.offload.open_region(self._name)
+        self._region = self._open_region()
         if self._region is not None:
             self._region.enter(tensor)
             self._saving = self._region.saving()
@@ -136,19 +137,24 @@ class CallSite:
             may_wait: During a replay, wait for `flush_delayed_groups`.
         """
         region, self._region = self._region, None
-        if region is None or self._name is None or not self._calls.is_enabled:
+        if region is None or not self._calls.is_enabled:
             return
         if may_wait and self._calls.is_replaying:
             region.end(is_held=True)
         else:
-            self._calls.offload.end_region(self._name)
+            self._calls.offload.end(region)
 
 
-def make_context_methods(calls: Calls) -> dict[str, Any]:
-    """Return what makes an object of the interface class a context: `with interface(flag, tensor, name) as tensor:`."""
+def make_context_methods(calls: Calls, open_region: Callable[[str], Region | None]) -> dict[str, Any]:
+    """Return what makes an object of the interface class a context: `with interface(flag, tensor, name) as tensor:`.
+
+    Args:
+        calls: Answers.
+        open_region: Returns the region of a tag where forward is.
+    """
 
     def initialize(self: Any, offload: Any, tensor: torch.Tensor, name: str) -> None:
-        self.site = CallSite(calls, tensor, name if offload else None)
+        self.site = CallSite(calls, tensor, functools.partial(open_region, name) if offload else None)
 
     def enter(self: Any) -> torch.Tensor | None:
         site: CallSite = self.site

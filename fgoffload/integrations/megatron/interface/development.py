@@ -29,7 +29,9 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
 
     statics = _make_step_methods(calls) | _make_graph_methods(calls)
     methods: dict[str, Any] = {name: staticmethod(method) for name, method in statics.items()}
-    return make_context_methods(calls) | methods | {"group_offload": group_offload}
+    # The object that opened a region ends it, so nobody has to find it by its name.
+    context = make_context_methods(calls, lambda name: calls.offload.find_region(name))
+    return context | methods | {"group_offload": group_offload}
 
 
 def _make_step_methods(calls: Calls) -> dict[str, Any]:

@@ -52,4 +52,5 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
         "reset": reset,
         "reset_instance": reset_instance,
     }
-    return make_context_methods(calls) | {name: staticmethod(method) for name, method in statics.items()}
+    context = make_context_methods(calls, lambda name: calls.offload.open_region(name))
+    return context | {name: staticmethod(method) for name, method in statics.items()}
