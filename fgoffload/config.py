@@ -32,7 +32,7 @@ class OffloadConfig:
     delay_offload_until_cuda_graph: bool = False
     """Hold the ends of groups back until a CUDA graph has been launched. Refused: this version captures no graphs."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Bytes that each pipeline rank offloads less than the one before. Refused: this version does not balance ranks."""
+    """Bytes of a step that each pipeline rank offloads less than the one before it, from the second step on."""
     offload_plan: Path | None = None
     """A plan file; it says keep, recompute or offload for every site, in place of the fraction."""
     offload_memory_budget_bytes: int | None = None
@@ -78,8 +78,7 @@ class OffloadConfig:
         budget_bytes = self.offload_host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
             raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Give a size like 64GiB.")
-        if self.offload_plan is not None and self.activation_offload_fraction != 1.0:
-            raise ConfigError("--offload-plan and --activation-offload-fraction both choose what leaves. Give one of them.")
+        self._check_choice()
         _ = self.transfer_policy  # checks the window and prefetch sizes
         self._refuse_what_is_not_built()
 
@@ -106,12 +105,25 @@ class OffloadConfig:
                         "is not saved, so nothing would leave. Leave one of them out."
                     )
 
+    def _check_choice(self) -> None:
+        """Refuse a delta that is no size, and more than one answer to what leaves."""
+        delta_bytes = self.delta_offload_bytes_across_pp_ranks
+        flag = "--delta-offload-bytes-across-pp-ranks"
+        if check_bytes(delta_bytes, name=flag) < 0:
+            raise ConfigError(f"{flag} {delta_bytes} is below 0. Give bytes; 0 treats ranks alike.")
+        if self.offload_plan is not None:
+            for other, is_given in (
+                (flag, delta_bytes),
+                ("--activation-offload-fraction", self.activation_offload_fraction != 1.0),
+            ):
+                if is_given:
+                    raise ConfigError(f"--offload-plan and {other} both choose what leaves. Give one of them.")
+
     def _refuse_what_is_not_built(self) -> None:
         # A flag that is accepted and does nothing is worse than one that is refused.
         for flag, is_given, instead in (
             ("--offload-modules auto", self.offload_modules == ("auto",), "name the tags"),
             ("--delay-offload-until-cuda-graph", self.delay_offload_until_cuda_graph, "leave it out"),
-            ("--delta-offload-bytes-across-pp-ranks", self.delta_offload_bytes_across_pp_ranks != 0, "leave it at 0"),
             ("--offload-memory-budget", self.offload_memory_budget_bytes is not None, "set --activation-offload-fraction"),
         ):
             if is_given:

@@ -377,6 +377,7 @@ class OffloadEngine:
         if leaving:
             size_bytes = self._transfers.offload(leaving, place=group.place, stats=stats)
             stats.d2h_bytes += size_bytes
+            group.moved_bytes = size_bytes
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
         self._transfers.poll()

@@ -21,7 +21,7 @@ class GroupState(enum.Enum):
 class Group:
     """What one execution of a site saves for one microbatch: the tensors that move together."""
 
-    __slots__ = ("__weakref__", "_saved", "end_position", "place", "position", "state", "stats")
+    __slots__ = ("__weakref__", "_saved", "end_position", "moved_bytes", "place", "position", "state", "stats")
 
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
         self.place = place
@@ -33,6 +33,8 @@ class Group:
         """The groups of the lane before this one."""
         self.end_position = position + 1
         """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
+        self.moved_bytes = 0
+        """Bytes that left for the host with this group."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     def add(self, saved: SavedStorage) -> None:

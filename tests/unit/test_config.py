@@ -84,8 +84,8 @@ REFUSALS = [
         "--delay-offload-until-cuda-graph is not built yet in this version, and would do nothing: leave it out.",
     ),
     (
-        {"delta_offload_bytes_across_pp_ranks": 1},
-        "--delta-offload-bytes-across-pp-ranks is not built yet in this version, and would do nothing: leave it at 0.",
+        {"delta_offload_bytes_across_pp_ranks": -1},
+        "--delta-offload-bytes-across-pp-ranks -1 is below 0. Give bytes; 0 treats ranks alike.",
     ),
     (
         {"offload_memory_budget_bytes": 2**30},

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 from fgoffload.config import OffloadConfig
-from fgoffload.engine import Lane, OffloadEngine, Region, StepStats, is_inert
+from fgoffload.engine import Group, Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import IntegrationError, PlanError
+from fgoffload.integrations.megatron.balance import choose_kept
+from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
 from fgoffload.units import format_bytes
@@ -75,6 +77,8 @@ class MegatronOffload:
         self._open: list[tuple[str, Region]] = []
         self._is_holding = False
         self._is_first_step_over = False
+        self._first_groups: list[tuple[Site, Group]] = []
+        """Of the first step, where what each site moved has to be known."""
 
     def remove(self) -> None:
         """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does no harm."""
@@ -185,7 +189,12 @@ class MegatronOffload:
         site = Site(chunk=self._chunk, layer=self._layer, tag=tag)
         if site not in self._actions:
             self._actions[site] = self._get_action_of_unlisted(site)
-        return self.engine.find_region(site, self._lane) if self._actions[site].offloads else None
+        if not self._actions[site].offloads:
+            return None
+        region = self.engine.find_region(site, self._lane)
+        if region is not None and self.config.delta_offload_bytes_across_pp_ranks and not self._is_first_step_over:
+            self._first_groups.append((site, region.group))
+        return region
 
     def _get_action_of_unlisted(self, site: Site) -> Action:
         """Return the action for a site that no block listed: one of the user's own, or of a layer outside of the blocks."""
@@ -258,6 +267,29 @@ class MegatronOffload:
             self._is_first_step_over = True
             self._check_plan()
             self._check_tags(self.last_step)
+            self._balance_ranks()
+
+    def _balance_ranks(self) -> None:
+        """Keep what this pipeline rank is to offload less than the first, now that it is known what each site moves."""
+        if not self.config.delta_offload_bytes_across_pp_ranks:
+            return
+        rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
+        less_bytes = rank * self.config.delta_offload_bytes_across_pp_ranks
+        moved_bytes: dict[Site, int] = {}
+        for site, group in self._first_groups:
+            moved_bytes[site] = moved_bytes.get(site, 0) + group.moved_bytes
+        self._first_groups.clear()
+        kept = choose_kept(moved_bytes, less_bytes=less_bytes)
+        for site in kept:
+            self._actions[site] = Action.KEEP
+        kept_bytes = sum(moved_bytes[site] for site in kept)
+        logger.info(
+            "pipeline rank %d offloads %s of a step less: %d of %d sites stay",
+            rank,
+            format_bytes(kept_bytes),
+            len(kept),
+            len(moved_bytes),
+        )
 
     def _check_plan(self) -> None:
         if self._plan is None:
