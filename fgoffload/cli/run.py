@@ -33,6 +33,7 @@ OWN_FLAGS = (
     "--offload-modules TAG ...",
     "--min-offloaded-tensor-size ELEMENTS",
     "--activation-offload-fraction PART",
+    "--delta-offload-bytes-across-pp-ranks BYTES",
     "--offload-plan FILE",
     "--offload-host-budget SIZE",
     "--offload-window SIZE",

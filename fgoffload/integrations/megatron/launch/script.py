@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+
+import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron import MegatronOffload, apply
+from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.launch.call_sites import (
@@ -50,14 +53,15 @@ def apply_to_script(
     Args:
         config: What leaves; see `take_own_flags`.
         script_words: What the script gets, without our flags.
-        environment: Of this process. `NVTE_CPU_OFFLOAD_V1` is set where Megatron-LM asks for it, after Transformer Engine has
-            read it, so that that runs as it does without offload.
+        environment: Of this process. `LOCAL_RANK` says which GPU is its own. `NVTE_CPU_OFFLOAD_V1` is set where Megatron-LM
+            asks for it, after Transformer Engine has read it, so that that runs as it does without offload.
 
     Raises:
         ConfigError: A tag contradicts a flag of the script's.
         IntegrationError: Megatron-Core is missing, lacks a symbol, or offload is applied already.
         PlanError: The plan file cannot be read.
     """
+    _choose_gpu(environment)
     with contextlib.ExitStack() as undo:
         offload = apply(config)
         undo.callback(offload.remove)
@@ -69,6 +73,14 @@ def apply_to_script(
             environment.setdefault(CPU_OFFLOAD_V1, "1")
         undo.pop_all()
     return ScriptOffload(offload=offload, call_sites=call_sites, words=(*call_sites.flags, *script_words))
+
+
+def _choose_gpu(environment: Mapping[str, str]) -> None:
+    """Make the GPU current that Megatron-LM will make current later: the engine's streams and memory belong to one."""
+    local_rank = environment.get("LOCAL_RANK", "0")
+    # Where each process sees its own GPU alone, that one is current already.
+    if not needs_cpu_support() and local_rank.isdigit() and int(local_rank) < torch.cuda.device_count():
+        torch.cuda.set_device(int(local_rank))
 
 
 def _check_recompute(offload: OffloadConfig, parser: MegatronParser | None, script_words: Sequence[str]) -> None:

@@ -1,0 +1,53 @@
+import argparse
+
+import pytest
+import torch
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron import apply
+from fgoffload.integrations.megatron.interface import is_replaced
+from fgoffload.integrations.megatron.launch import apply_to_script, script
+
+CONFIG = OffloadConfig(offload_modules=("core_attn", "attn_proj"), offload_host_budget_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "chosen"),
+    [("0", 2, [0]), ("1", 2, [1]), ("1", 1, [])],
+    ids=["first", "second", "one that each process sees alone"],
+)
+def test_the_engine_is_made_for_the_gpu_of_the_rank(monkeypatch, local_rank, visible, chosen):
+    calls = []
+    monkeypatch.setattr(script, "needs_cpu_support", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(script, "apply", lambda config: calls.append("applied") or apply(config))
+    apply_to_script(CONFIG, (), {"LOCAL_RANK": local_rank}).offload.remove()
+    assert calls == [*chosen, "applied"]
+
+
+def test_without_a_gpu_none_is_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a driver may see one that cannot be used
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("there is none"))
+    apply_to_script(CONFIG, (), {"LOCAL_RANK": "0"}).offload.remove()
+
+
+def test_an_error_on_the_way_leaves_nothing_applied(monkeypatch):
+    class Parser:
+        def find_values(self, words):
+            return argparse.Namespace(recompute_granularity="selective", recompute_modules=["core_attn"])
+
+    monkeypatch.setattr(script, "find_megatron_parser", Parser)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        apply_to_script(CONFIG, (), {})
+    assert not is_replaced()
+
+
+def test_the_script_gets_its_words_and_the_description_names_the_megatron_core():
+    applied = apply_to_script(CONFIG, ("--seed", "1"), {})
+    try:
+        assert applied.words == ("--seed", "1")  # the wheel has no parser to ask
+        assert "since its parser cannot be asked for them. Megatron-Core 0.16.1 is that of " in applied.describe()
+    finally:
+        applied.offload.remove()
