@@ -24,6 +24,8 @@ class Tag:
     """What the module saves for backward, for people."""
     requires: tuple[str, ...] = ()
     """Tags without which offloading this one frees nothing, since they save the same storage."""
+    excludes: tuple[str, ...] = ()
+    """Tags that have no site where this one has: the module does their work too."""
     excluded_by: tuple[str, ...] = ()
     """Megatron recompute modules (`--recompute-modules`) under which the module saves nothing that could leave."""
 
@@ -107,6 +109,12 @@ class TagRegistry:
         for tag in chosen:
             if chosen_names.count(tag.name) > 1:
                 raise ConfigError(f"{flag} names {tag.name!r} twice. Name each tag once.")
+            for excluded in tag.excludes:
+                if excluded in chosen_names:
+                    raise ConfigError(
+                        f"{flag} names {tag.name!r} and {excluded!r}: where a model has the one, it does not have the other. "
+                        "Leave one of them out."
+                    )
             for required in tag.requires:
                 if required not in chosen_names:
                     raise ConfigError(
@@ -125,6 +133,11 @@ _DEFAULT_TAGS = (
     Tag(name="layer_input", saves="the layer's input, which full recompute of the layer keeps"),
     Tag(name="attn_norm", saves="the layer input, which the norm before attention keeps"),
     Tag(name="qkv_linear", saves="the norm's output, which the query-key-value projection keeps"),
+    Tag(
+        name="gdp_qkv",
+        saves="query, key and value of a gated delta product, and what is computed from them",
+        excluded_by=("gdp_in_proj",),
+    ),
     Tag(
         name="core_attn",
         saves="query, key and value, the attention output, and what the softmax keeps",
@@ -171,6 +184,12 @@ _DEFAULT_TAGS = (
         name="expert_fc2",
         saves="the activation's output, which the experts' second linear keeps",
         excluded_by=("moe", "moe_act"),
+    ),
+    Tag(
+        name="fused_group_mlp",
+        saves="what Transformer Engine's fused grouped MLP keeps of both linears and the activation between them",
+        excludes=("expert_fc1", "moe_act", "expert_fc2"),
+        excluded_by=("moe",),
     ),
     Tag(
         name="moe_combine",

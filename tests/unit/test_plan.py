@@ -108,7 +108,7 @@ def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
         OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [good, row]}), source="plan.json")
     assert str(caught.value) == (
         f"plan.json: row 1 of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "
-        "(keep, recompute, offload)."
+        "(keep, recompute, offload, recompute+offload)."
     )
 
 

@@ -3,9 +3,13 @@ import re
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.tags import Tag, TagRegistry, default_tags
+from fgoffload.tags import RECOMPUTE_UNITS, Tag, TagRegistry, default_tags, find_recompute_unit
 
-NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+NAMES = (
+    *("layer_input", "attn_norm", "qkv_linear", "gdp_qkv", "core_attn", "attn_proj", "mlp_norm"),
+    *("mlp_fc1", "mlp_act", "mlp_fc2", "shared_expert", "router"),
+    *("expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine"),
+)
 
 
 def test_the_default_tags_come_in_the_order_of_a_layers_forward():
@@ -20,7 +24,7 @@ def test_iteration_and_membership_agree_with_the_names():
     tags = default_tags()
     assert tuple(tag.name for tag in tags) == NAMES
     assert all(name in tags for name in NAMES)
-    assert "router" not in tags
+    assert "embedding" not in tags
 
 
 def test_every_default_tag_says_what_it_saves():
@@ -94,3 +98,17 @@ def test_a_tag_name_that_is_not_one_word_is_refused(name):
     with pytest.raises(ConfigError) as caught:
         Tag(name=name, saves="x")
     assert str(caught.value) == f"tag name {name!r} is not one word. Use letters, digits and underscores."
+
+
+def test_tags_of_modules_that_do_each_others_work_are_refused_together():
+    with pytest.raises(
+        ConfigError, match=re.escape("--offload-modules names 'fused_group_mlp' and 'moe_act': where a model has")
+    ):
+        default_tags().check(["moe_act", "fused_group_mlp"])
+
+
+def test_every_unit_of_recompute_covers_tags_or_units_that_exist():
+    known = {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
+    assert {name for unit in RECOMPUTE_UNITS for name in unit.covers} <= known
+    assert find_recompute_unit("layer") is RECOMPUTE_UNITS[0]
+    assert find_recompute_unit("expert_fc1") is None

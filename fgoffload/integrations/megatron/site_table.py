@@ -17,6 +17,7 @@ _ROUTER = "megatron.core.transformer.moe.router:Router"
 _GROUPED = "megatron.core.transformer.moe.experts:TEGroupedMLP"
 _SEQUENTIAL = "megatron.core.transformer.moe.experts:SequentialMLP"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoETokenDispatcher"
+_GDP = "megatron.core.ssm.gated_delta_product:GatedDeltaProductMixer"
 _BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 _MTP = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 
@@ -71,6 +72,8 @@ SITES = (
     SiteRow("moe_act", _SEQUENTIAL, "forward", "the first linear's output", _OURS, "0.16.1"),
     SiteRow("expert_fc2", _GROUPED, "forward", "the activation's output", _OURS, "0.16.1"),
     SiteRow("expert_fc2", _SEQUENTIAL, "forward", "the activation's output", _OURS, "0.16.1"),
+    SiteRow("fused_group_mlp", _GROUPED, "_fused_forward", "what the fused grouped MLP keeps", _MEGATRON, "0.20"),
+    SiteRow("gdp_qkv", _GDP, "forward", "query, key and value of a gated delta product", _MEGATRON, "0.20"),
     SiteRow("moe_combine", _DISPATCHER, "combine_preprocess", "the experts' output, where unpermute saves it", _OURS, "0.16.1"),
     SiteRow("moe_combine", _DISPATCHER, "combine_postprocess", "the same, of the all-to-all dispatcher", _OURS, "0.16.1"),
 )

@@ -36,6 +36,7 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
     has_site = {
         "attn_norm": getattr(layer, "offload_attn_norm", False),
         "qkv_linear": getattr(attention, "offload_qkv_linear", False),
+        "gdp_qkv": getattr(attention, "offload_gdp_qkv", False),
         "core_attn": getattr(attention, "offload_core_attention", False),
         "attn_proj": getattr(attention, "offload_attn_proj", False),
         "mlp_norm": getattr(layer, "offload_mlp_norm", False),
@@ -47,6 +48,7 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
         "expert_fc1": is_sequential or getattr(experts, "offload_expert_fc1", False),
         "moe_act": is_sequential or getattr(experts, "offload_moe_act", False),
         "expert_fc2": is_sequential or _is_pair(experts),
+        "fused_group_mlp": getattr(experts, "offload_fused_group_mlp", False),
         "moe_combine": getattr(mlp, "token_dispatcher", None) is not None,
     }
     return tuple(tag for tag, is_there in has_site.items() if is_there and tag in selected)
