@@ -17,6 +17,8 @@ from fgoffload.integrations.megatron.regions import find_tensor
 
 TAG = "layer_input"
 BLOCK_MODULE = "megatron.core.transformer.transformer_block"
+HYBRID_BLOCK_MODULE = "megatron.core.models.hybrid.hybrid_block"
+RECOMPUTE_MODULE = "megatron.core.recompute"
 MTP_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 PARALLEL = "megatron.core.tensor_parallel"
 
@@ -36,11 +38,18 @@ class LayerInputs:
         """
         self._get_offload = get_offload
         self._depth = 0
-        wrap_symbol(patches, f"{BLOCK_MODULE}:TransformerBlock", "_checkpointed_forward", self._wrap_block)
+        # Since 0.18 one function, which the blocks of transformer layers and the hybrid ones import by name.
+        is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
+        if is_function:
+            wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
+            wrap_symbol(patches, HYBRID_BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
+        else:
+            wrap_symbol(patches, f"{BLOCK_MODULE}:TransformerBlock", "_checkpointed_forward", self._wrap_block)
         wrap_symbol(patches, MTP_LAYER, "_checkpointed_forward", self._wrap_mtp_layer)
         wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
-        if getattr(load_module(BLOCK_MODULE), "te_checkpoint", None) is not None:  # None without Transformer Engine
-            wrap_symbol(patches, BLOCK_MODULE, "te_checkpoint", self._wrap_checkpoint)
+        user = RECOMPUTE_MODULE if is_function else BLOCK_MODULE
+        if getattr(load_module(user), "te_checkpoint", None) is not None:  # None, or absent, without Transformer Engine
+            wrap_symbol(patches, user, "te_checkpoint", self._wrap_checkpoint)
 
     @contextlib.contextmanager
     def layers_from(self, number: int) -> Iterator[None]:

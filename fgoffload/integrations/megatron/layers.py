@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fgoffload.engine import is_inert
+from fgoffload.engine.identity import get_key
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron import recompute
 from fgoffload.integrations.megatron.imports import load_module
@@ -24,6 +26,13 @@ LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
+NEWER_MODELS = ("megatron.core.models.hybrid.hybrid_model:HybridModel",)
+NEWER_BLOCKS = ("megatron.core.models.hybrid.hybrid_block:HybridStack",)
+NEWER_LAYERS = (
+    "megatron.core.transformer.transformer_layer:HyperConnectionTransformerLayer",
+    "megatron.core.ssm.mamba_layer:MambaLayer",
+)
+"""What not all versions have, wrapped where it is there. Each of these layers has a forward of its own."""
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -46,16 +55,28 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
     """
     for name in SCHEDULE_NAMES:
         wrap_symbol(patches, SCHEDULES, name, functools.partial(_wrap_schedule, get_offload))
-    wrap_symbol(patches, MODEL, "forward", functools.partial(_wrap_model, get_offload))
+    for model in (MODEL, *_list_existing(NEWER_MODELS)):
+        wrap_symbol(patches, model, "forward", functools.partial(_wrap_model, get_offload))
     inputs = LayerInputs(patches, get_offload)
-    for block in (BLOCK, MTP_BLOCK):
+    for block in (BLOCK, MTP_BLOCK, *_list_existing(NEWER_BLOCKS)):
         wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, patches, get_offload, inputs))
-    wrap_symbol(patches, LAYER, "forward", functools.partial(_wrap_layer, get_offload))
+    for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
+        wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
     wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_wrap_checkpoint, get_offload))
     # The overlap of expert communication runs no layer's forward, but the pieces of two microbatches in turns.
     wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_schedule_plan, patches, get_offload, inputs))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
     wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
+
+
+def _list_existing(paths: Sequence[str]) -> Iterator[str]:
+    for path in paths:
+        module_name, _, class_name = path.partition(":")
+        package_name = module_name.rpartition(".")[0]
+        if importlib.util.find_spec(package_name) is None or importlib.util.find_spec(module_name) is None:
+            continue
+        if hasattr(load_module(module_name), class_name):
+            yield path
 
 
 def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
@@ -124,7 +145,8 @@ def _register_once(block: Any, patches: Patches, get_offload: GetOffload, inputs
 def _register(block: Any, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
     """Tell what the layers of `block` have, and prepare them for what is planned for each."""
     offload = get_offload()
-    chunk = getattr(block, "vp_stage", None) or 0
+    # Its own where it knows it: forward need not be in it yet. A hybrid block does not know, and is run by its model.
+    chunk = (block.vp_stage or 0) if hasattr(block, "vp_stage") else offload.chunk
     layers = [layer for layer in map(_find_layer, block.layers) if layer is not None]
     offload.register_layers(
         chunk,
@@ -190,11 +212,19 @@ def _wrap_checkpoint(get_offload: GetOffload, original: Any) -> Any:
     def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
         outputs = original(self, run_function, *args)
         tensors: Iterable[Any] = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        # Outputs that are inputs too are not emptied, where there are such (since 0.19).
+        kept = {get_key(tensor) for tensor in args if isinstance(tensor, torch.Tensor)} if _retains_inputs(self) else set()
         # Before anything can save them: Megatron empties these storages after their last use in forward.
-        get_offload().engine.keep_recomputed(t for t in tensors if isinstance(t, torch.Tensor))
+        get_offload().engine.keep_recomputed(
+            tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and get_key(tensor) not in kept
+        )
         return outputs
 
     return checkpoint
+
+
+def _retains_inputs(checkpoint: Any) -> bool:
+    return bool(getattr(checkpoint, "retain_input_tensors", False))
 
 
 def _check_linears(block: Any) -> None:

@@ -114,6 +114,11 @@ class MegatronOffload:
         return self._lane or Lane(chunk=self._chunk, microbatch=0)
 
     @property
+    def chunk(self) -> int:
+        """The model chunk that forward is in."""
+        return self._chunk
+
+    @property
     def last_layer(self) -> int:
         """The layer that forward reached last, from 0 over the whole model; -1 before the first."""
         return self._layer

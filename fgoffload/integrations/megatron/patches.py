@@ -99,5 +99,5 @@ def _get_owner(path: str) -> Any:
 def _missing(path: str) -> IntegrationError:
     return IntegrationError(
         f"{path} does not exist in the installed version, and this integration replaces it or relies on it. "
-        "It exists in torch 2.11 to 2.13 and in megatron-core 0.16.1: install one of those."
+        "It exists in torch 2.11 to 2.13 and in megatron-core 0.16.1 to 0.20: install one of those."
     )

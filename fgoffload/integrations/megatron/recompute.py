@@ -139,8 +139,10 @@ def _checkpoint(layer: Any, run: Callable[..., Any], tensors: list[torch.Tensor]
     parallel = load_module("megatron.core.tensor_parallel")
     if not is_quantized(layer.config):
         return parallel.checkpoint(run, False, *tensors)  # noqa: FBT003 - Megatron's signature
+    # Where its user imports it by name: a block until 0.17, a module of its own since.
     block = load_module("megatron.core.transformer.transformer_block")
-    return block.te_checkpoint(
+    user = load_module("megatron.core.recompute") if hasattr(block, "checkpointed_forward") else block
+    return user.te_checkpoint(
         run,
         False,  # noqa: FBT003 - Megatron's signature
         parallel.random.get_cuda_rng_tracker,

@@ -77,7 +77,7 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
 
 def has_held_wait(layer: Any) -> bool:
     """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
-    dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
     if dispatcher is None:
         return False
     module = load_module(DISPATCHERS)
