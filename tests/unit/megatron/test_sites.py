@@ -120,3 +120,11 @@ def test_remove_takes_our_sites_out_of_the_modules():
         trainer.integration.remove()
         assert not any("forward" in vars(module) for module in modules)
         assert not any("combine_preprocess" in vars(dispatcher) for dispatcher in dispatchers)
+
+
+def test_an_mlp_whose_linears_are_fused_into_ops_has_no_sites_of_ours():
+    with make_trainer(DENSE, make_config("mlp_act", "mlp_norm")) as trainer:
+        for layer in trainer.chunks[0].decoder.layers:
+            layer.mlp._make_fused_impl = lambda: None  # as Transformer Engine's fused MLP has it
+        with pytest.raises(IntegrationError, match="'mlp_act' has no site in this model on any rank"):
+            trainer.run_step()
