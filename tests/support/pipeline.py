@@ -29,8 +29,8 @@ class Training:
     """Optimizer steps."""
     offload: bool = False
     """Train with the offload flags of `argv`; without, they are left aside."""
-    evaluates: bool = False
-    """Evaluate before the first step and after each."""
+    evaluates_before: tuple[int, ...] = ()
+    """Evaluate before these steps, from 0."""
     has_reference_attention: bool = False
     """Give the local layers the attention of `support.attention`."""
     sets_weights: bool = False
@@ -96,12 +96,11 @@ def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
         trainer = Trainer(arguments, text, offload=arguments.offload if training.offload else None)
         stack.enter_context(contextlib.closing(trainer))
         names = set_weights_by_place(trainer) if training.sets_weights else {}
-        evaluations = [list(trainer.evaluate())] if training.evaluates else []
-        results = []
-        for _ in range(training.steps):
-            results.append(trainer.run_step())
-            if training.evaluates:
+        results, evaluations = [], []
+        for step in range(training.steps):
+            if step in training.evaluates_before:
                 evaluations.append(list(trainer.evaluate()))
+            results.append(trainer.run_step())
         tags = trainer.integration.last_step.tags if trainer.integration else {}
         return StageResult(
             losses=[list(result.losses) for result in results],

@@ -147,8 +147,7 @@ def _replace_factories(support: CpuSupport) -> None:
 
 
 def _replace_tracker_fork(support: CpuSupport) -> None:
-    tracker = load_module(_RANDOM).CudaRNGStatesTracker
-    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_where_ranks_share_layers(tracker.fork))
+    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_where_ranks_share_layers)
 
 
 def _replace_set_cuda_rng_state(support: CpuSupport) -> None:
@@ -236,25 +235,29 @@ def _mark_for_sequence_parallelism(original: Any) -> Any:
     return build
 
 
-def _fork_where_ranks_share_layers(original: Any) -> Any:
-    """Return Megatron's switch to another random state, for processes that hold parts of one layer.
+@contextlib.contextmanager
+def _fork_where_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Switch to another random state where processes hold parts of one layer.
 
     They have to draw different numbers for their parts and the same ones for what they hold alike. One process by itself has
     one random state, as a CPU has, and nothing to switch to.
     """
-
-    @contextlib.contextmanager
-    def fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-        parallel_state = load_module("megatron.core.parallel_state")
-        sizes = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-        with original(self, name) if max(sizes) > 1 else contextlib.nullcontext():
-            yield
-
-    return fork
+    parallel_state = load_module("megatron.core.parallel_state")
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if max(sizes) == 1:
+        yield
+        return
+    outside = torch.get_rng_state()
+    torch.set_rng_state(self.states_[name])
+    try:
+        yield
+    finally:
+        self.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outside)
 
 
 class _InlineStream:

@@ -32,7 +32,7 @@ class ForwardStep:
         batch = next(microbatches)
         length = batch.tokens.shape[1]
         bounds = find_packed_bounds(length, self._share) if self._arguments.packed_sequences else None
-        positions = batch.position_ids if bounds is None else _restart_positions(batch.position_ids, bounds)
+        positions = batch.position_ids if bounds is None else restart_positions(batch.position_ids, bounds)
         indices = self._find_own_tokens(bounds or [0, length])
         tokens, labels, loss_mask, position_ids = (
             (tensor if indices is None else tensor.index_select(1, indices)).to(self._device)
@@ -112,7 +112,7 @@ def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int)
     return torch.cat(indices)
 
 
-def _restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
+def restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
     """Let positions, `[b, s]`, begin at 0 in every packed sequence."""
     starts = torch.zeros(position_ids.shape[1], dtype=position_ids.dtype)
     for begin, end in itertools.pairwise(bounds):

@@ -1,0 +1,289 @@
+"""The trainer by itself: what it is fed, what it reduces, and what it refuses."""
+
+import contextlib
+
+import pytest
+import torch
+from support.attention import ReferenceAttention, reference_attention
+
+from fgoffload.errors import ConfigError, StateError
+from fgoffload.integrations.megatron import parallel
+from fgoffload.integrations.megatron.arguments import TrainingArguments, parse_arguments
+from fgoffload.integrations.megatron.data import Batches, TextData
+from fgoffload.integrations.megatron.forward_step import find_context_parallel_tokens, find_packed_bounds, restart_positions
+from fgoffload.integrations.megatron.gradients import get_main_grad
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.microbatches import count_microbatches, find_length_multiple, iterate_microbatches
+from fgoffload.integrations.megatron.training import Trainer
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+DENSE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 2 "
+    "--swiglu --disable-bias-linear --lr 1e-2 --hidden-dropout 0 --attention-dropout 0"
+)
+MOE = f"{DENSE} --num-experts 4 --moe-ffn-hidden-size 32"
+
+
+@pytest.fixture(scope="module")
+def text() -> TextData:
+    return TextData.load()
+
+
+def parse(flags: str, *, world_size: int | None = None) -> TrainingArguments:
+    return parse_arguments(flags.split(), source="x.sh", world_size=world_size)
+
+
+def make_trainer(flags: str, text: TextData) -> contextlib.closing[Trainer]:
+    return contextlib.closing(Trainer(parse(flags), text, offload=None))
+
+
+# What a step computes.
+
+
+def test_the_gradients_of_a_step_are_its_own() -> None:
+    # A text with room for one sequence: every microbatch of every step is the same, and no weight moves.
+    only_one = TextData(bytes(range(33)), name="one sequence")
+    with make_trainer(DENSE.replace("--lr 1e-2", "--lr 0"), only_one) as trainer:
+        first, second, third = (trainer.run_step() for _ in range(3))
+    assert first.gradient_digests == second.gradient_digests == third.gradient_digests
+    assert first.losses == third.losses
+
+
+def test_gradients_are_means_over_microbatches_and_tokens() -> None:
+    only_one = TextData(bytes(range(33)), name="one sequence")
+    gradients = []
+    for flags in (
+        DENSE,
+        DENSE.replace("--global-batch-size 2", "--global-batch-size 1"),
+        f"{DENSE} --calculate-per-token-loss",
+    ):
+        with make_trainer(flags, only_one) as trainer:
+            trainer.run_step()
+            gradients.append([get_main_grad(parameter).clone() for parameter in trainer.parameters()])
+    for others in gradients[1:]:
+        for one, other in zip(gradients[0], others, strict=True):
+            torch.testing.assert_close(one, other)
+    assert max(gradient.abs().max().item() for gradient in gradients[0]) > 1e-3
+
+
+def test_the_optimizer_is_adamw_over_the_sum_of_all_microbatches(text: TextData) -> None:
+    with make_trainer(DENSE, text) as trainer:
+        parameters = [parameter.detach().clone().requires_grad_() for parameter in trainer.parameters()]
+        trainer.run_step()
+        for copy, parameter in zip(parameters, trainer.parameters(), strict=True):
+            copy.grad = get_main_grad(parameter).clone()
+        torch.optim.AdamW(parameters, lr=1e-2).step()
+        for copy, parameter in zip(parameters, trainer.parameters(), strict=True):
+            assert torch.equal(copy, parameter)
+            assert parameter.grad is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("", torch.bfloat16), ("--accumulate-allreduce-grads-in-fp32", torch.float32)], ids=["bf16", "fp32"]
+)
+def test_gradients_are_summed_in_the_type_that_the_flags_say(flags: str, dtype: torch.dtype, text: TextData) -> None:
+    with make_trainer(f"{DENSE} --bf16 {flags}", text) as trainer:
+        trainer.run_step()
+        assert {get_main_grad(parameter).dtype for parameter in trainer.parameters()} == {dtype}
+        assert {parameter.dtype for parameter in trainer.parameters()} == {torch.bfloat16}
+
+
+def test_each_evaluation_sees_another_part_of_the_text(text: TextData) -> None:
+    with make_trainer(DENSE.replace("--lr 1e-2", "--lr 0"), text) as trainer:
+        first, second = trainer.evaluate(), trainer.evaluate()
+    assert len(first) == len(second) == 2
+    assert set(first).isdisjoint(second)
+
+
+def test_a_closed_trainer_evaluates_nothing(text: TextData) -> None:
+    with make_trainer(DENSE, text) as trainer:
+        pass
+    with pytest.raises(StateError, match="this trainer is closed"):
+        trainer.evaluate()
+
+
+def test_nothing_of_a_training_stays_in_the_process(text: TextData) -> None:
+    helper = load_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
+    with make_trainer(f"{MOE} --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1", text) as trainer:
+        trainer.run_step()
+        assert helper.tracker
+        assert load_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker()
+    assert not helper.tracker
+    assert not load_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker()
+
+
+# What a step is fed.
+
+
+def take(flags: str, text: TextData, *, step: int = 0, count: int = 3, rank: int = 0, is_evaluation: bool = False) -> list:
+    found = iterate_microbatches(
+        parse(flags), text, step=step, count=count, data_parallel_rank=rank, is_evaluation=is_evaluation
+    )
+    return [microbatch.tokens for microbatch in found]
+
+
+def test_steps_copies_of_the_model_and_evaluations_see_other_text(text: TextData) -> None:
+    seen = [
+        take(DENSE, text),
+        take(DENSE, text, step=1),
+        take(DENSE, text, rank=1),
+        take(DENSE, text, is_evaluation=True),
+        take(DENSE, text, is_evaluation=True, step=1),
+    ]
+    sequences = {tuple(tokens.flatten().tolist()) for part in seen for tokens in part}
+    assert len(sequences) == 5 * 3
+    assert all(torch.equal(one, other) for one, other in zip(seen[0], take(DENSE, text), strict=True))
+
+
+def test_lengths_differ_by_microbatch_and_not_by_rank(text: TextData) -> None:
+    flags = f"{DENSE} --variable-seq-lengths"
+    lengths = [tokens.shape[1] for tokens in take(flags, text, count=20)]
+    assert set(lengths) <= set(range(16, 33))
+    assert len(set(lengths)) > 5
+    assert lengths == [tokens.shape[1] for tokens in take(flags, text, count=20, rank=1)]
+    assert lengths != [tokens.shape[1] for tokens in take(flags, text, count=20, step=1)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "multiple"),
+    [
+        ("", 1, 1),
+        ("--tensor-model-parallel-size 2", 2, 1),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 2),
+        ("--context-parallel-size 2", 2, 4),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4, 8),
+        ("--fp8-format hybrid", 1, 16),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --fp8-format hybrid", 2, 32),
+    ],
+)
+def test_lengths_are_multiples_of_what_ranks_cut_them_into(flags, world_size, multiple, text) -> None:
+    arguments = parse(f"{DENSE} {flags} --variable-seq-lengths --global-batch-size {2 * world_size}", world_size=world_size)
+    assert find_length_multiple(arguments) == multiple
+    found = list(iterate_microbatches(arguments, text, step=0, count=9, data_parallel_rank=0))
+    assert {microbatch.tokens.shape[1] % multiple for microbatch in found} == {0}
+
+
+def test_a_batch_that_ramps_up_counts_microbatches_of_this_rank() -> None:
+    arguments = parse(f"{DENSE} --global-batch-size 12 --rampup-batch-size 4 4 24", world_size=2)
+    counts = [count_microbatches(arguments, consumed_samples=samples) for samples in (0, 11, 12, 23, 24, 25, 1000)]
+    assert counts == [2, 2, 4, 4, 6, 6, 6]
+
+
+def test_another_length_of_a_split_needs_no_name() -> None:
+    batches = Batches(seq_length=8, micro_batch_size=1, seed=1, shortest=4, length_multiple=2)
+    text = TextData(bytes(range(100)), name="x")
+    lengths = {text.get_microbatch(batches, step=step, microbatch=0).tokens.shape[1] for step in range(30)}
+    assert lengths == {4, 6, 8}
+
+
+# Sequences that are packed, and sequences that ranks share.
+
+
+def test_packed_sequences_are_uneven_and_cover_all_tokens() -> None:
+    assert find_packed_bounds(32) == [0, 16, 24, 32]
+    assert find_packed_bounds(32, 8) == [0, 16, 24, 32]
+    assert find_packed_bounds(24, 8) == [0, 8, 16, 24]
+    assert find_packed_bounds(2) == [0, 1, 2]
+
+
+def test_positions_begin_at_zero_in_every_packed_sequence() -> None:
+    positions = torch.arange(6).expand(2, 6)
+    assert restart_positions(positions, [0, 3, 5, 6]).tolist() == [[0, 1, 2, 0, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: int) -> None:
+    tokens = torch.arange(64)[None]
+    cut = load_module("megatron.core.utils").get_batch_on_this_cp_rank
+    taken = []
+    for rank in range(size):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megatron.core.parallel_state.get_context_parallel_world_size", lambda: size)
+            patch.setattr("megatron.core.parallel_state.get_context_parallel_rank", lambda rank=rank: rank)
+            expected = cut({"tokens": tokens})["tokens"]
+        indices = find_context_parallel_tokens([0, 64], rank=rank, size=size)
+        assert torch.equal(tokens.index_select(1, indices), expected)
+        # Packed sequences are cut one by one.
+        packed = find_context_parallel_tokens([0, 32, 48, 64], rank=rank, size=size)
+        assert [((packed >= start) & (packed < end)).sum() for start, end in ((0, 32), (32, 48), (48, 64))] == [
+            32 // size,
+            16 // size,
+            16 // size,
+        ]
+        taken.append(packed)
+    assert torch.cat(taken).sort().values.tolist() == list(range(64))
+
+
+def test_the_reference_attention_computes_what_torchs_does() -> None:
+    config = type("Config", (), {"kv_channels": 8, "attention_dropout": 0.0})
+    attention = ReferenceAttention(config, 1, None, "self")
+    query, key, value = (torch.randn(10, 2, heads, 8) for heads in (4, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        *(tensor.repeat_interleave(2, dim=2).permute(1, 2, 0, 3) for tensor in (key, value)),
+        is_causal=True,
+    )
+    torch.testing.assert_close(attention(query, key, value, None), expected.permute(2, 0, 1, 3).flatten(2))
+
+
+def test_local_layers_have_their_own_attention_again_afterwards() -> None:
+    provider = load_module("megatron.core.models.backends").LocalSpecProvider
+    with reference_attention():
+        assert provider().core_attention() is ReferenceAttention
+    assert provider().core_attention().__name__ == "DotProductAttention"
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "message"),
+    [
+        (
+            "--tensor-model-parallel-size 2",
+            1,
+            r"one copy of the model takes 2 processes .* and there is 1\. Start a multiple of 2",
+        ),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 2, r"takes 4 processes .* and there are 2\."),
+        ("--expert-model-parallel-size 4", 2, r"the experts of a model take 4 processes .* as in torchrun --nproc-per-node 4"),
+        ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 2, r"the experts of a model take 4 processes"),
+        ("--global-batch-size 3", 2, r"--global-batch-size 3 is not a multiple of .* data-parallel size 2 = 2\. Give 2\."),
+        ("--packed-sequences --micro-batch-size 2", 1, r"--micro-batch-size 2 and --packed-sequences exclude each other"),
+        ("--rampup-batch-size 1 1", 1, r"--rampup-batch-size takes START, INCREMENT and SAMPLES, and 2 number\(s\) came"),
+        ("--rampup-batch-size 1 0 9", 1, r"--rampup-batch-size 1 0 9 has a number below 1"),
+        ("--rampup-batch-size 1 1 9", 2, r"START and INCREMENT are no multiples of .* = 2\. Give multiples of 2\."),
+        ("--rampup-batch-size 2 1 9", 1, r"does not come from START to --global-batch-size 2 .* Give --global-batch-size 3\."),
+        ("--global-batch-size 6 --rampup-batch-size 1 2 9", 1, r"in whole INCREMENTs\. Give --global-batch-size 5\."),
+        (
+            "--seq-length 31 --tensor-model-parallel-size 2 --sequence-parallel",
+            2,
+            r"--seq-length 31 is not a multiple of 2, .*30",
+        ),
+        ("--seq-length 34 --context-parallel-size 2", 2, r"--seq-length 34 is not a multiple of 4, the parts .* Give 32\."),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(flags: str, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"x\.sh: .*{message}"):
+        parse(f"{MOE} {flags}", world_size=world_size)
+
+
+def test_a_model_fits_on_as_many_processes_as_its_layers_and_its_experts_need() -> None:
+    assert parse(f"{MOE} --expert-model-parallel-size 2").world_size == 2
+    assert parse(f"{MOE} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --global-batch-size 4").world_size == 8
+    assert parse(f"{MOE} --tensor-model-parallel-size 2 --expert-model-parallel-size 2").world_size == 4
+    split = parse(f"{MOE} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1")
+    assert (split.world_size, split.data_parallel_size) == (2, 1)
+
+
+def test_processes_that_nobody_told_where_to_meet_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("environment variable MASTER_ADDR expected, but not set")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    with pytest.raises(ConfigError, match=r"the processes cannot meet: .*MASTER_ADDR.* Start them with torchrun"):
+        parallel.join_processes(rank=0, world_size=2, local_rank=0)
