@@ -7,7 +7,6 @@ The model's flags are the fields of Megatron's config classes (see `flags.py`), 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE, FlagSources
 from fgoffload.integrations.megatron.flags import FlagParser, add_field_flags, number, to_flag, whole_number
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
+from fgoffload.integrations.megatron.model_config import list_accepted
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
 __all__ = ["TrainingArguments", "add_fine_grained_offload_args", "build_transformer_config", "parse_arguments"]
@@ -49,7 +49,17 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 """Flags of Megatron-LM that set several fields; a flag for one of those fields wins."""
 
-_OFFLOAD_FIELDS = frozenset({"fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"})
+_OFFLOAD_FIELDS = frozenset(
+    {
+        "fine_grained_activation_offloading",
+        "offload_modules",
+        "min_offloaded_tensor_size",
+        # Since 0.19:
+        "delay_offload_until_cuda_graph",
+        "delta_offload_bytes_across_pp_ranks",
+        "activation_offload_fraction",
+    }
+)
 """Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
 
 _MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})
@@ -76,7 +86,7 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
         ("--delay-offload-until-cuda-graph", {"action": "store_true", "default": False, "help": "not built yet"}),
         (
             "--delta-offload-bytes-across-pp-ranks",
-            {"type": whole_number, "default": None, "metavar": "BYTES", "help": "not built yet"},
+            {"type": whole_number, "default": None, "metavar": "BYTES", "help": "each pipeline rank offloads less by this (0)"},
         ),
         (
             "--activation-offload-fraction",
@@ -171,7 +181,7 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
     fields.setdefault("overlap_p2p_comm", arguments.virtual_pipeline_size is not None)
     fields.setdefault("transformer_impl", "local")
     fields |= {"batch_p2p_comm": not fields["overlap_p2p_comm"], "params_dtype": dtype, "pipeline_dtype": dtype}
-    accepted = [] if offload is None else [tag for tag in offload.offload_modules if _is_accepted(tag)]
+    accepted = [] if offload is None else list_accepted(offload.offload_modules)
     if offload is not None and accepted:
         fields |= {
             "fine_grained_activation_offloading": True,
@@ -289,22 +299,3 @@ def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadCon
             "--activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above 0, or "
             "--no-fine-grained-activation-offloading."
         )
-
-
-@functools.cache
-def _is_accepted(tag: str) -> bool:
-    """Return whether Megatron's config accepts `tag`. It says so nowhere but in its refusal, so a tiny config is tried."""
-    fields = {
-        "num_layers": 1,
-        "hidden_size": 1,
-        "num_attention_heads": 1,
-        "fine_grained_activation_offloading": True,
-        # attn_proj is refused without core_attn, which every version accepts.
-        "offload_modules": ["core_attn", tag],
-    }
-    try:
-        with ignore_expected_warnings():
-            load_module(_CONFIG_MODULE).TransformerConfig(**fields)
-    except (AssertionError, ValueError):
-        return False
-    return True
