@@ -1,0 +1,165 @@
+"""The trainings of the support matrix on GPUs; `run_megatron_matrix.py` runs them."""
+
+import dataclasses
+
+SHAPE = (
+    "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 --global-batch-size 6 "
+    "--swiglu --disable-bias-linear --lr 1e-3 --position-embedding-type rope --normalization RMSNorm --bf16 "
+    "--transformer-impl transformer_engine --no-gradient-accumulation-fusion --ffn-hidden-size 512"
+)
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm --moe-aux-loss-coeff 1e-2"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+SHARED = "--moe-shared-expert-intermediate-size 256"
+MLA = "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
+DENSE, MOE = SHAPE, f"{SHAPE} {EXPERTS} {ALLTOALL}"
+MIXED = f"{MOE} {SHARED} --moe-layer-freq [0]*1+[1]*2"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+TWO = "--global-batch-size 8"
+
+ATTENTION_TAGS = "qkv_linear core_attn attn_proj"
+MLP_TAGS = "mlp_fc1 mlp_act mlp_fc2"
+EXPERT_TAGS = "mlp_norm router expert_fc1 moe_act expert_fc2 moe_combine"
+DENSE_TAGS = f"{ATTENTION_TAGS} {MLP_TAGS}"
+MOE_TAGS = f"{ATTENTION_TAGS} {EXPERT_TAGS}"
+MIXED_TAGS = f"{MOE_TAGS} {MLP_TAGS} shared_expert"
+MOVES_WITH_ANOTHER = ("attn_proj", "router", "shared_expert", "expert_fc2", "moe_combine", "mlp_norm")
+"""Tags that may move nothing of their own, since another tag saves the same storage and comes first, or a recompute owns it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training."""
+
+    name: str
+    flags: str
+    tags: str
+    gpus: int = 1
+    plan: tuple[tuple[int, str, str], ...] = ()
+    """Layer, tag, action."""
+    evaluates_after: tuple[int, ...] = ()
+    """Evaluate after so many steps; 0 is before the first."""
+
+
+PLAN_MIX = (
+    *((0, tag, "offload") for tag in DENSE_TAGS.split()),
+    (1, "attn_norm", "keep"),
+    (1, "core_attn", "recompute"),
+    (1, "mlp_norm", "recompute+offload"),
+    (1, "moe_act", "recompute+offload"),
+    (1, "expert_fc1", "offload"),
+    (2, "layer", "recompute"),
+    (2, "layer_input", "offload"),
+)
+PLAN_UNITS = (
+    (0, "mlp", "recompute"),
+    (0, "core_attn", "offload"),
+    (1, "moe", "recompute"),
+    (1, "qkv_linear", "offload"),
+    (2, "shared_expert", "recompute"),
+    (2, "mlp_norm", "recompute"),
+    (2, "expert_fc1", "offload"),
+)
+
+PLAN_DELAYED = tuple(
+    row for row in PLAN_MIX if row[1:] not in (("mlp_norm", "recompute+offload"), ("moe_act", "recompute+offload"))
+)
+"""Delayed scaling refuses linears that keep their original input, which these two need."""
+
+ROWS = (
+    *(Row(f"tag {tag}", MOE, tag) for tag in MOE_TAGS.split() if tag not in ("attn_proj",)),
+    Row("tag attn_proj", MOE, "core_attn attn_proj"),
+    *(Row(f"tag {tag}", DENSE, tag) for tag in MLP_TAGS.split()),
+    Row("tag shared_expert", MIXED, "shared_expert"),
+    Row("tag attn_norm", f"{MOE} {MLA}", "attn_norm"),
+    Row("tag layer_input", f"{MIXED} {FULL} uniform", "layer_input"),
+    Row("dense", DENSE, DENSE_TAGS),
+    Row("MoE, all-to-all", MOE, MOE_TAGS),
+    Row("MoE, all-gather", MOE.replace("alltoall", "allgather"), MOE_TAGS),
+    Row("MoE, fused permutation", f"{MOE} --moe-permute-fusion", MOE_TAGS.replace(" moe_combine", "")),
+    Row("mixed dense and MoE, shared experts", MIXED, MIXED_TAGS),
+    Row("shared experts overlapped", f"{MIXED} --moe-shared-expert-overlap", MIXED_TAGS),
+    Row("grouped-query attention", f"{MOE} --group-query-attention --num-query-groups 2", MOE_TAGS),
+    Row("MTP", f"{MIXED} --mtp-num-layers 1", MIXED_TAGS),
+    Row("MLA", f"{MOE} {MLA}", f"attn_norm {MOE_TAGS}"),
+    Row("packed sequences (THD)", f"{MOE} --packed-sequences --micro-batch-size 1", MOE_TAGS),
+    Row("variable sequence length", f"{MOE} --variable-seq-lengths", MOE_TAGS),
+    Row("dropout off", f"{MIXED} {NO_DROPOUT}", MIXED_TAGS),
+    Row("fp32", MIXED.replace("--bf16 ", ""), MIXED_TAGS),
+    *(
+        Row(f"FP8, {recipe}", f"{MIXED} --fp8-format {fmt} --fp8-recipe {recipe}", MIXED_TAGS)
+        for recipe, fmt in (("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"))
+    ),
+    Row("recompute layernorm", f"{MIXED} {SELECTIVE} layernorm", MIXED_TAGS),
+    Row("recompute layernorm, MLA", f"{MOE} {MLA} {SELECTIVE} layernorm", f"attn_norm {MOE_TAGS}"),
+    Row("recompute core_attn", f"{MIXED} {SELECTIVE} core_attn", f"qkv_linear {MLP_TAGS} {EXPERT_TAGS} shared_expert"),
+    Row("recompute moe_act", f"{MIXED} {SELECTIVE} moe_act", MIXED_TAGS.replace(" expert_fc2", "")),
+    Row(
+        "recompute layernorm moe_act", f"{MIXED} {SELECTIVE} layernorm moe_act", f"{ATTENTION_TAGS} mlp_norm expert_fc1 moe_act"
+    ),
+    Row("recompute mlp", f"{MIXED} {SELECTIVE} mlp", f"{MOE_TAGS} shared_expert"),
+    Row("recompute moe", f"{MIXED} {SELECTIVE} moe", f"{DENSE_TAGS} mlp_norm"),
+    Row("recompute shared_experts", f"{MIXED} {SELECTIVE} shared_experts", f"{MOE_TAGS} {MLP_TAGS}"),
+    Row("recompute mla_up_proj", f"{MOE} {MLA} {SELECTIVE} mla_up_proj", f"attn_norm {MOE_TAGS}"),
+    Row("full recompute, block", f"{MIXED} {FULL} block", f"layer_input {MOE_TAGS} shared_expert"),
+    Row("plan: keep, recompute, offload", MIXED, "", plan=PLAN_MIX),
+    Row("plan: other units", MIXED, "", plan=PLAN_UNITS),
+    Row("plan, FP8 blockwise", f"{MIXED} --fp8-format e4m3 --fp8-recipe blockwise", "", plan=PLAN_MIX),
+    Row("plan, FP8 delayed", f"{MIXED} --fp8-format hybrid --fp8-recipe delayed", "", plan=PLAN_DELAYED),
+    Row("eval before, between, after", MIXED, MIXED_TAGS, evaluates_after=(0, 1, 2)),
+    Row("forward-only first", MIXED, MIXED_TAGS, evaluates_after=(0,)),
+    Row("batch ramp-up", f"{MIXED} --rampup-batch-size 2 2 4", MIXED_TAGS),
+    Row(
+        "1F1B",
+        f"{MIXED} {TWO} --num-layers 4 --moe-layer-freq [0]*1+[1]*3 --pipeline-model-parallel-size 2",
+        MIXED_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "interleaved",
+        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        MOE_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "uneven stages", f"{MOE} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", MOE_TAGS, gpus=2
+    ),
+    Row(
+        "fewer microbatches than stages",
+        f"{MOE} --num-layers 4 --global-batch-size 2 --pipeline-model-parallel-size 2",
+        MOE_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "tensor and sequence parallel", f"{MIXED} {TWO} --tensor-model-parallel-size 2 --sequence-parallel", MIXED_TAGS, gpus=2
+    ),
+    Row("expert parallel, all-to-all", f"{MIXED} {TWO} --expert-model-parallel-size 2", MIXED_TAGS, gpus=2),
+    Row(
+        "expert parallel, all-gather",
+        f"{MIXED} {TWO} --expert-model-parallel-size 2".replace("alltoall", "allgather"),
+        MIXED_TAGS,
+        gpus=2,
+    ),
+    Row(
+        "expert-parallel overlap (combined 1F1B)",
+        f"{MOE} {TWO} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --moe-permute-fusion",
+        MOE_TAGS.replace(" moe_combine", ""),
+        gpus=2,
+    ),
+    Row("context parallel", f"{MOE} {TWO} --context-parallel-size 2", MOE_TAGS, gpus=2),
+    Row("data parallel", f"{MIXED} {TWO}", MIXED_TAGS, gpus=2),
+    Row(
+        "1F1B, plan",
+        f"{MIXED} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+        "",
+        gpus=2,
+        plan=PLAN_MIX,
+    ),
+    Row(
+        "1F1B, FP8 blockwise",
+        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe blockwise",
+        MOE_TAGS,
+        gpus=2,
+    ),
+)
