@@ -1,0 +1,90 @@
+"""Megatron's own recompute flags with offload of all that they leave: the same bits as the same recompute without offload."""
+
+import contextlib
+
+import pytest
+from support.attention import reference_attention
+from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, train
+
+from fgoffload import ConfigError, IntegrationError, default_tags
+from fgoffload.integrations.megatron.arguments import parse_arguments
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+# Dropout is on, as Megatron has it by default: what runs again has to draw the same masks.
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FULL = "--recompute-granularity full --recompute-method"
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
+
+MODULES = ("layernorm", "core_attn", "mlp", "moe", "shared_experts", "mla_up_proj")
+"""All of `--recompute-modules` that run on the CPU; `moe_act` needs Transformer Engine's grouped linears."""
+
+REFUSED = [(module, tag.name) for tag in default_tags() for module in tag.excluded_by]
+
+
+def make_flags(*modules):
+    return f"{MIXED} {SELECTIVE} {' '.join(modules)} {LATENT if 'mla_up_proj' in modules else ''}"
+
+
+def list_allowed(*modules):
+    """Return the tags of the model that may be offloaded beside `modules`."""
+    refused = {tag for module, tag in REFUSED if module in modules}
+    refused |= {tag.name for tag in default_tags() if refused.intersection(tag.requires)}
+    return [tag for tag in MIXED_TAGS if tag not in refused]
+
+
+def find_unmoved(flags, tags):
+    """Train with and without offload of `tags`, compare every bit, and return the tags that moved nothing."""
+    needs_reference = "--multi-latent-attention" in flags
+    with reference_attention() if needs_reference else contextlib.nullcontext():
+        expected, _ = train(flags)
+        found, moved = train(flags, make_config(*tags))
+    assert found == expected
+    assert set(moved) == set(tags)
+    return {tag for tag, size_bytes in moved.items() if size_bytes == 0}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_selective_recompute_of_a_module_and_all_tags_that_it_allows(module, caplog):
+    unmoved = find_unmoved(make_flags(module), list_allowed(module))
+    # The linears save the norms' output alone, and what is recomputed for them is not theirs to move: that is said.
+    assert unmoved == ({"qkv_linear", "mlp_fc1"} if module == "layernorm" else set())
+    assert caplog.text.count("its storage belongs to a recompute, which empties and refills it") == len(unmoved)
+
+
+def test_all_modules_that_recompute_together_and_all_tags_that_they_allow():
+    modules = ("layernorm", "core_attn", "mlp", "shared_experts")
+    tags = list_allowed(*modules)
+    assert tags == ["attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"]
+    assert find_unmoved(make_flags(*modules), tags) == {"qkv_linear"}
+
+
+@pytest.mark.parametrize(
+    ("method", "tags"),
+    [
+        ("uniform --recompute-num-layers 1", ["layer_input"]),
+        ("uniform --recompute-num-layers 2", ["layer_input"]),
+        # The first layer, the dense one, is recomputed, and the other one saves as always.
+        ("block --recompute-num-layers 1", ["layer_input", *(tag for tag in MIXED_TAGS if tag not in MLP_TAGS)]),
+    ],
+)
+def test_full_recompute_and_its_layers_inputs(method, tags):
+    assert find_unmoved(f"{MIXED} {FULL} {method}", tags) == set()
+
+
+@pytest.mark.parametrize(("module", "tag"), REFUSED)
+def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_built(module, tag):
+    with pytest.raises(ConfigError) as refused:
+        parse_arguments(f"{MIXED} {SELECTIVE} {module} {OFFLOAD} {tag}".split(), source="test")
+    assert (
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: what is recomputed is not saved, so "
+        "nothing would leave. Leave one of them out."
+    ) in str(refused.value)
+
+
+@pytest.mark.parametrize(("module", "tag"), [row for row in REFUSED if row[0] in MODULES and row[1] in MIXED_TAGS])
+def test_a_tag_that_is_refused_would_save_nothing(module, tag):
+    # Past the check of the flags, the first step finds out.
+    with pytest.raises(IntegrationError, match=f"--offload-modules '{tag}' saved nothing in the first step on any rank"):
+        train(f"{make_flags(module)} --global-batch-size 2", make_config(tag), steps=1)  # one microbatch says it
