@@ -246,10 +246,11 @@ def test_what_the_router_saves_of_its_scores(router, tensors):
     assert count_tag_bytes(shape)["moe_act"] == sum_bytes((PERMUTED, 28, "bf16"), probabilities)
 
 
-def test_one_expert_a_token_has_no_sum_to_divide_its_score_by():
+@pytest.mark.parametrize(("topk", "divided"), [(1, ()), (2, ((72, 2, "bf16"), (72, 1, "bf16")))])
+def test_one_expert_a_token_has_no_sum_to_divide_its_score_by(topk, divided):
     router = RouterShape(score_function="sigmoid")
-    shape = LayerShape(**UNEQUAL, experts=ExpertsShape(num_experts=12, topk=1, ffn_hidden_size=14, router=router))
-    assert count_tag_bytes(shape)["router"] == sum_bytes(PART, (72, 1, "int64"), (72, 12, "fp32"))
+    shape = LayerShape(**UNEQUAL, experts=ExpertsShape(num_experts=12, topk=topk, ffn_hidden_size=14, router=router))
+    assert count_tag_bytes(shape)["router"] == sum_bytes(PART, (72, topk, "int64"), (72, 12, "fp32"), *divided)
 
 
 @pytest.mark.parametrize(("ranks", "order"), [(4, ((PERMUTED, "int32"),)), (12, ())])
