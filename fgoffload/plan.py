@@ -57,7 +57,7 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """The action for every site of a rank. A site that is not in the plan is kept."""
+    """The action for every site of all ranks. A site that is not in the plan is kept."""
 
     actions: Mapping[Site, Action]
 
@@ -114,7 +114,15 @@ class OffloadPlan:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else None
             raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
-        return cls(actions=dict(_read_row(row, number, source) for number, row in _enumerate_rows(document, source)))
+        actions: dict[Site, Action] = {}
+        for number, row in _enumerate_rows(document, source):
+            site, action = _read_row(row, number, source)
+            if site in actions:
+                raise PlanError(
+                    f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Leave one."
+                )
+            actions[site] = action
+        return cls(actions=actions)
 
     @classmethod
     def load(cls, path: Path) -> "OffloadPlan":

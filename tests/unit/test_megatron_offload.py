@@ -239,7 +239,7 @@ def test_a_plan_file_says_which_sites_leave(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     expected, _ = train(MOE, text)
-    found, moved = train(MOE, text, make_config("core_attn", "mlp_norm", offload_plan=path))
+    found, moved = train(MOE, text, make_config("core_attn", offload_plan=path))
     assert found == expected
     _, moved_everywhere = train(MOE, text, make_config("core_attn"))
     assert moved == {"core_attn": moved_everywhere["core_attn"] // 4}

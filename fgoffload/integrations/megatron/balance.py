@@ -22,7 +22,7 @@ def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Sit
     for site in reversed(tuple(moved_bytes)):
         if less_bytes <= 0:
             break
-        if moved_bytes[site] > 0:  # attn_proj moves nothing of its own: that it stays would change nothing
-            kept.append(site)
-            less_bytes -= moved_bytes[site]
+        # One that moved nothing stays too: it saves what a site before it moved, and would move that in its place.
+        kept.append(site)
+        less_bytes -= moved_bytes[site]
     return kept

@@ -27,7 +27,7 @@ class LayerInputs:
     """Regions around the checkpoints of layers, and around no other checkpoint: Megatron uses the same function for many."""
 
     def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
-        """Wrap what the table above names.
+        """Wrap the checkpoints, and what tells that they are of layers.
 
         Args:
             patches: Put it back later.

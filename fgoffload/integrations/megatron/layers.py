@@ -16,10 +16,11 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.methods import wrap_symbol
-from fgoffload.integrations.megatron.offload import LayerSites
+from fgoffload.integrations.megatron.model_config import list_accepted
+from fgoffload.integrations.megatron.offload import LayerSites, MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload
-from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags
+from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags, switch_off_later
 from fgoffload.integrations.megatron.waits import has_held_wait
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
@@ -55,16 +56,16 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
     """
     for name in SCHEDULE_NAMES:
         wrap_symbol(patches, SCHEDULES, name, functools.partial(_wrap_schedule, get_offload))
+    registrar = _Registrar(patches, get_offload, LayerInputs(patches, get_offload))
     for model in (MODEL, *_list_existing(NEWER_MODELS)):
-        wrap_symbol(patches, model, "forward", functools.partial(_wrap_model, get_offload))
-    inputs = LayerInputs(patches, get_offload)
+        wrap_symbol(patches, model, "forward", functools.partial(_wrap_model, registrar))
     for block in (BLOCK, MTP_BLOCK, *_list_existing(NEWER_BLOCKS)):
-        wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, patches, get_offload, inputs))
+        wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
         wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
     wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_wrap_checkpoint, get_offload))
     # The overlap of expert communication runs no layer's forward, but the pieces of two microbatches in turns.
-    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_schedule_plan, patches, get_offload, inputs))
+    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
     wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
 
@@ -90,33 +91,22 @@ def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
     return run
 
 
-def _wrap_model(get_offload: GetOffload, original: Any) -> Any:
+def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self.config, "fine_grained_activation_offloading", False):
-            get_offload().begin_microbatch(getattr(self, "vp_stage", None) or 0)
+        registrar.begin_forward(self)
         return original(self, *args, **kwargs)
 
     return forward
 
 
-def _wrap_block(patches: Patches, get_offload: GetOffload, inputs: LayerInputs, original: Any) -> Any:
+def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _register_once(self, patches, get_offload, inputs)
+        # Its own where it knows it: without a model around it, forward need not be in it yet.
+        chunk = getattr(self, "vp_stage", None)
+        registrar.register([self], registrar.get_offload().chunk if chunk is None else chunk)
         return original(self, *args, **kwargs)
 
     return forward
-
-
-def _wrap_schedule_plan(patches: Patches, get_offload: GetOffload, inputs: LayerInputs, original: Any) -> Any:
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for block in (self.decoder, getattr(self, "mtp", None)):
-            if block is not None:
-                _register_once(block, patches, get_offload, inputs)
-        if not getattr(self.config, "fine_grained_activation_offloading", False):
-            get_offload().begin_microbatch(getattr(self, "vp_stage", None) or 0)
-        return original(self, *args, **kwargs)
-
-    return build
 
 
 def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
@@ -136,43 +126,71 @@ def _wrap_node(get_offload: GetOffload, original: Any) -> Any:
     return forward
 
 
-def _register_once(block: Any, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
-    if get_offload().is_new(block):
-        _check_linears(block)
-        _register(block, patches, get_offload, inputs)
+class _Registrar:
+    """Tells the integration what the layers of each model have, once, and prepares them for what is planned for each."""
+
+    def __init__(self, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
+        self._patches = patches
+        self.get_offload = get_offload
+        self._inputs = inputs
+
+    def begin_forward(self, model: Any) -> None:
+        """A model chunk begins a forward, or the plan of one."""
+        offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
+        # All of the chunk together: a fraction is of all its sites.
+        self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
+        if not getattr(model.config, "fine_grained_activation_offloading", False):
+            offload.begin_microbatch(chunk)
+
+    def register(self, blocks: Iterable[Any], chunk: int) -> None:
+        """Register the layers of those of `blocks` that are new.
+
+        Raises:
+            IntegrationError: A model cannot be offloaded as it is.
+            PlanError: The plan asks of a layer what it cannot do.
+        """
+        offload = self.get_offload()
+        new = [block for block in blocks if not offload.is_known(block)]
+        if not new:
+            return
+        for block in new:
+            _check_linears(block)
+            _check_config(block.config, offload)
+        found = [
+            (layer, _find_input_tag(block, index, offload.selected))
+            for block in new
+            for index, layer in enumerate(filter(None, map(_find_layer, block.layers)))
+        ]
+        offload.register_layers(
+            chunk,
+            [
+                LayerSites(
+                    number=get_number(layer),
+                    tags=(*input_tag, *find_tags(layer, offload.selected)),
+                    fused=find_fused_tags(layer, offload.selected),
+                    units=recompute.find_units(layer),
+                )
+                for layer, input_tag in found
+            ],
+        )
+        for layer, _ in found:
+            number = get_number(layer)
+            for unit in offload.list_recomputed(chunk, number):
+                recompute.switch_on(self._patches, self._inputs, layer, unit)
+            add_own_sites(self._patches, self.get_offload, layer, offload.list_offloaded(chunk, number))
+            switch_off_later(self._patches, layer)
+        offload.remember(new)  # only now: what is refused once is refused the next time too
 
 
-def _register(block: Any, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
-    """Tell what the layers of `block` have, and prepare them for what is planned for each."""
-    offload = get_offload()
-    # Its own where it knows it: forward need not be in it yet. A hybrid block does not know, and is run by its model.
-    chunk = (block.vp_stage or 0) if hasattr(block, "vp_stage") else offload.chunk
-    layers = [layer for layer in map(_find_layer, block.layers) if layer is not None]
-    offload.register_layers(
-        chunk,
-        [
-            LayerSites(
-                number=get_number(layer),
-                tags=(*_find_input_tag(block.config, index, offload.selected), *find_tags(layer, offload.selected)),
-                fused=find_fused_tags(layer, offload.selected),
-                units=recompute.find_units(layer),
-            )
-            for index, layer in enumerate(layers)
-        ],
-    )
-    for layer in layers:
-        number = get_number(layer)
-        for unit in offload.list_recomputed(chunk, number):
-            recompute.switch_on(patches, inputs, layer, unit)
-        add_own_sites(patches, get_offload, layer, offload.list_offloaded(chunk, number))
-
-
-def _find_input_tag(config: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return `layer_input` where it is selected and Megatron's own full recompute begins at the layer `index` of its block."""
+def _find_input_tag(block: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
+    """Return `layer_input` where it is selected and Megatron's own full recompute begins at the layer `index` of `block`."""
+    config = block.config
     if LAYER_INPUT not in selected or config.recompute_granularity != "full":
         return ()
     layers = config.recompute_num_layers or 1
-    begins = index % layers == 0 if config.recompute_method == "uniform" else index < layers
+    # Layers of multi-token prediction are left out of the block method.
+    is_first = index < layers and hasattr(block, "pre_process")
+    begins = index % layers == 0 if config.recompute_method == "uniform" else is_first
     return (LAYER_INPUT,) if begins else ()
 
 
@@ -225,6 +243,30 @@ def _wrap_checkpoint(get_offload: GetOffload, original: Any) -> Any:
 
 def _retains_inputs(checkpoint: Any) -> bool:
     return bool(getattr(checkpoint, "retain_input_tensors", False))
+
+
+def _check_config(config: Any, offload: MegatronOffload) -> None:
+    """Refuse what excludes offload, or what a plan does.
+
+    Raises:
+        IntegrationError: With the flag and the fix.
+    """
+    if getattr(config, "cpu_offloading", False):
+        raise IntegrationError(
+            "--cpu-offloading-num-layers offloads whole layers of this model, and activation offload its modules: both would "
+            "move the same tensors. Leave one of them out."
+        )
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity is not None and offload.recomputes:
+        raise IntegrationError(
+            f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "
+            "alike. Leave Megatron's recompute flags out: the plan says all."
+        )
+    if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
+        raise IntegrationError(
+            "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "
+            "off in its layers. Call `apply` first, or give the config fine_grained_activation_offloading and offload_modules."
+        )
 
 
 def _check_linears(block: Any) -> None:

@@ -6,12 +6,16 @@ flag is switched off; the others need no flag of Megatron's.
 
 import functools
 import inspect
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
+
+logger = logging.getLogger(__name__)
 
 CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 
@@ -30,13 +34,33 @@ def set_flags(patches: Patches, selected: Sequence[str]) -> None:
 
     def wrap(original: Callable[[Any], None]) -> Callable[[Any], None]:
         def check(self: Any) -> None:
-            self.fine_grained_activation_offloading = bool(accepted)
-            self.offload_modules = list(accepted)
+            # Megatron's offload of whole layers excludes ours. Such a model is refused when it runs, and may never do so here.
+            if not getattr(self, "cpu_offloading", False):
+                _set(patches, self, accepted, selected)
             original(self)
 
         return check
 
     wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", wrap)
+
+
+def _set(patches: Patches, config: Any, accepted: Sequence[str], selected: Sequence[str]) -> None:
+    given = config.fine_grained_activation_offloading, config.offload_modules
+    if given[0] and (ignored := set(given[1] or ()) - set(selected)):
+        logger.warning(
+            "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
+            " ".join(sorted(ignored)),
+            " ".join(selected),
+        )
+    config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
+    reference = weakref.ref(config)
+
+    def undo() -> None:
+        config = reference()
+        if config is not None:
+            config.fine_grained_activation_offloading, config.offload_modules = False, []
+
+    patches.on_remove(undo)
 
 
 def list_accepted(tags: Sequence[str]) -> list[str]:

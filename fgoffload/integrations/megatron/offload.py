@@ -4,14 +4,15 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import Group, Lane, OffloadEngine, Region, StepStats, is_inert
-from fgoffload.errors import IntegrationError, PlanError
+from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
+from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
@@ -32,17 +33,6 @@ class LayerSites:
     """The selected tags whose module is fused into another."""
     units: tuple[str, ...] = ()
     """What can run again by itself, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
-
-
-@dataclasses.dataclass(slots=True)
-class _TagReport:
-    """What one tag came to in the first step; whole numbers, since ranks agree on them by a maximum."""
-
-    sites: int = 0
-    planned: int = 0
-    fused: int = 0
-    saved_tensors: int = 0
-    moved_bytes: int = 0
 
 
 class MegatronOffload:
@@ -79,26 +69,35 @@ class MegatronOffload:
         self._is_first_step_over = False
         self._first_groups: list[tuple[Site, Group]] = []
         """Of the first step, where what each site moved has to be known."""
+        self._site_bytes: dict[Site, float] = {}
+        """What each site moved in a microbatch of the first step, in the order of forward."""
+        self._balanced_microbatches = 0
+        _check_named_tags(config, self._plan)
 
     def remove(self) -> None:
         """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does no harm."""
-        self._undo()
-        self._open.clear()
-        self._lane = None
-        self.engine.close()
+        try:
+            self._undo()
+        finally:
+            self._open.clear()
+            self._lane = None
+            self.engine.close()
 
     # Where forward is.
 
     def begin_microbatch(self, chunk: int) -> None:
-        """A forward of model chunk `chunk` begins. Without grad mode there is nothing to begin."""
-        if not torch.is_grad_enabled():
-            return
-        microbatch = self._microbatches_begun.get(chunk, 0)
-        self._microbatches_begun[chunk] = microbatch + 1
+        """A forward of model chunk `chunk` begins. Without grad mode it has no microbatch."""
         self._chunk = chunk
+        if torch.is_grad_enabled():
+            self._begin_lane()
+
+    def _begin_lane(self) -> Lane:
+        microbatch = self._microbatches_begun.get(self._chunk, 0)
+        self._microbatches_begun[self._chunk] = microbatch + 1
         self._layer = -1
-        self._lane = Lane(chunk=chunk, microbatch=microbatch)
+        self._lane = lane = Lane(chunk=self._chunk, microbatch=microbatch)
         self._open.clear()  # regions that nobody ended
+        return lane
 
     def abandon_microbatch(self) -> None:
         """Forward raised: hold nothing of it. A recompute that raises in backward, or stops early, has nothing here."""
@@ -108,10 +107,9 @@ class MegatronOffload:
 
     def enter_layer(self, layer: int) -> Lane:
         """Forward reaches the layer with number `layer`, from 0 over the whole model."""
-        if self._lane is None:
-            self.begin_microbatch(self._chunk)
+        lane = self._lane or self._begin_lane()
         self._layer = layer
-        return self._lane or Lane(chunk=self._chunk, microbatch=0)
+        return lane
 
     @property
     def chunk(self) -> int:
@@ -127,37 +125,46 @@ class MegatronOffload:
         """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
 
-    def is_new(self, block: torch.nn.Module) -> bool:
-        """Return whether nobody has asked so of `block` before."""
-        is_new = block not in self._blocks
-        self._blocks.add(block)
-        return is_new
+    def is_known(self, block: torch.nn.Module) -> bool:
+        """Return whether the layers of `block` have been registered."""
+        return block in self._blocks
+
+    def remember(self, blocks: Iterable[torch.nn.Module]) -> None:
+        """Take note that the layers of `blocks` have been registered, and prepared."""
+        self._blocks.update(blocks)
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether the plan runs anything again."""
+        return self._plan is not None and any(action.recomputes for action in self._plan.actions.values())
 
     def pass_layer(self, layer: int) -> None:
         """Forward has come to the layer with number `layer` in a way that saves nothing of it."""
         self._layer = layer
 
-    def register_layers(self, chunk: int, layers: Iterable[LayerSites]) -> None:
-        """Learn what a block of layers has, and choose an action for each site.
+    def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
+        """Learn what the layers of a model chunk have, and choose an action for each site.
 
         Args:
-            chunk: The virtual pipeline stage that the block belongs to.
-            layers: In the order of forward.
+            chunk: The virtual pipeline stage.
+            layers: All of the chunk, in the order of forward.
 
         Raises:
             PlanError: The plan asks of a layer what it cannot do.
         """
+        planned = {} if self._plan is None else {layer.number: self._plan.list_layer(chunk, layer.number) for layer in layers}
+        for layer in layers:
+            _check_layer(layer, planned.get(layer.number, {}))
         sites = []
         for layer in layers:
-            planned = {} if self._plan is None else self._plan.list_layer(chunk, layer.number)
-            _check_layer(layer, planned)
+            actions = planned.get(layer.number, {})
             self._layers.add((chunk, layer.number))
             tags = layer.tags
-            if planned.get("layer", Action.KEEP).recomputes and "layer_input" in self.selected:
+            if actions.get("layer", Action.KEEP).recomputes and "layer_input" in self.selected:
                 tags = ("layer_input", *tags)
             sites += [Site(chunk=chunk, layer=layer.number, tag=tag) for tag in tags]
-            units = [name for name, action in planned.items() if action.recomputes and name not in tags]
-            self._actions.update({Site(chunk=chunk, layer=layer.number, tag=name): planned[name] for name in units})
+            units = [name for name, action in actions.items() if action.recomputes and name not in tags]
+            self._actions.update({Site(chunk=chunk, layer=layer.number, tag=name): actions[name] for name in units})
             self._fused_tags.update(layer.fused)
         if self._plan is not None:
             self._actions.update((site, self._plan.get_action(site)) for site in sites)
@@ -259,8 +266,9 @@ class MegatronOffload:
 
         Raises:
             IntegrationError: A selected tag saved nothing on any rank.
-            PlanError: The plan names a site that no rank has.
+            PlanError: The plan names a site that no rank has, or the ranks have different plans.
         """
+        microbatches = max(self._microbatches_begun.values(), default=0)
         self._microbatches_begun.clear()
         self._open.clear()
         self._lane = None
@@ -270,103 +278,57 @@ class MegatronOffload:
         )
         if not self._is_first_step_over:
             self._is_first_step_over = True
-            self._check_plan()
-            self._check_tags(self.last_step)
-            self._balance_ranks()
+            check_alike(self.selected, self._plan)
+            if self._plan is not None:
+                check_plan(self._plan, self._actions, self._layers)
+            check_tags(self.selected, self._actions, self._fused_tags, self.last_step)
+        if self.config.delta_offload_bytes_across_pp_ranks:
+            self._balance_ranks(microbatches)
 
-    def _balance_ranks(self) -> None:
-        """Keep what this pipeline rank is to offload less than the first, now that it is known what each site moves."""
-        if not self.config.delta_offload_bytes_across_pp_ranks:
-            return
-        rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
-        less_bytes = rank * self.config.delta_offload_bytes_across_pp_ranks
-        moved_bytes: dict[Site, int] = {}
+    def _balance_ranks(self, microbatches: int) -> None:
+        """Keep what this pipeline rank is to offload less than the first, in steps of so many microbatches."""
         for site, group in self._first_groups:
-            moved_bytes[site] = moved_bytes.get(site, 0) + group.moved_bytes
+            self._site_bytes[site] = self._site_bytes.get(site, 0) + group.moved_bytes / microbatches
         self._first_groups.clear()
-        kept = choose_kept(moved_bytes, less_bytes=less_bytes)
-        for site in kept:
-            self._actions[site] = Action.KEEP
-        kept_bytes = sum(moved_bytes[site] for site in kept)
+        if microbatches == self._balanced_microbatches:
+            return
+        self._balanced_microbatches = microbatches
+        rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
+        moved_bytes = {site: round(size * microbatches) for site, size in self._site_bytes.items()}
+        kept = choose_kept(moved_bytes, less_bytes=rank * self.config.delta_offload_bytes_across_pp_ranks)
+        self._actions.update(dict.fromkeys(moved_bytes, Action.OFFLOAD))
+        self._actions.update(dict.fromkeys(kept, Action.KEEP))
         logger.info(
             "pipeline rank %d offloads %s of a step less: %d of %d sites stay",
             rank,
-            format_bytes(kept_bytes),
+            format_bytes(sum(moved_bytes[site] for site in kept)),
             len(kept),
             len(moved_bytes),
         )
-
-    def _check_plan(self) -> None:
-        if self._plan is None:
-            return
-        planned = sorted(self._plan.actions)
-        # What stays needs no site: of a tag that no plan lets leave, nobody asks where it has one.
-        known = [
-            site in self._actions or (self._plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in self._layers)
-            for site in planned
-        ]
-        # A plan is for all ranks, and each has the sites of its own layers: only together can they tell what none has.
-        for site, (has_site,) in zip(planned, _agree([(int(is_known),) for is_known in known]), strict=True):
-            if not has_site:
-                raise PlanError(
-                    f"The plan names {site} in chunk {site.chunk}, and no rank has such a site. Plan for this model."
-                )
-
-    def _check_tags(self, step: StepStats) -> None:
-        rows = _agree([dataclasses.astuple(self._report(tag, step)) for tag in self.selected])
-        for tag, report in zip(self.selected, (_TagReport(*row) for row in rows), strict=True):
-            if not report.sites and report.fused:
-                logger.warning(
-                    "--offload-modules %s moved nothing: the module is fused into the linear after it, which saves its input. "
-                    "Select the linear's tag for these bytes.",
-                    tag,
-                )
-            elif not report.sites:
-                raise IntegrationError(
-                    f"--offload-modules {tag!r} has no site in this model on any rank, so it does nothing. Leave it out, or "
-                    "choose a layer implementation that has the module."
-                )
-            elif report.planned and not report.saved_tensors:
-                raise IntegrationError(
-                    f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it does nothing. Full "
-                    "recompute, or recompute of the module, takes its tensors first: leave the tag out, or recompute less."
-                )
-            elif report.planned and not report.moved_bytes:
-                stats = step.tags.get(tag)
-                logger.warning(
-                    "--offload-modules %s moved nothing in the first step. What stayed, and why: %s",
-                    tag,
-                    ", ".join(f"{format_bytes(n)} {why}" for why, n in stats.kept_bytes.items())
-                    if stats
-                    else "another rank knows",
-                )
-
-    def _report(self, tag: str, step: StepStats) -> _TagReport:
-        actions = [action for site, action in self._actions.items() if site.tag == tag]
-        stats = step.tags.get(tag)
-        return _TagReport(
-            sites=len(actions),
-            planned=sum(action.offloads for action in actions),
-            fused=int(tag in self._fused_tags),
-            saved_tensors=stats.saved_tensors if stats else 0,
-            moved_bytes=stats.d2h_bytes + stats.shared_bytes if stats else 0,
-        )
-
-
-def _agree(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the greatest of every rank's numbers: one rank that raised alone would leave the others waiting for it."""
-    if not rows or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return rows
-    numbers = torch.tensor(rows, dtype=torch.int64)
-    if torch.distributed.get_backend() == "nccl":
-        numbers = numbers.to(torch.device("cuda", torch.cuda.current_device()))
-    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
-    return [tuple(row) for row in numbers.tolist()]
 
 
 def _list_offloaded_tags(plan: OffloadPlan | None) -> tuple[str, ...]:
     actions = {} if plan is None else plan.actions
     return tuple(sorted({site.tag for site, action in actions.items() if action.offloads}))
+
+
+def _check_named_tags(config: OffloadConfig, plan: OffloadPlan | None) -> None:
+    """Refuse tags that are named beside a plan that lets none of their tensors leave, and planned tags that need others.
+
+    Raises:
+        PlanError: With the tag and the fix.
+        ConfigError: The plan offloads an unknown tag, or one without what it requires.
+    """
+    if plan is None:
+        return
+    planned = _list_offloaded_tags(plan)
+    config.tags.check(planned, flag="--offload-plan")
+    for tag in config.offload_modules:
+        if tag not in planned:
+            raise PlanError(
+                f"--offload-modules names {tag!r}, and --offload-plan {config.offload_plan} offloads it in no layer: it would "
+                "do nothing. Leave it out, or plan for it."
+            )
 
 
 def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:

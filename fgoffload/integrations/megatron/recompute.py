@@ -17,18 +17,20 @@ its generators, or Transformer Engine's where FP8 is on, which restores the scal
 | `moe_act` | `TEGroupedMLP.activation_recompute` | 0.16.1 |
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.methods import set_attribute, wrap_method
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.regions import find_tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,22 +54,13 @@ def find_units(layer: Any) -> tuple[str, ...]:
 
 
 def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:
-    """Let `unit` of `layer` run again in backward, until `patches` are removed.
-
-    Raises:
-        IntegrationError: Megatron's own recompute flags are given too.
-    """
-    granularity = getattr(layer.config, "recompute_granularity", None)
-    if granularity is not None:
-        raise IntegrationError(
-            f"The plan recomputes {unit} in layer {layer.layer_number - 1}, and --recompute-granularity {granularity} "
-            "recomputes the same modules in all layers. Leave Megatron's recompute flags out: the plan says all."
-        )
+    """Let `unit` of `layer` run again in backward, until `patches` are removed."""
     if unit == "layer":
-        wrap_method(patches, layer, "forward", lambda original: _run_again(inputs, layer, original))
+        wrap_method(patches, layer, "forward", functools.partial(_run_again, inputs))
         return
     switch = _find_switches(layer)[unit]
     set_attribute(patches, switch.target, switch.attribute, True)  # noqa: FBT003 - the value of Megatron's attribute
+    wrap_method(patches, layer, "forward", _run_once_without_grad)
     if switch.prepare_fp8 is not None and is_quantized(layer.config):
         switch.prepare_fp8()
 
@@ -87,13 +80,15 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
             switches[unit] = _Switch(target, attribute, prepare_fp8)
 
     if not isinstance(layer.input_layernorm, identity):
-        add("attn_norm", layer, "recompute_input_layernorm", attention.set_for_recompute_input_layernorm)
+        # Not every attention is Megatron's `Attention`, and only in FP8 has it to be prepared.
+        prepare_attention = getattr(attention, "set_for_recompute_input_layernorm", None)
+        if prepare_attention is not None or not is_quantized(layer.config):
+            add("attn_norm", layer, "recompute_input_layernorm", prepare_attention)
     add("mla_up_proj", attention, "recompute_up_proj")
     add("core_attn", attention, "checkpoint_core_attention")
     experts = getattr(mlp, "experts", None)
     if not isinstance(layer.pre_mlp_layernorm, identity):
-        prepare = mlp.set_for_recompute_pre_mlp_layernorm if experts is not None else lambda: _save_original(mlp.linear_fc1)
-        add("mlp_norm", layer, "recompute_pre_mlp_layernorm", prepare)
+        add("mlp_norm", layer, "recompute_pre_mlp_layernorm", lambda: _prepare_mlp(mlp))
     if experts is None:
         # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for what computed that
         # parameter: the recompute in backward runs into itself until memory is full. Seen with megatron-core 0.16.1.
@@ -107,24 +102,59 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
     return switches
 
 
+def _prepare_mlp(mlp: Any) -> None:
+    if hasattr(mlp, "set_for_recompute_pre_mlp_layernorm"):
+        mlp.set_for_recompute_pre_mlp_layernorm()
+    else:
+        _save_original(mlp.linear_fc1)
+
+
 def _save_original(linear: Any) -> None:
     load_module("megatron.core.extensions.transformer_engine").set_save_original_input(linear)
 
 
-def _run_again(inputs: LayerInputs, layer: Any, original: Any) -> Any:
-    """Return a forward of `layer` that keeps its input alone."""
+def _run_once_without_grad(original: Any) -> Any:
+    """Return a forward of a layer that recomputes nothing where its input needs no gradient, as behind frozen layers.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    Megatron's checkpoints are reentrant: they reach the parameters through their input, and where that has no gradient, the
+    parameters get none, without a word.
+    """
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
+            return original(layer, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for switch in _find_switches(layer).values():
+                stack.enter_context(_switched_off(switch))
+            return original(layer, *args, **kwargs)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _switched_off(switch: _Switch) -> Iterator[None]:
+    before = getattr(switch.target, switch.attribute)
+    setattr(switch.target, switch.attribute, False)
+    try:
+        yield
+    finally:
+        setattr(switch.target, switch.attribute, before)
+
+
+def _run_again(inputs: LayerInputs, original: Any) -> Any:
+    """Return a forward of a layer that keeps its input alone."""
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         count = len(args)
         names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
         # Reentrant checkpoints reach the parameters through their input: without its gradient they would have none.
         if is_inert() or not any(given[name].requires_grad for name in names):
-            return original(*args, **kwargs)
+            return original(layer, *args, **kwargs)
 
         def run(*tensors: torch.Tensor) -> Any:
             values = given | dict(zip(names, tensors, strict=True))
-            return original(*(values.pop(index) for index in range(count)), **values)
+            return original(layer, *(values.pop(index) for index in range(count)), **values)
 
         tensors = [given[name] for name in names]
         # The closure lives as long as the checkpoint, and must not hold the input, which is to leave.

@@ -28,7 +28,7 @@ def _wrap_part(
     get_offload: GetOffload, tag: str, opened: list[Region], *, is_first: bool, is_last: bool
 ) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             offload = get_offload()
             if is_first:
                 opened.clear()  # what a forward left that raised
@@ -36,11 +36,10 @@ def _wrap_part(
                 if region is not None:
                     opened.append(region)
                     region.enter(find_tensor(args, kwargs))
-            # A recompute in backward has no region, though the first forward may have left one open in another thread.
             if not opened:
-                return original(*args, **kwargs)
+                return original(self, *args, **kwargs)
             with opened[-1].saving():
-                result = original(*args, **kwargs)
+                result = original(self, *args, **kwargs)
             if is_last:
                 offload.end(opened.pop())
             return result
@@ -93,11 +92,11 @@ class _Passes:
     def wrap_owner(self, original: Any) -> Any:
         """Wrap the forward of the module that has the linears."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             current = self._current = _Pass(self._get_offload(), self._tags)
             try:
                 current.enter(find_tensor(args, kwargs))
-                result = original(*args, **kwargs)
+                result = original(module, *args, **kwargs)
                 current.end()
                 return result
             finally:
@@ -109,12 +108,12 @@ class _Passes:
     def wrap_fc1(self, original: Any) -> Any:
         """Wrap the forward of a first linear."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             current = self._current
             if current is None:
-                return original(*args, **kwargs)
+                return original(module, *args, **kwargs)
             current.start_fc1()
-            result = original(*args, **kwargs)
+            result = original(module, *args, **kwargs)
             current.start_activation(result[0])
             return result
 
@@ -123,12 +122,12 @@ class _Passes:
     def wrap_fc2(self, original: Any) -> Any:
         """Wrap the forward of a second linear."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             current = self._current
             if current is None:
-                return original(*args, **kwargs)
+                return original(module, *args, **kwargs)
             current.start_fc2(find_tensor(args, kwargs))
-            result = original(*args, **kwargs)
+            result = original(module, *args, **kwargs)
             current.end_pair()
             return result
 

@@ -3,11 +3,11 @@
 Which class and method saves what is in `site_table.py`.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.methods import set_attribute
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, LinearTags, add_linear_sites, add_region
 
@@ -77,7 +77,7 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
         # quantized. Ours moves the parts as the one storage that they are. So the linear works as it does without offload: FP8
         # leaves at half the size, and delayed scaling, which refuses this attribute, works. Source: `TEGroupedMLP.__init__`,
         # megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
-        set_attribute(patches, experts.linear_fc1, "save_original_input", False)  # noqa: FBT003 - the attribute's value
+        experts.linear_fc1.save_original_input = False
     if experts is None:
         if _is_pair(mlp):
             add_linear_sites(patches, get_offload, mlp, [mlp], DENSE_TAGS.select(offloaded))
@@ -94,6 +94,26 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
         add_linear_sites(patches, get_offload, experts, [experts], GROUPED_TAGS.select(offloaded))
     if "moe_combine" in offloaded:
         add_region(patches, get_offload, mlp.token_dispatcher, COMBINE_METHODS, "moe_combine")
+
+
+_MEGATRON_FLAGS = (
+    *("offload_attn_norm", "offload_qkv_linear", "offload_core_attention", "offload_core_attn", "offload_attn_proj"),
+    *("offload_mlp_norm", "offload_expert_fc1", "offload_moe_act", "offload_fused_group_mlp"),
+)
+
+
+def switch_off_later(patches: Patches, layer: Any) -> None:
+    """Let Megatron's own call sites in `layer` be off when `patches` are removed: its own engine would answer them then."""
+    modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
+    references = [weakref.ref(module) for module in modules if module is not None]
+
+    def switch_off() -> None:
+        for module in (reference() for reference in references):
+            for name in _MEGATRON_FLAGS:
+                if getattr(module, name, False):
+                    setattr(module, name, False)
+
+    patches.on_remove(switch_off)
 
 
 def _is_sequential(experts: Any) -> bool:

@@ -5,6 +5,7 @@ way as what is offloaded, one copy engine for each direction, first in first out
 milliseconds. Traced with Megatron's own engine and with ours; see docs/frameworks/megatron.md.
 """
 
+import collections
 import enum
 import functools
 from collections.abc import Callable
@@ -101,13 +102,22 @@ def _wrap_held_wait(get_offload: GetOffload, original: Any) -> Any:
 
 
 def _wrap_move(original: Any) -> Any:
+    written: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
+    """What kernels may still write. The allocator of pinned memory does not know of them, and would hand it out again."""
+
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
         if not (isinstance(tensor, torch.Tensor) and tensor.is_cuda) or tensor.dtype not in _WHOLE_NUMBERS:
             return original(tensor, as_numpy, record_stream)
-        moved = write_to_host(tensor)
+        host = write_to_host(tensor)
+        if host is None:
+            return original(tensor, as_numpy, record_stream)
+        stream = torch.cuda.current_stream()
+        while written and written[0][1].query():  # type: ignore[no-untyped-call]
+            written.popleft()
+        written.append((host, stream.record_event()))
         if record_stream:
-            tensor.record_stream(torch.cuda.current_stream())
-        return moved.numpy() if as_numpy else moved
+            tensor.record_stream(stream)
+        return host.numpy() if as_numpy else host
 
     return move
 
@@ -115,7 +125,7 @@ def _wrap_move(original: Any) -> Any:
 _WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
-def write_to_host(tensor: torch.Tensor) -> torch.Tensor:
+def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of `tensor` on the host, written by a kernel and not by the copy engine.
 
     Args:
@@ -124,12 +134,17 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor:
     Streams:
         Queued on the current stream. The host does not block: it may read the copy when that stream has come so far.
 
+    Lifetime:
+        The caller holds the copy until then.
+
     Returns:
-        Pinned memory, of the same shape and type.
+        Pinned memory, of the same shape and type; None where the device does not see it under its address.
     """
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     if tensor.numel():
         mapped = torch.as_tensor(_MappedMemory(host), device=tensor.device)
+        if mapped.data_ptr() != host.data_ptr():
+            return None  # pinned for another device: torch has made a copy on this one
         # An op of arithmetic, since torch hands a plain copy to the driver, which may take the copy engine for it.
         torch.add(tensor, 0, out=mapped)
     return host

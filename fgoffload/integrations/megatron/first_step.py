@@ -1,0 +1,129 @@
+"""What the first step tells: selected tags that came to nothing, and planned sites that no rank has.
+
+Ranks agree before any of them raises: one that raised alone would leave the others waiting for it.
+"""
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from fgoffload.engine import StepStats
+from fgoffload.errors import IntegrationError, PlanError
+from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _TagReport:
+    """What one tag came to in the first step; whole numbers, since ranks agree on them by a maximum."""
+
+    sites: int = 0
+    planned: int = 0
+    fused: int = 0
+    saved_tensors: int = 0
+    moved_bytes: int = 0
+
+
+def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
+    """Check that all ranks offload by the same tags and the same plan: what they agree on next is a row for each.
+
+    Raises:
+        PlanError: They do not.
+    """
+    digest = hashlib.sha256("\n".join((*selected, "" if plan is None else plan.to_json())).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    (largest, smallest), *_ = agree([(number, -number)])
+    if largest != number or -smallest != number:
+        raise PlanError(
+            "The ranks were given different tags or plans. Give all of them the same --offload-modules and plan file."
+        )
+
+
+def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collection[tuple[int, int]]) -> None:
+    """Check that each planned site is there.
+
+    Args:
+        plan: For all ranks.
+        actions: The sites of this rank.
+        layers: The chunk and number of each layer of this rank.
+
+    Raises:
+        PlanError: The plan names a site that no rank has.
+    """
+    planned = sorted(plan.actions)
+    # What stays needs no site: of a tag that no plan lets leave, nobody asks where it has one.
+    known = [
+        site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned
+    ]
+    # A plan is for all ranks, and each has the sites of its own layers: only together can they tell what none has.
+    for site, (has_site,) in zip(planned, agree([(int(is_known),) for is_known in known]), strict=True):
+        if not has_site:
+            raise PlanError(f"The plan names {site} in chunk {site.chunk}, and no rank has such a site. Plan for this model.")
+
+
+def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
+    """Check that each selected tag did something.
+
+    Args:
+        selected: The tags.
+        actions: The sites of this rank.
+        fused: Tags whose module is fused into another.
+        step: What the first step did on this rank.
+
+    Raises:
+        IntegrationError: A tag has no site, or saved nothing, on any rank.
+    """
+    rows = agree([dataclasses.astuple(_report(tag, actions, fused, step)) for tag in selected])
+    for tag, report in zip(selected, (_TagReport(*row) for row in rows), strict=True):
+        if not report.sites and report.fused:
+            logger.warning(
+                "--offload-modules %s moved nothing: the module is fused into the linear after it, which saves its input. "
+                "Select the linear's tag for these bytes.",
+                tag,
+            )
+        elif not report.sites:
+            raise IntegrationError(
+                f"--offload-modules {tag!r} has no site in this model on any rank, so it does nothing. Leave it out, or "
+                "choose a layer implementation that has the module."
+            )
+        elif report.planned and not report.saved_tensors:
+            raise IntegrationError(
+                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it does nothing. Full recompute, "
+                "or recompute of the module, takes its tensors first, and behind frozen parameters nothing is saved: leave "
+                "the tag out, or recompute less."
+            )
+        elif report.planned and not report.moved_bytes:
+            stats = step.tags.get(tag)
+            logger.warning(
+                "--offload-modules %s moved nothing in the first step. What stayed, and why: %s",
+                tag,
+                ", ".join(f"{format_bytes(n)} {why}" for why, n in stats.kept_bytes.items()) if stats else "another rank knows",
+            )
+
+
+def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> _TagReport:
+    own = [action for site, action in actions.items() if site.tag == tag]
+    stats = step.tags.get(tag)
+    return _TagReport(
+        sites=len(own),
+        planned=sum(action.offloads for action in own),
+        fused=int(tag in fused),
+        saved_tensors=stats.saved_tensors if stats else 0,
+        moved_bytes=stats.d2h_bytes + stats.shared_bytes if stats else 0,
+    )
+
+
+def agree(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the greatest of every rank's numbers; all ranks come here with as many rows."""
+    if not rows or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return rows
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    if torch.distributed.get_backend() == "nccl":
+        numbers = numbers.to(torch.device("cuda", torch.cuda.current_device()))
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+    return [tuple(row) for row in numbers.tolist()]

@@ -1,0 +1,157 @@
+"""Models and configs before `apply`, after `remove`, copied, refused and partly frozen: the same bits, or an error at once."""
+
+import copy
+
+import pytest
+import torch
+from support.trainings import ATTENTION_TAGS, DENSE, MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train, write_plan
+
+from fgoffload import Action, IntegrationError, PlanError
+from fgoffload.integrations import megatron
+from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+R, O = Action.RECOMPUTE, Action.OFFLOAD  # noqa: E741 - as in the plans below
+
+
+def freeze(trainer, *trained):
+    """Let only the parameters whose names have one of `trained` in them be trained."""
+    for name, parameter in trainer.named_parameters():
+        parameter.requires_grad_(any(word in name for word in trained))
+
+
+@pytest.mark.parametrize(
+    ("plan", "trained"),
+    [
+        ({(0, "mlp"): R}, ("layers.0.mlp",)),
+        ({(1, "moe"): R}, ("layers.1.mlp",)),
+        ({(1, "shared_expert"): R}, ("shared_experts",)),
+        ({(0, "attn_norm"): R, (0, "mlp_norm"): R, (1, "mlp_norm"): R}, ("layers",)),
+        ({(0, "core_attn"): R, (1, "core_attn"): R}, ("linear_proj",)),
+        ({(0, "layer"): R, (1, "layer"): R}, ("layers.0", "layers.1.mlp")),
+    ],
+    ids=str,
+)
+def test_what_recomputes_behind_frozen_parameters_loses_no_gradient(plan, trained, tmp_path):
+    path = write_plan(tmp_path / "plan.json", plan)
+    expected = run_backward(None, *trained)
+    found = run_backward(make_config(offload_plan=path), *trained)
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert expected[1]
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+
+
+def run_backward(offload, *trained):
+    """Return the loss of one microbatch through the model alone, and the gradients of the trained parameters by name."""
+    # Without the experts' own loss, whose scale Megatron's schedules set once for the process.
+    flags = MIXED.replace("--normalization RMSNorm", "").replace("--moe-aux-loss-coeff 1e-2", "")
+    with make_trainer(flags, offload) as trainer:
+        freeze(trainer, *trained)
+        generator = torch.Generator().manual_seed(3)
+        tokens = torch.randint(0, 256, (2, 32), generator=generator)
+        model = trainer.chunks[0]
+        torch.manual_seed(4)
+        with ignore_expected_warnings():
+            loss = model(tokens, torch.arange(32).expand(2, 32), None, labels=tokens).sum()
+            loss.backward()
+        gradients = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+                gradients[name] = gradient.clone()
+        return loss.item(), gradients
+
+
+def test_after_remove_a_model_trains_on_without_offload_and_without_megatrons_engine():
+    expected = train(MIXED, steps=2)[0]
+    with make_trainer(MIXED, make_config(*MIXED_TAGS)) as trainer:
+        first = trainer.run_step()
+        config = trainer.chunks[0].config
+        assert config.fine_grained_activation_offloading
+        trainer.integration.remove()
+        assert not config.fine_grained_activation_offloading
+        second = trainer.run_step()
+    assert [(result.losses, result.gradient_digests) for result in (first, second)] == expected
+
+
+def test_a_config_that_was_made_before_apply_is_refused_at_the_first_forward_each_time():
+    with make_trainer(DENSE, None) as trainer:
+        offload = megatron.apply(make_config("core_attn"))
+        try:
+            for _ in range(2):
+                with pytest.raises(IntegrationError, match="TransformerConfig was made before activation offload was applied"):
+                    trainer.run_step()
+        finally:
+            offload.remove()
+
+
+def test_a_config_with_megatrons_offload_of_layers_is_left_alone_and_one_with_other_tags_is_warned_about(caplog):
+    arguments = parse_arguments(DENSE.split(), source="test")
+    config_class = type(build_transformer_config(arguments, offload=None))
+    fields = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    offload = megatron.apply(make_config("core_attn"))
+    try:
+        with ignore_expected_warnings():
+            other = config_class(**fields, cpu_offloading=True, cpu_offloading_num_layers=1)
+            assert not other.fine_grained_activation_offloading
+            config_class(**fields, fine_grained_activation_offloading=True, offload_modules=["moe_act"])
+        assert "offload_modules moe_act of a TransformerConfig has no effect" in caplog.text
+    finally:
+        offload.remove()
+
+
+def test_a_copy_of_a_module_with_our_sites_runs_on_its_own_weights():
+    with make_trainer(DENSE, make_config(*ATTENTION_TAGS, *MLP_TAGS)) as trainer:
+        trainer.run_step()
+        mlp = trainer.chunks[0].decoder.layers[0].mlp
+        groups = {id(value): value for value in vars(mlp).values() if isinstance(value, torch.distributed.ProcessGroup)}
+        for module in mlp.modules():
+            groups |= {id(v): v for v in vars(module).values() if isinstance(v, torch.distributed.ProcessGroup)}
+        twin = copy.deepcopy(mlp, {**groups, id(mlp.config): mlp.config})
+        for parameter in twin.parameters():
+            parameter.data.zero_()
+        hidden = torch.randn(4, 1, 32)
+        with ignore_expected_warnings():
+            assert twin(hidden)[0].abs().max().item() == 0
+            assert mlp(hidden)[0].abs().max().item() > 0
+
+
+def test_a_users_own_wrapper_around_ours_survives_remove():
+    with make_trainer(DENSE, make_config("mlp_act")) as trainer:
+        trainer.run_step()
+        mlp = trainer.chunks[0].decoder.layers[0].mlp
+        inner, calls = mlp.forward, []
+
+        def forward(*args, **kwargs):
+            calls.append(1)
+            return inner(*args, **kwargs)
+
+        mlp.forward = forward
+        trainer.integration.remove()
+        trainer.run_step()
+    assert len(calls) == 2  # microbatches
+
+
+def test_a_tag_that_is_named_beside_a_plan_that_leaves_it_out_is_refused(tmp_path):
+    path = write_plan(tmp_path / "plan.json", {(0, "core_attn"): O})
+    with pytest.raises(PlanError, match=r"names 'mlp_act', and --offload-plan .* offloads it in no layer"):
+        megatron.apply(make_config("core_attn", "mlp_act", offload_plan=path))
+    megatron.apply(make_config("core_attn")).remove()  # nothing was left behind
+
+
+def test_a_layer_whose_attention_is_not_megatrons_runs():
+    with make_trainer(DENSE, make_config("mlp_act")) as trainer:
+        attention = type(trainer.chunks[0].decoder.layers[0].self_attention)
+        before = attention.set_for_recompute_input_layernorm
+        base = attention.__mro__[1].set_for_recompute_input_layernorm
+        try:
+            del attention.set_for_recompute_input_layernorm
+            del attention.__mro__[1].set_for_recompute_input_layernorm
+            trainer.run_step()
+        finally:
+            attention.set_for_recompute_input_layernorm = before
+            attention.__mro__[1].set_for_recompute_input_layernorm = base
+        assert trainer.integration.last_step.tags["mlp_act"].d2h_bytes > 0
