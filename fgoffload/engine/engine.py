@@ -24,6 +24,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
+from fgoffload.engine.staying import StayingStorages
 from fgoffload.engine.timing import EventStopWatch, NoStopWatch, StopWatch
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
@@ -71,10 +72,7 @@ class OffloadEngine:
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
         self._lock = threading.RLock()
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
-        self._outlived: list[StorageRef] = []
-        """Storages that left, that autograd no longer wants, and that are alive."""
-        self._stay: dict[int, tuple[StorageRef, KeptReason]] = {}
-        self._stay_limit = 1024
+        self._staying = StayingStorages()
         # Weakly: what a forward held that raised since, or whose graph was dropped, is nobody's any more.
         self._held: list[weakref.ref[Group]] = []
         self._observers: list[ActivationLedger] = []
@@ -188,7 +186,7 @@ class OffloadEngine:
             if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
                 # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
                 # its running statistics: a copy from before must not serve, and moving it again would free nothing.
-                self._let_stay(saved.storage, KeptReason.HELD)
+                self._staying.add(saved.storage, KeptReason.HELD)
                 return _make_kept_handle(tensor, KeptReason.HELD, place, stats)
             if saved is None or not saved.is_ordered_on(stream):
                 before = saved
@@ -310,10 +308,10 @@ class OffloadEngine:
 
     def _find_wish_to_keep(self, tensor: torch.Tensor, key: int) -> KeptReason | None:
         """Return why somebody wants this tensor, on the storage named `key`, to stay, or None where nobody does."""
-        stay = self._stay.get(key)
-        if stay is not None:
-            return stay[1]
-        return KeptReason.FILTERED if self._keep is not None and self._keep(tensor) else None
+        reason = self._staying.find_reason(key)
+        if reason is None and self._keep is not None and self._keep(tensor):
+            return KeptReason.FILTERED
+        return reason
 
     def _find_saved(self, key: int, contents: Contents, view: View) -> SavedStorage | None:
         """Return the saved storage that has these bytes: one leaves once, however many saves and groups share it.
@@ -340,31 +338,15 @@ class OffloadEngine:
             if reference is not None and reference() is None:
                 del self._saved[storage.key]
             if has_left and not storage.is_freed:
-                self._outlived.append(storage)
-        if self._outlived:
-            self._look_at_outlived()
-
-    def _look_at_outlived(self) -> None:
-        self._transfers.poll()
-        self._outlived = [storage for storage in self._outlived if not storage.is_freed]
-        if self._transfers.in_flight_bytes == 0:  # or the copies under way may be what holds them
-            for storage in self._outlived:
-                # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
-                self._let_stay(storage, KeptReason.HELD)
-            self._outlived.clear()
+                self._staying.suspect(storage)
+        if self._staying.has_suspects:
+            self._transfers.poll()
+            self._staying.add_suspects(are_copies_done=self._transfers.in_flight_bytes == 0)
 
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         with self._lock:
             for tensor in tensors:
-                self._let_stay(StorageRef(tensor), reason)
-
-    def _let_stay(self, storage: StorageRef, reason: KeptReason) -> None:
-        if storage.is_freed:
-            return
-        self._stay[storage.key] = (storage, reason)
-        if len(self._stay) > self._stay_limit:
-            self._stay = {key: entry for key, entry in self._stay.items() if not entry[0].is_freed}
-            self._stay_limit = max(1024, 2 * len(self._stay))
+                self._staying.add(StorageRef(tensor), reason)
 
     def _submit(self, group: Group) -> None:
         leaving: list[tuple[SavedStorage, HostBlock]] = []
@@ -458,7 +440,7 @@ class OffloadEngine:
             saved.stats.h2d_bytes += saved.moved_bytes
             if not saved.storage.is_freed:
                 saved.stats.held_elsewhere_bytes += saved.size_bytes
-                self._let_stay(saved.storage, KeptReason.HELD)
+                self._staying.add(saved.storage, KeptReason.HELD)
         self._transfers.reload(away, place=place)
         if logger.isEnabledFor(logging.DEBUG):
             size_bytes = sum(saved.moved_bytes for saved in away)

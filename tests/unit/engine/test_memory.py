@@ -353,7 +353,7 @@ def test_marking_many_tensors_to_stay_costs_the_same_for_each():
         tensors = [torch.ones(1) for _ in range(1000)]
         for tensor in tensors:
             engine.keep([tensor])
-        sizes.append(len(engine._stay))
+        sizes.append(len(engine._staying._reasons))
     assert max(sizes) <= 4096  # those that died are forgotten now and then, and not at each call
     engine.close()
 
