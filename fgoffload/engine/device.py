@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import mmap
 import resource
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -85,6 +86,10 @@ class Device(abc.ABC):
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:
         """Make what is queued on `stream` from now on wait for `event`, to prevent `hazard`. The host does not block."""
 
+    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:
+        """Make what is queued on `stream` from now on wait for what `other` has queued so far. The host does not block."""
+        self.wait_event(stream, self.record_event(other), hazard)
+
     @abc.abstractmethod
     def is_done(self, event: Event) -> bool:
         """Return whether `event` has passed, without blocking."""
@@ -99,7 +104,13 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Queue a copy of uint8 `[n]` on `stream`. Both buffers must stay alive and unchanged until an event after it."""
+        """Queue a copy of uint8 `[n]` on `stream`. Both buffers must stay alive and unchanged until an event after it.
+
+        Args:
+            destination: On the host or on the device.
+            source: On the other.
+            stream: The current one, by `on`: to switch costs the host half a copy, and who queues several does it once.
+        """
 
     @abc.abstractmethod
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
@@ -178,20 +189,29 @@ class AcceleratorDevice(Device):
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
         self.h2d_stream = torch.Stream(device=self._device)
+        self._passing = _PassingEvent(self._device)
 
     def current_stream(self) -> Stream:  # noqa: D102
-        return torch.accelerator.current_stream(self._index)
+        return torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - the public name makes two calls more of it
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
         return stream  # type: ignore[no-any-return]
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
-        event = torch.Event(device=self._device, enable_timing=is_timed)
+        if not is_timed:
+            return stream.record_event()
+        event = torch.Event(device=self._device, enable_timing=True)
         event.record(stream)
         return event
 
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
         stream.wait_event(event)
+
+    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:  # noqa: D102
+        # A wait is for what the event stands for when it is queued, so the same event may be recorded again right after it.
+        event = self._passing.event
+        event.record(other)
+        self.wait_event(stream, event, hazard)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
         return bool(event.query())
@@ -209,8 +229,7 @@ class AcceleratorDevice(Device):
         return self.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
-        with stream:
-            destination.copy_(source, non_blocking=True)
+        destination.copy_(source, non_blocking=True)
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
@@ -222,6 +241,13 @@ class AcceleratorDevice(Device):
         if self.type == "cuda":
             return _register_host(size_bytes, self._device)
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), free=lambda: None)
+
+
+class _PassingEvent(threading.local):
+    """An event for waits that are queued right after it is recorded. One a thread, so that no other records it in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.Event(device=device)
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:

@@ -90,12 +90,12 @@ class Transfers:
             streams |= saved.streams
         sources = self._get_sources(leaving, streams)
         for stream in streams:
-            device.wait_event(d2h, device.record_event(stream), Hazard.SOURCE_UNWRITTEN)
+            device.wait_stream(d2h, stream, Hazard.SOURCE_UNWRITTEN)
         for _, block in leaving:
             for event in block.reads_to_wait_for:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
         start = self._watch.start(d2h)
-        with _name_range("offload", place):
+        with _name_range("offload", place), device.on(d2h):
             for (_, block), source in zip(leaving, sources, strict=True):
                 for part, stretch in block.pair(source):
                     device.copy_bytes(destination=part, source=stretch, stream=d2h)
@@ -148,8 +148,8 @@ class Transfers:
         device, h2d = self._device, self._device.h2d_stream
         buffers = [self._allocate_for(saved) for saved in away]
         for owner in {saved.owner for saved in away}:
-            device.wait_event(h2d, device.record_event(owner), Hazard.BUFFER_STILL_USED)
-        with _name_range("reload", place):
+            device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
+        with _name_range("reload", place), device.on(h2d):
             for saved, buffer in zip(away, buffers, strict=True):
                 self._fill(saved, buffer)
 
@@ -237,6 +237,7 @@ class Transfers:
         return streams
 
     def _fill(self, saved: SavedStorage, buffer: torch.Tensor) -> None:
+        """Start the copy of `saved` into `buffer`. The host-to-device stream is current."""
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
             raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
@@ -312,7 +313,7 @@ class Transfers:
         if not reload.taken_on:
             device.wait_event(reload.owner, reload.filled, Hazard.BUFFER_STILL_FILLED)
         for stream in reload.taken_on - {reload.owner}:
-            device.wait_event(reload.owner, device.record_event(stream), Hazard.BUFFER_STILL_READ)
+            device.wait_stream(reload.owner, stream, Hazard.BUFFER_STILL_READ)
 
 
 def _say_changed(saved: SavedStorage) -> str:
