@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
 from fgoffload.errors import InternalError, StateError
 from fgoffload.policy import HostMemory
@@ -61,6 +62,9 @@ class Device(abc.ABC):
     """Copies to the host, first in first out. May overlap compute and the other direction."""
     h2d_stream: Stream
     """Copies to the device, first in first out. May overlap compute and the other direction."""
+
+    has_blocking_copies = False
+    """Whether a copy to the host is done when `copy_bytes` returns."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether the bytes of `tensor` lie in this device's memory."""
@@ -104,17 +108,21 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Queue a copy of uint8 `[n]` on `stream`. Both buffers must stay alive and unchanged until an event after it.
+        """Queue a copy on `stream`. Both tensors must stay alive and unchanged until an event after it.
 
         Args:
-            destination: On the host or on the device.
-            source: On the other.
+            destination: Contiguous, of the type and size of `source`.
+            source: Contiguous, and no bools: a copy of those need not keep every bit.
             stream: The current one, by `on`: to switch costs the host half a copy, and who queues several does it once.
         """
 
     @abc.abstractmethod
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
         """Return uint8 `[size_bytes]` of device memory, ordered on the current stream."""
+
+    def allocate_like(self, view: View) -> torch.Tensor:
+        """Return device memory for the contiguous `view`, of its type, size and stride, ordered on the current stream."""
+        return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride)
 
     @abc.abstractmethod
     def allocate_host(self, size_bytes: int) -> HostSlab:
@@ -139,6 +147,7 @@ class CpuDevice(Device):
     """The CPU, where device memory and host memory are both RAM."""
 
     type = "cpu"
+    has_blocking_copies = True
 
     def __init__(self) -> None:
         self.d2h_stream = CpuStream("d2h")
@@ -185,6 +194,7 @@ class AcceleratorDevice(Device):
             raise StateError("torch.accelerator finds no accelerator. Use CpuDevice, or a torch build for your accelerator.")
         self.type = device.type
         self._host_memory = host_memory
+        self.has_blocking_copies = host_memory is HostMemory.PAGEABLE
         self._index = torch.accelerator.current_device_index()
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
@@ -233,6 +243,9 @@ class AcceleratorDevice(Device):
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def allocate_like(self, view: View) -> torch.Tensor:  # noqa: D102
+        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self._device)
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
         if self._host_memory is HostMemory.PAGEABLE:
