@@ -15,19 +15,19 @@ what is missing then is reserved. The price is one queued copy for each part.
 [Note: A block that comes back]
 Most steps ask for the same sizes in the same order, and a search costs the host several times what the driver takes for a copy.
 So a block that comes back is put aside as it is, for the next one that asks for its size. Only when nothing of the size lies
-there is all that lies there joined to the free ranges, and the search begins.
+there is all that lies there joined to the free ranges, and the search begins. What lies aside keeps the tensors through which
+it was looked at, since most steps ask for the same types and sizes too.
 """
 
 import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from fgoffload.engine.device import Device, Event, HostSlab
-from fgoffload.engine.geometry import ALIGNMENT_BYTES, round_up
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, get_bytes, round_up
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
@@ -44,6 +44,9 @@ than 1/17 of the memory is reserved for nothing, whatever the model's size."""
 MIN_PART_BYTES = 4 * MIB
 """Bytes. At 50 GB/s a copy of this takes 84 us, several times what the host needs to queue it."""
 
+MAX_LOOKS = 8
+"""Types and sizes that one place is remembered as. A training's tensors of one size in bytes have two or three."""
+
 
 @dataclasses.dataclass(slots=True)
 class _FreeRange:
@@ -57,12 +60,26 @@ class _FreeRange:
         return self.end - self.start
 
 
-class _Place(NamedTuple):
+class _Place:
     """Where a block lies."""
 
-    size_bytes: int
-    ranges: Sequence[_FreeRange]
-    parts: tuple[torch.Tensor, ...]
+    __slots__ = ("looks", "parts", "ranges", "size_bytes", "used_bytes")
+
+    def __init__(self, size_bytes: int, ranges: Sequence[_FreeRange], parts: Sequence[torch.Tensor]) -> None:
+        self.size_bytes = size_bytes
+        self.used_bytes = sum(taken.size_bytes for taken in ranges)
+        """Alignment included."""
+        self.ranges = ranges
+        self.parts = tuple(parts)
+        self.looks: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
+        """The only part as a contiguous tensor of other types and sizes. See [Note: A block that comes back]."""
+
+    def look(self, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
+        """Return a new one of `looks`."""
+        if len(self.looks) >= MAX_LOOKS:
+            self.looks.clear()
+        look = self.looks[dtype, size] = self.parts[0].view(dtype).view(size)
+        return look
 
 
 class HostBlock:
@@ -94,20 +111,19 @@ class HostBlock:
             raise InternalError(f"A host block of {len(self.parts)} parts was looked at as one.")
         return self.parts[0]
 
-    def pair(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each part, and the stretch of `buffer` that goes there or comes from there.
+    def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each part, and the stretch of `tensor` that goes there or comes from there, of one type and size.
 
         Args:
-            buffer: uint8 `[size_bytes]`, anywhere.
+            tensor: Contiguous, of `size_bytes`, anywhere.
         """
-        if len(self.parts) == 1:
-            yield self.parts[0], buffer
-            return
-        start = 0
-        for part in self.parts:
-            end = start + part.numel()
-            yield part, buffer[start:end]
-            start = end
+        place = self._place
+        if len(place.parts) == 1:
+            dtype, size = tensor.dtype, tensor.size()
+            look = place.looks.get((dtype, size))
+            return ((place.look(dtype, size) if look is None else look, tensor),)
+        stretches = torch.split(get_bytes(tensor), [part.numel() for part in place.parts])
+        return tuple(zip(place.parts, stretches, strict=True))
 
     def __del__(self) -> None:
         # Any thread may get here, in the middle of anything, the arena's own code included: so only an atomic append.
@@ -171,14 +187,14 @@ class HostArena:
             The block is the caller's until its last reference dies.
         """
         self._put_aside()
-        needed_bytes = round_up(max(1, size_bytes))
         aside = self._aside.get(size_bytes)
         if aside:
             place, reads = aside[-1]
-            reads = self._list_unfinished(reads)
+            reads = self._list_unfinished(reads) if reads else reads
             aside.pop()
         else:
             self._join_aside()
+            needed_bytes = round_up(max(1, size_bytes))
             chosen, missing_bytes = self._choose(needed_bytes)
             if missing_bytes:
                 if not self._grow(missing_bytes):
@@ -187,8 +203,9 @@ class HostArena:
             taken = self._take(chosen, needed_bytes)
             place = _Place(size_bytes, taken, tuple(self._cut(taken, size_bytes)))
             reads = _unite(part.reads for part in taken)
-        self._used_bytes += needed_bytes
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        self._used_bytes += place.used_bytes
+        if self._used_bytes > self.peak_bytes:
+            self.peak_bytes = self._used_bytes
         return HostBlock(self, place, reads)
 
     def _cut(self, ranges: list[_FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
@@ -270,7 +287,7 @@ class HostArena:
         while self.returned:
             place, _ = self.returned[0]
             self._aside.setdefault(place.size_bytes, []).append(self.returned[0])
-            self._used_bytes -= sum(taken.size_bytes for taken in place.ranges)
+            self._used_bytes -= place.used_bytes
             self.returned.popleft()
 
     def _join_aside(self) -> None:
@@ -298,7 +315,7 @@ class HostArena:
         self._add(_FreeRange(free.slab, start, end, _unite(part.reads for part in joined)))
 
     def _list_unfinished(self, reads: Sequence[Event]) -> Sequence[Event]:
-        return [event for event in reads if not self._device.is_done(event)] if reads else ()
+        return [event for event in reads if not self._device.is_done(event)]
 
     def _add(self, free: _FreeRange) -> None:
         bisect.insort(self._by_size, (free.size_bytes, free.slab, free.start))

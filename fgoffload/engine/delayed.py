@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from fgoffload.engine.device import CpuDevice, CpuStream, Event, HostSlab, Stream
+from fgoffload.engine.geometry import get_bytes
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import get_key
 
@@ -60,7 +61,7 @@ class DelayedCpuDevice(CpuDevice):
 
         def copy() -> None:
             if _count_holders(source) == self._count_of_one_holder:
-                source.fill_(POISON)  # only this queue still holds it: the allocator could have given it to another
+                get_bytes(source).fill_(POISON)  # only this queue still holds it: the allocator could have given it to another
             destination.copy_(source)
 
         self._queues[stream].append(copy)

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import mmap
 import resource
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
 from fgoffload.errors import InternalError, StateError
 from fgoffload.policy import HostMemory
@@ -61,6 +63,9 @@ class Device(abc.ABC):
     h2d_stream: Stream
     """Copies to the device, first in first out. May overlap compute and the other direction."""
 
+    has_blocking_copies = False
+    """Whether a copy to the host is done when `copy_bytes` returns."""
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether the bytes of `tensor` lie in this device's memory."""
         return tensor.device.type == self.type
@@ -85,6 +90,10 @@ class Device(abc.ABC):
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:
         """Make what is queued on `stream` from now on wait for `event`, to prevent `hazard`. The host does not block."""
 
+    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:
+        """Make what is queued on `stream` from now on wait for what `other` has queued so far. The host does not block."""
+        self.wait_event(stream, self.record_event(other), hazard)
+
     @abc.abstractmethod
     def is_done(self, event: Event) -> bool:
         """Return whether `event` has passed, without blocking."""
@@ -99,11 +108,21 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Queue a copy of uint8 `[n]` on `stream`. Both buffers must stay alive and unchanged until an event after it."""
+        """Queue a copy on `stream`. Both tensors must stay alive and unchanged until an event after it.
+
+        Args:
+            destination: Contiguous, of the type and size of `source`.
+            source: Contiguous, and no bools: a copy of those need not keep every bit.
+            stream: The current one, by `on`: to switch costs the host half a copy, and who queues several does it once.
+        """
 
     @abc.abstractmethod
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
         """Return uint8 `[size_bytes]` of device memory, ordered on the current stream."""
+
+    def allocate_like(self, view: View) -> torch.Tensor:
+        """Return device memory for the contiguous `view`, of its type, size and stride, ordered on the current stream."""
+        return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride)
 
     @abc.abstractmethod
     def allocate_host(self, size_bytes: int) -> HostSlab:
@@ -128,6 +147,7 @@ class CpuDevice(Device):
     """The CPU, where device memory and host memory are both RAM."""
 
     type = "cpu"
+    has_blocking_copies = True
 
     def __init__(self) -> None:
         self.d2h_stream = CpuStream("d2h")
@@ -174,24 +194,34 @@ class AcceleratorDevice(Device):
             raise StateError("torch.accelerator finds no accelerator. Use CpuDevice, or a torch build for your accelerator.")
         self.type = device.type
         self._host_memory = host_memory
+        self.has_blocking_copies = host_memory is HostMemory.PAGEABLE
         self._index = torch.accelerator.current_device_index()
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
         self.h2d_stream = torch.Stream(device=self._device)
+        self._passing = _PassingEvent(self._device)
 
     def current_stream(self) -> Stream:  # noqa: D102
-        return torch.accelerator.current_stream(self._index)
+        return torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - the public name makes two calls more of it
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
         return stream  # type: ignore[no-any-return]
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
-        event = torch.Event(device=self._device, enable_timing=is_timed)
+        if not is_timed:
+            return stream.record_event()
+        event = torch.Event(device=self._device, enable_timing=True)
         event.record(stream)
         return event
 
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
         stream.wait_event(event)
+
+    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:  # noqa: D102
+        # A wait is for what the event stands for when it is queued, so the same event may be recorded again right after it.
+        event = self._passing.event
+        event.record(other)
+        self.wait_event(stream, event, hazard)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
         return bool(event.query())
@@ -209,11 +239,13 @@ class AcceleratorDevice(Device):
         return self.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
-        with stream:
-            destination.copy_(source, non_blocking=True)
+        destination.copy_(source, non_blocking=True)
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def allocate_like(self, view: View) -> torch.Tensor:  # noqa: D102
+        return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self._device)
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
         if self._host_memory is HostMemory.PAGEABLE:
@@ -222,6 +254,13 @@ class AcceleratorDevice(Device):
         if self.type == "cuda":
             return _register_host(size_bytes, self._device)
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), free=lambda: None)
+
+
+class _PassingEvent(threading.local):
+    """An event for waits that are queued right after it is recorded. One a thread, so that no other records it in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.Event(device=device)
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:

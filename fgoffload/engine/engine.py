@@ -9,13 +9,13 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from fgoffload.engine.arena import MIN_PART_BYTES, HostArena, HostBlock
 from fgoffload.engine.device import Device
-from fgoffload.engine.geometry import View, get_gathered_bytes, get_view
+from fgoffload.engine.geometry import View, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.host_memory import get_default_budget_bytes
 from fgoffload.engine.identity import Contents, StorageRef, has_bytes, identify
@@ -24,6 +24,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
+from fgoffload.engine.staying import StayingStorages
 from fgoffload.engine.timing import EventStopWatch, NoStopWatch, StopWatch
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
@@ -71,15 +72,13 @@ class OffloadEngine:
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
         self._lock = threading.RLock()
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
-        self._outlived: list[StorageRef] = []
-        """Storages that left, that autograd no longer wants, and that are alive."""
-        self._stay: dict[int, tuple[StorageRef, KeptReason]] = {}
-        self._stay_limit = 1024
+        self._staying = StayingStorages()
         # Weakly: what a forward held that raised since, or whose graph was dropped, is nobody's any more.
         self._held: list[weakref.ref[Group]] = []
-        self._observers: list[ActivationLedger] = []
+        self.observers: list[ActivationLedger] = []
+        """Are told of what is saved and taken, and of each device buffer."""
         self._watch: StopWatch = EventStopWatch(device) if is_timed else NoStopWatch()
-        self._transfers = Transfers(device, self.arena, observers=self._observers, watch=self._watch)
+        self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self._counters = Counters()
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
@@ -99,7 +98,8 @@ class OffloadEngine:
         Raises:
             StateError: A CUDA graph is being captured.
         """
-        self._refuse_capture()
+        if self.device.is_capturing():
+            raise StateError(_CAPTURING)
         with self._lock:
             self._forget_dropped()
             stats = self._counters.get_tag(site.tag)
@@ -115,7 +115,8 @@ class OffloadEngine:
         """
         if is_inert():
             return contextlib.nullcontext()
-        self._refuse_capture()
+        if self.device.is_capturing():
+            raise StateError(_CAPTURING)
         with self._lock:
             self._forget_dropped()  # no region may run inside, and do so
         return Saving(self, lane, None)
@@ -173,13 +174,14 @@ class OffloadEngine:
             if group is not None:
                 place, stats = group.place, group.stats
                 stats.saved_tensors += 1
-            for ledger in self._observers:
+            for ledger in self.observers:
                 ledger.count_save(tensor, place=place)
             reason = self._find_kind_to_keep(tensor)
-            if reason is not None:
-                return _make_kept_handle(tensor, reason, place, stats)
-            key, contents = identify(tensor)
-            reason = self._find_wish_to_keep(tensor, key)
+            if reason is None:
+                key, contents = identify(tensor)
+                reason = self._staying.find_reason(key)
+                if reason is None and self._keep is not None and self._keep(tensor):
+                    reason = KeptReason.FILTERED
             if reason is not None:
                 return _make_kept_handle(tensor, reason, place, stats)
             view = get_view(tensor)
@@ -188,7 +190,7 @@ class OffloadEngine:
             if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
                 # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
                 # its running statistics: a copy from before must not serve, and moving it again would free nothing.
-                self._let_stay(saved.storage, KeptReason.HELD)
+                self._staying.add(saved.storage, KeptReason.HELD)
                 return _make_kept_handle(tensor, KeptReason.HELD, place, stats)
             if saved is None or not saved.is_ordered_on(stream):
                 before = saved
@@ -197,8 +199,9 @@ class OffloadEngine:
                 if before is not None:
                     saved.streams |= before.streams
                 self._saved[key] = weakref.ref(saved)
+            else:
+                saved.streams.add(stream)
             saved.add(tensor, view)
-            saved.streams.add(stream)
             if group is not None:
                 group.add(saved)
             return Handle(self, saved, view, lane=lane, group=group)
@@ -227,31 +230,22 @@ class OffloadEngine:
                 return saved.get_alias(view)
             if saved.state is SavedState.OFFLOADED:
                 saved.stats.prefetch_misses += 1
-                self._reload([saved], saved.place)
+                self._reload({saved: saved.place})
             return self._transfers.take(saved, view)
-
-    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
-        """Return the tensor of `handle`, and tell the observers."""
-        tensor = handle.take()
-        for ledger in self._observers:
-            ledger.count_take(place=handle.place)
-        return tensor
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
         """Backward has come to `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
-            for ledger in self._observers:
+            for ledger in self.observers:
                 ledger.reach_backward(place=group.place)
             self._leave(lane, group.end_position)
-            if lane.away > 0 or lane.ahead:
-                self._prefetch(lane, wanted=group)
+            self._prefetch(lane, wanted=group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
         """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
         with self._lock:
             self._leave(lane, group.position)
-            if lane.away > 0:
-                self._prefetch(lane, wanted=None)
+            self._prefetch(lane)
 
     # The life of an engine.
 
@@ -273,11 +267,11 @@ class OffloadEngine:
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
         """Report what the engine saves, and its own device buffers, to `ledger` inside."""
-        self._observers.append(ledger)
+        self.observers.append(ledger)
         try:
             yield
         finally:
-            self._observers.remove(ledger)
+            self.observers.remove(ledger)
 
     def close(self) -> None:
         """Give back all memory. The host blocks until the copies under way are done.
@@ -308,13 +302,6 @@ class OffloadEngine:
             return KeptReason.OTHER_DEVICE
         return KeptReason.EMPTY if tensor.numel() == 0 else None
 
-    def _find_wish_to_keep(self, tensor: torch.Tensor, key: int) -> KeptReason | None:
-        """Return why somebody wants this tensor, on the storage named `key`, to stay, or None where nobody does."""
-        stay = self._stay.get(key)
-        if stay is not None:
-            return stay[1]
-        return KeptReason.FILTERED if self._keep is not None and self._keep(tensor) else None
-
     def _find_saved(self, key: int, contents: Contents, view: View) -> SavedStorage | None:
         """Return the saved storage that has these bytes: one leaves once, however many saves and groups share it.
 
@@ -325,48 +312,27 @@ class OffloadEngine:
         saved = None if reference is None else reference()
         return saved if saved is not None and saved.contents == contents and saved.holds(view) else None
 
-    def _refuse_capture(self) -> None:
-        if self.device.is_capturing():
-            raise StateError(
-                "A CUDA graph is being captured, and this version cannot offload inside of one: a replay would not copy again. "
-                "Capture without offload, or leave the captured part out of it."
-            )
-
     def _forget_dropped(self) -> None:
         dropped = self._transfers.dropped
         while dropped:
             storage, has_left = dropped.popleft()
-            reference = self._saved.get(storage.key)
+            key = storage.key
+            reference = self._saved.get(key)
             if reference is not None and reference() is None:
-                del self._saved[storage.key]
+                del self._saved[key]
             if has_left and not storage.is_freed:
-                self._outlived.append(storage)
-        if self._outlived:
-            self._look_at_outlived()
-
-    def _look_at_outlived(self) -> None:
-        self._transfers.poll()
-        self._outlived = [storage for storage in self._outlived if not storage.is_freed]
-        if self._transfers.in_flight_bytes == 0:  # or the copies under way may be what holds them
-            for storage in self._outlived:
-                # Whatever holds it, a buffer or a table that all layers share, will hold it the next time too.
-                self._let_stay(storage, KeptReason.HELD)
-            self._outlived.clear()
+                self._staying.suspect(storage)
+        if self._staying.has_suspects:
+            self._transfers.poll()
+            self._staying.add_suspects(are_copies_done=self._transfers.in_flight_bytes == 0)
 
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         with self._lock:
             for tensor in tensors:
-                self._let_stay(StorageRef(tensor), reason)
-
-    def _let_stay(self, storage: StorageRef, reason: KeptReason) -> None:
-        if storage.is_freed:
-            return
-        self._stay[storage.key] = (storage, reason)
-        if len(self._stay) > self._stay_limit:
-            self._stay = {key: entry for key, entry in self._stay.items() if not entry[0].is_freed}
-            self._stay_limit = max(1024, 2 * len(self._stay))
+                self._staying.add(StorageRef(tensor), reason)
 
     def _submit(self, group: Group) -> None:
+        self._transfers.poll()  # ahead of copies that cannot be done yet: to ask for them costs as much as to queue a wait
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit():
@@ -380,7 +346,8 @@ class OffloadEngine:
             group.moved_bytes = size_bytes
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
-        self._transfers.poll()
+        if self.device.has_blocking_copies or self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
+            self._transfers.poll()
         while self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
             self._counters.window_waits += 1
             self._transfers.release_oldest()
@@ -390,17 +357,13 @@ class OffloadEngine:
         if saved.state is not SavedState.RESIDENT:
             stats.shared_bytes += saved.size_bytes
             return None
-        saved.gathered = ()
         saved.check_unchanged("it left for the host")
-        if saved.covered_bytes < max(self._min_offloaded_numel * saved.itemsize, self._min_offloaded_bytes):
+        if saved.covered_bytes < self._min_offloaded_bytes or saved.covered_bytes < self._min_offloaded_numel * saved.itemsize:
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
-        if 2 * saved.covered_bytes < saved.size_bytes:
-            views = tuple(sorted(saved.views, key=lambda view: (view.start, view.end)))
-            saved.gathered = views if 2 * get_gathered_bytes(views) < saved.size_bytes else ()
+        saved.choose_form()
         block = self.arena.find_block(saved.moved_bytes)
         if block is None:
-            saved.gathered = ()
             stats.add_kept(KeptReason.HOST_BUDGET, saved.size_bytes)
         return block
 
@@ -412,7 +375,7 @@ class OffloadEngine:
                     self._transfers.drop_reloaded(saved)
         self._transfers.poll()
 
-    def _prefetch(self, lane: Lane, *, wanted: Group | None) -> None:
+    def _prefetch(self, lane: Lane, *, wanted: Group | None = None) -> None:
         """Call back what backward wants next, from the end of the lane on, as far as the policy lets it.
 
         Args:
@@ -420,49 +383,59 @@ class OffloadEngine:
             wanted: The group that backward has just come to, if any.
         """
         if wanted is not None and wanted.position == lane.end - 1:
-            lane.ahead.pop(wanted, None)
+            lane.expect(wanted, 0)
             if lane.away == lane.end:
                 lane.away -= 1
                 waiting = wanted.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
                 wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)
-                self._call_back(wanted, waiting)
-        ahead_bytes = sum(lane.ahead.values())
-        if not self._policy.may_begin_prefetch(ahead_bytes=ahead_bytes):
+                self._call_back(dict.fromkeys(waiting, wanted.place))
+        if lane.away == 0 or not self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             return
+        coming: dict[SavedStorage, Place] = {}  # each once, though several groups may want it
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
-            waiting = group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
+            waiting = [saved for saved in group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED) if saved not in coming]
             group_bytes = sum(saved.moved_bytes for saved in waiting)
-            if waiting and not self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes):
+            if waiting and not self._policy.may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
                 break
             lane.away -= 1
             if waiting:
-                lane.ahead[group] = group_bytes
-                ahead_bytes += group_bytes
-                self._call_back(group, waiting)
+                lane.expect(group, group_bytes)
+                coming.update(dict.fromkeys(waiting, group.place))
+        self._call_back(coming)
 
-    def _call_back(self, group: Group, waiting: list[SavedStorage]) -> None:
-        """Keep on the device what of `waiting` has not left yet, and bring back what has."""
-        away = []
-        for saved in waiting:
+    def _call_back(self, coming: Mapping[SavedStorage, Place]) -> None:
+        """Keep on the device what of `coming` has not left yet, and bring back what has.
+
+        Args:
+            coming: In the order in which they come back, each with the place of the group that it comes back for.
+        """
+        away = {}
+        for saved, place in coming.items():
             if saved.state is SavedState.OFFLOADED:
-                away.append(saved)
+                away[saved] = place
             else:
                 saved.stats.recalled_bytes += saved.moved_bytes
                 saved.recall()
         if away:
-            self._reload(away, group.place)
+            self._reload(away)
 
-    def _reload(self, away: list[SavedStorage], place: Place) -> None:
+    def _reload(self, away: Mapping[SavedStorage, Place]) -> None:
         for saved in away:
             saved.stats.h2d_bytes += saved.moved_bytes
             if not saved.storage.is_freed:
                 saved.stats.held_elsewhere_bytes += saved.size_bytes
-                self._let_stay(saved.storage, KeptReason.HELD)
-        self._transfers.reload(away, place=place)
+                self._staying.add(saved.storage, KeptReason.HELD)
+        self._transfers.reload(away)
         if logger.isEnabledFor(logging.DEBUG):
-            size_bytes = sum(saved.moved_bytes for saved in away)
-            logger.debug("reload %s: %d storages, %s", place, len(away), format_bytes(size_bytes))
+            for saved, place in away.items():
+                logger.debug("reload %s: %s", place, format_bytes(saved.moved_bytes))
+
+
+_CAPTURING = (
+    "A CUDA graph is being captured, and this version cannot offload inside of one: a replay would not copy again. "
+    "Capture without offload, or leave the captured part out of it."
+)
 
 
 def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, stats: TagStats | None) -> KeptHandle:

@@ -1,5 +1,6 @@
 """Where in its storage a tensor lies, in bytes."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,9 +10,6 @@ ALIGNMENT_BYTES = 512
 """What is copied starts at a multiple of this in its storage. A kernel may choose another path for another alignment of its
 input, and then differ in the last bit; torch's device allocator starts blocks at multiples of 512 bytes, so a tensor that
 comes back has the alignment that it left with."""
-
-PADDING_BYTES = 16
-"""Buffers are whole multiples of this, the size of the largest element, so that they can be looked at as any type."""
 
 
 class View(NamedTuple):
@@ -27,13 +25,10 @@ class View(NamedTuple):
     """Bytes from the start of the storage to behind the last byte that the view can reach."""
     dense_bytes: int
     """The bytes of the view's elements packed one behind the other; those of an expanded dimension once."""
+    covered_bytes: int
+    """The bytes of the storage that the view reaches, at most."""
     is_contiguous: bool
     """Whether the elements lie in order and without gaps. The stride of a dimension of size 1 may be any."""
-
-    @property
-    def covered_bytes(self) -> int:
-        """The bytes of the storage that the view reaches, at most."""
-        return min(self.dense_bytes, self.end - self.start)
 
     def covers(self, other: "View") -> bool:
         """Return whether this view reaches every byte that `other` can reach, as far as start and end tell."""
@@ -42,16 +37,27 @@ class View(NamedTuple):
 
 def get_view(tensor: torch.Tensor) -> View:
     """Return where in its storage the strided, non-empty `tensor` lies."""
-    size, stride, itemsize = tensor.size(), tensor.stride(), tensor.element_size()
-    start = int(tensor.storage_offset()) * itemsize
-    if tensor.is_contiguous():  # most are, and this runs for every saved tensor
-        nbytes = tensor.numel() * itemsize
-        return View(tensor.dtype, size, stride, start, start + nbytes, nbytes, is_contiguous=True)
+    return _make_view(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+@functools.lru_cache(maxsize=4096)  # a step saves the same views as the one before, and this runs for every saved tensor
+def _make_view(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> View:
+    start = offset * dtype.itemsize
     reach = count = 1
-    for n, step in zip(size, stride, strict=True):
+    is_contiguous = True
+    for n, step in zip(reversed(size), reversed(stride), strict=True):
+        # Before this dimension is counted in, `count` are the elements of those behind it: the step of one without gaps.
+        is_contiguous &= n == 1 or step == count
         reach += (n - 1) * step
         count *= n if step else 1
-    return View(tensor.dtype, size, stride, start, start + reach * itemsize, count * itemsize, is_contiguous=False)
+    reach_bytes, dense_bytes = reach * dtype.itemsize, count * dtype.itemsize
+    return View(dtype, size, stride, start, start + reach_bytes, dense_bytes, min(reach_bytes, dense_bytes), is_contiguous)
+
+
+def get_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8 `[n]`: the bytes of the contiguous `tensor`, not copied."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return get_stretch(tensor, start=start, end=start + tensor.numel() * tensor.element_size())
 
 
 def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
@@ -67,17 +73,18 @@ def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Ten
 
     Args:
         view: A view of the storage that was copied.
-        buffer: uint8 `[n]`, the copy, from the first byte of its own storage; n is a multiple of `PADDING_BYTES`.
+        buffer: The copy, contiguous, of any type, from the first byte of its own storage.
         buffer_start: Which byte of the storage the first byte of `buffer` is. A multiple of `ALIGNMENT_BYTES`.
     """
-    elements = buffer.view(view.dtype)
-    if view.is_contiguous and view.dense_bytes == buffer.numel():
-        tensor = elements.view(view.size)  # the usual case, and half of the time
-        if tensor.stride() == view.stride:
-            return tensor.detach()
-    offset = (view.start - buffer_start) // view.dtype.itemsize
+    itemsize = view.dtype.itemsize
+    offset = (view.start - buffer_start) // itemsize
+    if view.dtype is not buffer.dtype:
+        octets = buffer.as_strided((buffer.nbytes // buffer.itemsize,), (1,)).view(torch.uint8)
+        buffer = octets[: buffer.nbytes // itemsize * itemsize].view(view.dtype)
+    elif offset == 0 and view.size == buffer.size() and view.stride == buffer.stride():
+        return buffer.detach()  # the usual case: the other calls would take most of the time of a take
     # Detached, so that what autograd gets has no base of another type.
-    return elements.as_strided(view.size, view.stride, offset).detach()
+    return buffer.as_strided(view.size, view.stride, offset).detach()
 
 
 def get_gathered_bytes(views: Sequence[View]) -> int:
@@ -131,9 +138,9 @@ def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, to
 
 
 def _reduce(view: View) -> View:
-    """Return `view` with its expanded dimensions at size 1: the same bytes, each once."""
+    """Return `view` with its expanded dimensions at size 1, and bools as bytes: the same bytes, each once and as they are."""
     size = torch.Size(n if step else min(n, 1) for n, step in zip(view.size, view.stride, strict=True))
-    return view._replace(size=size)
+    return view._replace(size=size, dtype=torch.uint8 if view.dtype is torch.bool else view.dtype)
 
 
 def round_up(size_bytes: int, *, to: int = ALIGNMENT_BYTES) -> int:

@@ -21,7 +21,7 @@ class GroupState(enum.Enum):
 class Group:
     """What one execution of a site saves for one microbatch: the tensors that move together."""
 
-    __slots__ = ("__weakref__", "_saved", "end_position", "moved_bytes", "place", "position", "state", "stats")
+    __slots__ = ("__weakref__", "_saved", "ahead_bytes", "end_position", "moved_bytes", "place", "position", "state", "stats")
 
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
         self.place = place
@@ -35,6 +35,8 @@ class Group:
         """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
         self.moved_bytes = 0
         """Bytes that left for the host with this group."""
+        self.ahead_bytes = 0
+        """Of what was called back before backward came to the group."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     def add(self, saved: SavedStorage) -> None:
@@ -61,10 +63,11 @@ class Group:
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
         """Return the saved storages that autograd still wants and that are in one of `states`, in the order of saving."""
-        return [saved for saved in self._list_living() if saved.state in states]
+        references = self._saved.values()
+        return [saved for reference in references if (saved := reference()) is not None and saved.state in states]
 
     def _list_living(self) -> list[SavedStorage]:
-        return [saved for saved in (reference() for reference in self._saved.values()) if saved is not None]
+        return [saved for reference in self._saved.values() if (saved := reference()) is not None]
 
 
 class Lane:
@@ -74,7 +77,7 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "_name", "ahead", "away", "end", "groups", "place")
+    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "groups", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
@@ -86,8 +89,8 @@ class Lane:
         """Backward has left all groups but the first so many."""
         self.away = 0
         """The first so many groups have not been called back."""
-        self.ahead: dict[Group, int] = {}
-        """Those that were called back before backward came to them, and their bytes."""
+        self.ahead_bytes = 0
+        """Of all groups."""
         self._leftover: list[Group] = []
 
     def add(self, site: Site, stats: TagStats) -> Group:
@@ -101,6 +104,11 @@ class Lane:
         self.groups.append(group)
         self.end = self.away = len(self.groups)
         return group
+
+    def expect(self, group: Group, size_bytes: int) -> None:
+        """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""
+        self.ahead_bytes += size_bytes - group.ahead_bytes
+        group.ahead_bytes = size_bytes
 
     def is_news(self, group: Group, *, is_away: bool) -> bool:
         """Return whether a tensor of `group` that backward takes shows that backward has come to the group.
@@ -129,6 +137,7 @@ class Lane:
         self.away = min(self.away, position)
         for group in left:
             group.spend()
-            self.ahead.pop(group, None)
+            if group.ahead_bytes:
+                self.expect(group, 0)
         leftover, self._leftover = self._leftover, left
         return leftover

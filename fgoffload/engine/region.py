@@ -51,13 +51,12 @@ class Saving:
     It is the pack hook of that stretch too. May be entered again after it was left.
     """
 
-    __slots__ = ("_engine", "_hooks", "group", "lane")
+    __slots__ = ("_engine", "group", "lane")
 
     def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group | None) -> None:
         self._engine = engine
         self.lane = lane
         self.group = group
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
@@ -65,29 +64,26 @@ class Saving:
 
     def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""
-        return self._engine.take_back(handle)
+        tensor = handle.take()
+        for ledger in self._engine.observers:
+            ledger.count_take(place=handle.place)
+        return tensor
 
     def __enter__(self) -> None:
-        """Begin to save. A fresh hooks object each time, since torch's own cannot be entered twice at once."""
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self, self.take_back)
-        self._hooks.__enter__()
+        """Begin to save, as `torch.autograd.graph.saved_tensors_hooks` does, without another object for each region."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self, self.take_back)  # noqa: SLF001 - no public name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too: hooks that stay installed would reach into whatever the process does next."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__(kind, error, trace)
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001 - no public name
 
 
-class Region:
+class Region(Saving):
     """One execution of a site: `enter` marks its input, `saving` is where it saves, `end` marks its output."""
 
-    __slots__ = ("_engine", "_lane", "group")
+    __slots__ = ()
 
-    def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group) -> None:
-        self._engine = engine
-        self._lane = lane
-        self.group = group
+    group: Group
 
     def enter(self, tensor: torch.Tensor) -> None:
         """Put the start mark on `tensor`, the input of the site.
@@ -95,12 +91,12 @@ class Region:
         Only the first site of a lane needs one: that backward has left a site is known when it comes to the one before.
         """
         if self.group.position == 0:
-            engine, lane, group = self._engine, self._lane, self.group
+            engine, lane, group = self._engine, self.lane, self.group
             _add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
     def saving(self) -> Saving:
         """Return the context in which what autograd saves goes to the group."""
-        return Saving(self._engine, self._lane, self.group)
+        return self  # one object for both, since there are as many as regions
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
         """Let the group leave, and put the end mark on `tensor`.
@@ -114,7 +110,7 @@ class Region:
         Raises:
             StateError: The region was ended before, or a tensor that it saved was changed in place or resized since.
         """
-        engine, lane, group = self._engine, self._lane, self.group
+        engine, lane, group = self._engine, self.lane, self.group
         engine.end(lane, group, is_held=is_held)
         if tensor is not None:
             _add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))

@@ -5,6 +5,12 @@ Autograd's graph owns handles; a handle owns its saved storage; a saved storage 
 Groups and lanes know saved storages only weakly once they have been submitted. So whatever drops the graph, a backward, an
 exception or the end of a scope, gives everything back, in any order, and nothing is reset between steps. All tensors kept
 here are detached: one with its `grad_fn` would close a cycle through the graph, and memory would wait for Python's collector.
+
+[Note: In which form bytes move]
+What moves is a stretch of the storage, from the first byte that a save reaches to the last. Nearly always one saved tensor is
+all of it, without gaps: then it moves as that tensor is, type and size, and comes back as one, so that nothing has to be looked
+at in another way on the way. Else the stretch moves as bytes; so do bools, since a copy may make a 1 of any other byte that is
+not 0. Where the saves cover less than half of the stretch, they are gathered, and that moves.
 """
 
 import enum
@@ -14,7 +20,7 @@ import torch
 
 from fgoffload.engine.arena import HostBlock
 from fgoffload.engine.device import Event, Stream
-from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, get_gathered_bytes
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, get_gathered_bytes, get_stretch
 from fgoffload.engine.identity import Contents, StorageRef, get_version, has_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
@@ -33,6 +39,9 @@ class SavedState(enum.Enum):
     OFFLOADING = enum.auto()  # on the device, and the copy to the host is queued
     OFFLOADED = enum.auto()  # on the host only
     RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its event has passed
+
+
+_ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
 
 
 class Reload:
@@ -76,6 +85,7 @@ class SavedStorage:
         "has_left",
         "itemsize",
         "lane",
+        "moved_bytes",
         "owner",
         "place",
         "reload",
@@ -86,6 +96,7 @@ class SavedStorage:
         "streams",
         "uses",
         "views",
+        "whole",
     )
 
     def __init__(
@@ -103,14 +114,18 @@ class SavedStorage:
         self.contents = contents
         """What its bytes were when it was saved."""
         self.storage = StorageRef(tensor)
-        self.start = self.contents.nbytes
+        self.start = contents.nbytes
         self.end = 0
         """The stretch `[start, end)` of the storage that all saved views lie in, in bytes."""
         self.views: set[View] = set()
         self.covered_bytes = 0
         """What the distinct views reach together, at most; overlapping views count twice."""
         self.gathered: tuple[View, ...] = ()
-        """The views whose bytes left, where that is less than half of the stretch; none where the whole stretch left."""
+        """The views whose bytes leave, where that is less than half of the stretch; none where the whole stretch leaves."""
+        self.whole: View | None = None
+        """The view that is the whole stretch, where one is and it leaves as such. See [Note: In which form bytes move]."""
+        self.moved_bytes = 0
+        """Bytes that go over the link, each way, from when it leaves."""
         self.block: HostBlock | None = None
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
@@ -132,11 +147,6 @@ class SavedStorage:
         """Bytes of the stretch that all views lie in."""
         return self.end - self.start
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that go over the link, each way."""
-        return get_gathered_bytes(self.gathered) if self.gathered else self.size_bytes
-
     def holds(self, view: View) -> bool:
         """Return whether `view` can be served from what was, or will be, copied."""
         if self.state is SavedState.RESIDENT:
@@ -151,16 +161,18 @@ class SavedStorage:
         A source that has left and that something else still holds is ordered, when it goes, behind the streams that saved it
         then, and behind no other.
         """
-        return self.state in (SavedState.RESIDENT, SavedState.OFFLOADING) or stream in self.streams
+        return self.state in _ON_DEVICE or stream in self.streams
 
     def add(self, tensor: torch.Tensor, view: View) -> None:
         """Remember that autograd saved `tensor`, which looks at this storage through `view`."""
-        if self.state not in (SavedState.RESIDENT, SavedState.OFFLOADING) or view in self._aliases:
+        if self.state not in _ON_DEVICE or view in self._aliases:
             return
         self._aliases[view] = tensor.detach()
         self.views.add(view)
-        self.start = min(self.start, view.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-        self.end = max(self.end, view.end)
+        if view.start < self.start:
+            self.start = view.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        if view.end > self.end:
+            self.end = view.end
         self.covered_bytes += view.covered_bytes
 
     def get_alias(self, view: View) -> torch.Tensor:
@@ -171,6 +183,27 @@ class SavedStorage:
         """Return one of the saved tensors, while their storage is still there."""
         return next(iter(self._aliases.values()))
 
+    def get_stretch(self) -> torch.Tensor:
+        """Return what moves, where that is not gathered, while the storage is still there."""
+        if self.whole is not None:
+            return self._aliases[self.whole]
+        return get_stretch(self.get_any_alias(), start=self.start, end=self.end)
+
+    def choose_form(self) -> None:
+        """Decide in which form the bytes move, if they do. See [Note: In which form bytes move]."""
+        size_bytes = self.end - self.start
+        self.gathered, self.whole, self.moved_bytes = (), None, size_bytes
+        if 2 * self.covered_bytes < size_bytes:
+            views = tuple(sorted(self.views, key=lambda view: (view.start, view.end)))
+            gathered_bytes = get_gathered_bytes(views)
+            if 2 * gathered_bytes < size_bytes:
+                self.gathered, self.moved_bytes = views, gathered_bytes
+                return
+        for view in self._aliases:  # from the first save on
+            if view.is_contiguous and view.start == self.start and view.end == self.end and view.dtype is not torch.bool:
+                self.whole = view
+                break
+
     def find_change(self, act: str, view: View | None = None) -> str | None:
         """Return what happened to the bytes since autograd saved them, or None where nothing did.
 
@@ -178,10 +211,11 @@ class SavedStorage:
             act: What is about to happen to the bytes.
             view: Of the saved tensor in question; None asks for all.
         """
+        version, _, nbytes = self.contents
         for alias in self._aliases.values() if view is None else (self._aliases[view],):
-            change = find_change(alias, version=self.contents.version, nbytes=self.contents.nbytes, place=self.place, act=act)
-            if change is not None:
-                return change
+            # The same question twice: here for every tensor of every step, and there for a sentence.
+            if get_version(alias) != version or alias.untyped_storage().nbytes() != nbytes:
+                return find_change(alias, version=version, nbytes=nbytes, place=self.place, act=act)
         return None
 
     def check_unchanged(self, act: str, view: View | None = None) -> None:

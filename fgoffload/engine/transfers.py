@@ -6,23 +6,14 @@ Every wait names the hazard that it prevents; the notes in `hazards.py` explain 
 import collections
 import contextlib
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
 
 from fgoffload.engine.arena import HostArena, HostBlock
 from fgoffload.engine.device import Device, Event, Stream
-from fgoffload.engine.geometry import (
-    PADDING_BYTES,
-    View,
-    gather,
-    get_gathered_bytes,
-    get_stretch,
-    rebuild,
-    round_up,
-    scatter,
-)
+from fgoffload.engine.geometry import View, gather, rebuild, scatter
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_version
 from fgoffload.engine.ledger import ActivationLedger
@@ -86,25 +77,35 @@ class Transfers:
         """
         device, d2h = self._device, self._device.d2h_stream
         streams = {device.current_stream()}
+        gathers = False
         for saved, _ in leaving:
-            streams |= saved.streams
-        sources = self._get_sources(leaving, streams)
+            streams.update(saved.streams)
+            gathers = gathers or bool(saved.gathered)
+        if gathers:
+            self._join(streams, Hazard.GATHER_UNWRITTEN)
+        sources = [self._gather(saved) if saved.gathered else saved.get_stretch() for saved, _ in leaving]
+        if gathers:
+            # What was gathered goes before its copy is done, and its memory may be another stream's than the one that gathered.
+            self._join(streams, Hazard.SOURCE_STILL_USED)
         for stream in streams:
-            device.wait_event(d2h, device.record_event(stream), Hazard.SOURCE_UNWRITTEN)
+            device.wait_stream(d2h, stream, Hazard.SOURCE_UNWRITTEN)
         for _, block in leaving:
             for event in block.reads_to_wait_for:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
         start = self._watch.start(d2h)
-        with _name_range("offload", place):
-            for (_, block), source in zip(leaving, sources, strict=True):
-                for part, stretch in block.pair(source):
-                    device.copy_bytes(destination=part, source=stretch, stream=d2h)
+        if _is_profiled():
+            with _name_range("offload", place):
+                self._copy_out(leaving, sources)
+        else:
+            self._copy_out(leaving, sources)
         self._watch.stop(start, d2h, stats, TimeKind.D2H)
         d2h_done = device.record_event(d2h)
+        size_bytes = 0
+        references = []
         for saved, block in leaving:
             saved.leave(block, d2h_done)
-        size_bytes = sum(source.numel() for source in sources)
-        references = [weakref.ref(saved) for saved, _ in leaving]
+            size_bytes += saved.moved_bytes
+            references.append(weakref.ref(saved))
         self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         self.in_flight_bytes += size_bytes
         return size_bytes
@@ -112,7 +113,7 @@ class Transfers:
     def poll(self) -> None:
         """Drop what no copy touches any more, without waiting for anything."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
-            self._release_done(self._in_flight[0])
+            self._release(self._in_flight[0], is_done=True)
         while self.abandoned:
             self._order(self.abandoned[0])
             self.abandoned.popleft()  # only now: what raises before must not drop a buffer that is still touched
@@ -130,14 +131,13 @@ class Transfers:
         for stream in {current} | self._list_streams(entry):
             self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
         self._watch.stop(start, current, entry.stats, TimeKind.WAIT)
-        self._release(entry)
+        self._release(entry, is_done=False)
 
-    def reload(self, away: Sequence[SavedStorage], *, place: Place) -> None:
+    def reload(self, away: Mapping[SavedStorage, Place]) -> None:
         """Start the copies to the device of `away`, which are on the host only.
 
         Args:
-            away: In the order in which they come back.
-            place: Of the group that they come back for, for profilers.
+            away: In the order in which they come back, each with the place of the group that it comes back for, for profilers.
 
         Streams:
             Queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not block.
@@ -146,12 +146,18 @@ class Transfers:
             The device buffers live as long as autograd wants them, or until `drop_reloaded`.
         """
         device, h2d = self._device, self._device.h2d_stream
-        buffers = [self._allocate_for(saved) for saved in away]
+        current = device.current_stream()
+        buffers = [self._allocate_for(saved, current) for saved in away]
         for owner in {saved.owner for saved in away}:
-            device.wait_event(h2d, device.record_event(owner), Hazard.BUFFER_STILL_USED)
-        with _name_range("reload", place):
-            for saved, buffer in zip(away, buffers, strict=True):
-                self._fill(saved, buffer)
+            device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
+        is_profiled = _is_profiled()
+        with device.on(h2d):
+            for (saved, place), buffer in zip(away.items(), buffers, strict=True):
+                if is_profiled:
+                    with _name_range("reload", place):
+                        self._fill(saved, buffer)
+                else:
+                    self._fill(saved, buffer)
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
         """Return what `view` saw of the reloaded `saved`.
@@ -173,9 +179,10 @@ class Transfers:
             reload.taken_on.add(stream)
         if reload.is_dense:
             reload = saved.reload = self._put_in_place(saved, reload, stream)
+        version = get_version(reload.buffer)
         if reload.version is None:
-            reload.version = get_version(reload.buffer)
-        elif reload.version != get_version(reload.buffer):
+            reload.version = version
+        elif reload.version != version:
             raise StateError(_say_changed(saved))
         return rebuild(view, reload.buffer, buffer_start=saved.start)
 
@@ -196,36 +203,33 @@ class Transfers:
         """Finish all copies. The host blocks until they are done."""
         while self._in_flight:
             self._device.synchronize(self._in_flight[0].d2h_done)
-            self._release_done(self._in_flight[0])
+            self._release(self._in_flight[0], is_done=True)
         self.poll()
         if self._filling:
             self._device.synchronize(self._device.record_event(self._device.h2d_stream))
             self._filling.clear()
 
-    def _release_done(self, entry: _InFlight) -> None:
-        """Let go of the sources of `entry`, the oldest, whose copies the host has seen done.
+    def _release(self, entry: _InFlight, *, is_done: bool) -> None:
+        """Let go of the sources of `entry`, the oldest, whose copies are done, or are waited for.
 
-        No stream needs to wait for them any more: whatever the host queues from now on comes later anyway.
+        Args:
+            entry: The oldest of those in flight.
+            is_done: Whether the host has seen its copies done. No stream needs to wait for them any more then: whatever the
+                host queues from now on comes later anyway.
         """
-        for saved in self._release(entry):
-            saved.d2h_done = None
-
-    def _release(self, entry: _InFlight) -> list[SavedStorage]:
-        """Let go of the sources of `entry`, the oldest, whose copies are done, or are waited for; return what is gone now."""
         self._join(self._list_streams(entry), Hazard.SOURCE_STILL_USED)
         self._in_flight.popleft()  # only now: it may be all that holds a source that is still read, and a wait may raise
         self.in_flight_bytes -= entry.size_bytes
-        gone = []
         for reference in entry.saved:
             saved = reference()
-            # Not what was called back since, and has perhaps left again.
-            if saved is not None and saved.d2h_done is entry.d2h_done:
-                gone.append(saved)
-                if saved.state is SavedState.OFFLOADING:
-                    saved.fault = saved.find_change("its copy to the host was done")
-                    saved.drop_aliases()
-                    saved.state = SavedState.OFFLOADED
-        return gone
+            if saved is None or saved.d2h_done is not entry.d2h_done:
+                continue  # nobody's any more; or it was called back since, and has perhaps left again
+            if saved.state is SavedState.OFFLOADING:
+                saved.fault = saved.find_change("its copy to the host was done")
+                saved.drop_aliases()
+                saved.state = SavedState.OFFLOADED
+            if is_done:
+                saved.d2h_done = None
 
     def _list_streams(self, entry: _InFlight) -> Set[Stream]:
         """Return the compute streams that used the sources of `entry`, before it left and since."""
@@ -233,10 +237,18 @@ class Transfers:
         for reference in entry.saved:
             saved = reference()
             if saved is not None:
-                streams |= saved.streams
+                streams.update(saved.streams)
         return streams
 
+    def _copy_out(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], sources: Sequence[torch.Tensor]) -> None:
+        device, d2h = self._device, self._device.d2h_stream
+        with device.on(d2h):
+            for (_, block), source in zip(leaving, sources, strict=True):
+                for part, stretch in block.pair(source):
+                    device.copy_bytes(destination=part, source=stretch, stream=d2h)
+
     def _fill(self, saved: SavedStorage, buffer: torch.Tensor) -> None:
+        """Start the copy of `saved` into `buffer`. The host-to-device stream is current."""
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
             raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
@@ -244,8 +256,7 @@ class Transfers:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         self._filling.append(buffer)
         start = self._watch.start(h2d)
-        destination = buffer if buffer.numel() == saved.moved_bytes else buffer[: saved.moved_bytes]
-        for part, stretch in saved.block.pair(destination):
+        for part, stretch in saved.block.pair(buffer):
             device.copy_bytes(destination=stretch, source=part, stream=h2d)
         self._watch.stop(start, h2d, saved.stats, TimeKind.H2D)
         h2d_done = device.record_event(h2d)
@@ -254,22 +265,10 @@ class Transfers:
         saved.state = SavedState.RELOADED
         self._filling.pop()
 
-    def _get_sources(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], streams: Set[Stream]) -> Sequence[torch.Tensor]:
-        if not any(saved.gathered for saved, _ in leaving):
-            return [self._get_source(saved) for saved, _ in leaving]
-        self._join(streams, Hazard.GATHER_UNWRITTEN)
-        sources = [self._get_source(saved) for saved, _ in leaving]
-        # What was gathered goes before its copy is done, and its memory may be another stream's than the one that gathered it.
-        self._join(streams, Hazard.SOURCE_STILL_USED)
-        return sources
-
-    def _get_source(self, saved: SavedStorage) -> torch.Tensor:
-        """Return uint8 `[n]` on the device: what has to move of `saved`."""
-        tensor = saved.get_any_alias()
-        if not saved.gathered:
-            return get_stretch(tensor, start=saved.start, end=saved.end)
-        dense = self._allocate(get_gathered_bytes(saved.gathered))
-        gather(saved.gathered, tensor, dense)
+    def _gather(self, saved: SavedStorage) -> torch.Tensor:
+        """Return uint8 `[n]` on the device: the views of `saved` that leave, packed."""
+        dense = self._allocate(saved.moved_bytes)
+        gather(saved.gathered, saved.get_any_alias(), dense)
         return dense
 
     def _put_in_place(self, saved: SavedStorage, dense: Reload, stream: Stream) -> Reload:
@@ -281,19 +280,20 @@ class Transfers:
         self._order(dense)
         return placed
 
-    def _allocate_for(self, saved: SavedStorage) -> torch.Tensor:
+    def _allocate_for(self, saved: SavedStorage, current: Stream) -> torch.Tensor:
         """Return a buffer of the stream that saved `saved`, on which autograd runs backward too.
 
         Backward may hand out what it takes as a gradient, which outlives whatever the engine knows. Were the buffer another
         stream's, nothing would order its memory behind those who read that gradient.
         """
-        if saved.owner == self._device.current_stream():
-            return self._allocate(saved.moved_bytes)
+        if saved.owner == current:
+            return self._allocate(saved.moved_bytes, saved.whole)
         with self._device.on(saved.owner):
-            return self._allocate(saved.moved_bytes)
+            return self._allocate(saved.moved_bytes, saved.whole)
 
-    def _allocate(self, size_bytes: int) -> torch.Tensor:
-        buffer = self._device.allocate_device(round_up(size_bytes, to=PADDING_BYTES))
+    def _allocate(self, size_bytes: int, whole: View | None = None) -> torch.Tensor:
+        """Return a device buffer: for the view `whole` if there is one, or else uint8 `[size_bytes]`."""
+        buffer = self._device.allocate_device(size_bytes) if whole is None else self._device.allocate_like(whole)
         for ledger in self._observers:
             ledger.observe(buffer)
         return buffer
@@ -312,7 +312,7 @@ class Transfers:
         if not reload.taken_on:
             device.wait_event(reload.owner, reload.filled, Hazard.BUFFER_STILL_FILLED)
         for stream in reload.taken_on - {reload.owner}:
-            device.wait_event(reload.owner, device.record_event(stream), Hazard.BUFFER_STILL_READ)
+            device.wait_stream(reload.owner, stream, Hazard.BUFFER_STILL_READ)
 
 
 def _say_changed(saved: SavedStorage) -> str:
@@ -322,11 +322,10 @@ def _say_changed(saved: SavedStorage) -> str:
     )
 
 
+def _is_profiled() -> bool:
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+
+
 def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range named like the debug log's line; nothing where no profiler runs."""
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
-        return torch.profiler.record_function(f"fgoffload::{act} ({place})")
-    return _NO_RANGE
-
-
-_NO_RANGE = contextlib.nullcontext()
+    """Return a profiler range named like the debug log's line."""
+    return torch.profiler.record_function(f"fgoffload::{act} ({place})")

@@ -70,11 +70,13 @@ def test_a_block_of_several_parts_goes_out_and_comes_back_to_the_bit(device):
     back = torch.zeros_like(source)
     written = device.record_event(device.current_stream())
     device.d2h_stream.wait_event(written)
-    for part, stretch in block.pair(source):
-        device.copy_bytes(destination=part, source=stretch, stream=device.d2h_stream)
+    with device.on(device.d2h_stream):
+        for part, stretch in block.pair(source):
+            device.copy_bytes(destination=part, source=stretch, stream=device.d2h_stream)
     device.h2d_stream.wait_event(device.record_event(device.d2h_stream))
-    for part, stretch in block.pair(back):
-        device.copy_bytes(destination=stretch, source=part, stream=device.h2d_stream)
+    with device.on(device.h2d_stream):
+        for part, stretch in block.pair(back):
+            device.copy_bytes(destination=stretch, source=part, stream=device.h2d_stream)
     device.synchronize(device.record_event(device.h2d_stream))
     assert torch.equal(source, back)
     del block, part
@@ -88,9 +90,9 @@ def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
     block.buffer.fill_(7)
     target = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
     torch.cuda.synchronize()
-    with device.h2d_stream:
+    with device.on(device.h2d_stream):
         torch.cuda._sleep(200_000_000)  # about 100 ms
-    device.copy_bytes(destination=target, source=block.buffer, stream=device.h2d_stream)
+        device.copy_bytes(destination=target, source=block.buffer, stream=device.h2d_stream)
     block.last_read = read = device.record_event(device.h2d_stream)
     del block
     again = arena.find_block(64 * MIB)
@@ -110,9 +112,9 @@ def test_closing_waits_for_a_copy_that_still_reads(device):
     block.buffer.fill_(7)
     target = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
     torch.cuda.synchronize()
-    with device.h2d_stream:
+    with device.on(device.h2d_stream):
         torch.cuda._sleep(200_000_000)  # about 100 ms
-    device.copy_bytes(destination=target, source=block.buffer, stream=device.h2d_stream)
+        device.copy_bytes(destination=target, source=block.buffer, stream=device.h2d_stream)
     block.last_read = device.record_event(device.h2d_stream)
     del block
     arena.close()

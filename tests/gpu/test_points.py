@@ -11,6 +11,7 @@ from support.programs import check_is_telling, have_same_bits
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import AcceleratorDevice, Device, OffloadEngine
+from fgoffload.engine.geometry import View
 from fgoffload.policy import HostMemory
 
 pytestmark = pytest.mark.usefixtures("_deterministic", "_any_stream_may_accumulate")
@@ -117,10 +118,17 @@ class FullOnce(HostileGpu):
     is_full = False
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
+        self._check()
+        return super().allocate_device(size_bytes)
+
+    def allocate_like(self, view: View) -> torch.Tensor:
+        self._check()
+        return super().allocate_like(view)
+
+    def _check(self) -> None:
         if self.is_full:
             self.is_full = False
             raise torch.OutOfMemoryError("CUDA out of memory, says the test.")
-        return super().allocate_device(size_bytes)
 
 
 def test_a_device_that_is_full_while_a_group_comes_back_says_so_and_the_next_step_is_right():

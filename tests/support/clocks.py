@@ -115,6 +115,7 @@ class ClockedCpuDevice(CpuDevice):
         merge(self._host, event.clock)
 
     def copy_bytes(self, *, destination, source, stream):
+        assert stream == self._current, "a copy is queued on the current stream"
         super().copy_bytes(destination=destination, source=source, stream=stream)
         self.copies.append(self.queue(stream))
 
@@ -129,7 +130,7 @@ class ClockedCpuDevice(CpuDevice):
 def _find_wait(hazard: Hazard) -> Wait:
     """Return the wait that the code of the engine asks for now."""
     frame: Any = sys._getframe(1)
-    while "/fgoffload/engine/" not in frame.f_code.co_filename:
+    while "/fgoffload/engine/" not in frame.f_code.co_filename or frame.f_code.co_filename.endswith("/device.py"):
         frame = frame.f_back
     line = frame.f_code.co_filename, frame.f_lineno
     functions = [frame.f_code.co_name]

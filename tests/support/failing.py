@@ -48,7 +48,7 @@ class FailingCpuDevice(DelayedCpuDevice):
 
     def copy_bytes(self, *, destination, source, stream):
         # Not the engine's own slice, which would hold the tensor that it was cut from.
-        bare = torch.empty(0, dtype=torch.uint8)
+        bare = torch.empty(0, dtype=destination.dtype)
         bare.set_(destination.untyped_storage(), destination.storage_offset(), destination.size(), destination.stride())
 
         def look() -> None:

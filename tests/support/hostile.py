@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import AcceleratorDevice, DelayedCpuDevice, Device, Hazard, HostBlock, HostSlab, OffloadEngine
+from fgoffload.engine.geometry import View, get_bytes
 
 POISON = 0xFF
 """Bytes of it are a NaN in every floating-point type of 16 bits and more."""
@@ -80,12 +81,18 @@ class Hostile(Device):
 
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         if stream == self.d2h_stream:
-            super().copy_bytes(destination=destination, source=self._poison[: destination.numel()], stream=stream)
+            poison = self._poison[: destination.nbytes].view(destination.dtype).view(destination.size())
+            super().copy_bytes(destination=destination, source=poison, stream=stream)
         self.nap(stream)
         super().copy_bytes(destination=destination, source=source, stream=stream)
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
         return super().allocate_device(size_bytes).fill_(POISON)
+
+    def allocate_like(self, view: View) -> torch.Tensor:
+        buffer = super().allocate_like(view)
+        get_bytes(buffer).fill_(POISON)
+        return buffer
 
     def allocate_host(self, size_bytes: int) -> HostSlab:
         slab = super().allocate_host(size_bytes)

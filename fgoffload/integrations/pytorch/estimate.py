@@ -170,7 +170,7 @@ class HostlessDevice(Device):
 
 def _place(host: torch.Tensor) -> tuple[int, int]:
     """Return what names a block of host memory: its slab, and where in the slab it begins."""
-    return get_key(host), int(host.storage_offset())
+    return get_key(host), int(host.storage_offset()) * host.element_size()
 
 
 @dataclasses.dataclass(slots=True)

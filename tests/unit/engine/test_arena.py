@@ -291,6 +291,20 @@ def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
     assert torch.equal(found, source)
 
 
+def test_parts_take_the_bytes_of_a_tensor_of_any_type_and_size():
+    arena = make_split_arena(budget_units=5)
+    blocks = [arena.find_block(512) for _ in range(5)]
+    del blocks[::2]
+    block = arena.find_block(1200)
+    assert len(block.parts) == 3
+    source, found = torch.randn(10, 30), torch.zeros(10, 30)
+    for part, stretch in block.pair(source):
+        part.copy_(stretch)
+    for part, stretch in block.pair(found):
+        stretch.copy_(part)
+    assert torch.equal(found, source)
+
+
 def test_ranges_too_small_for_a_part_are_left_to_smaller_blocks():
     arena = make_split_arena(budget_units=6, part_units=2)
     whole = arena.find_block(6 * 512)
@@ -432,3 +446,14 @@ def test_a_block_that_comes_back_goes_to_the_next_of_its_size_as_it_is():
     parts = second.parts
     del first, second  # the last that came back is the first that goes: its pages are the likeliest in a cache
     assert arena.find_block(5000).parts is parts
+
+
+def test_a_block_that_comes_back_is_looked_at_as_before_without_a_new_tensor():
+    arena = HostArena(CpuDevice(), budget_bytes=1 << 20)
+    block = arena.find_block(4096)
+    tensor, other = torch.zeros(32, 32), torch.zeros(1024, dtype=torch.int32)
+    (look, _), (other_look, _) = block.pair(tensor)[0], block.pair(other)[0]
+    del block
+    again = arena.find_block(4096)
+    assert again.pair(tensor)[0][0] is look
+    assert again.pair(other)[0][0] is other_look

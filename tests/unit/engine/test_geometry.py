@@ -35,6 +35,28 @@ def test_a_view_is_rebuilt_over_a_copy_of_its_stretch(tensor):
 
 
 @settings(max_examples=200, deadline=None)
+@given(strided_tensors(), st.sampled_from(DTYPES))
+def test_a_view_is_rebuilt_over_a_copy_of_any_type_and_counts_changes_with_it(tensor, dtype):
+    view = get_view(tensor)
+    start = view.start // 512 * 512
+    end = start + -(-(view.end - start) // 16) * 16
+    copy = get_stretch(tensor, start=start, end=end).clone().view(dtype).view(1, -1)
+    again = rebuild(view, copy, buffer_start=start)
+    assert torch.equal(as_bytes(again), as_bytes(tensor))
+    assert again.stride() == tensor.stride()
+    assert again._base is None
+    before = copy._version
+    again.zero_()
+    assert again._version == copy._version > before
+
+
+@settings(max_examples=200, deadline=None)
+@given(strided_tensors())
+def test_a_view_is_contiguous_where_torch_says_so(tensor):
+    assert get_view(tensor).is_contiguous == tensor.is_contiguous()
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=4))
 def test_gathered_views_come_back_to_their_places(windows):
     storage = torch.randn(4096)
@@ -46,6 +68,16 @@ def test_gathered_views_come_back_to_their_places(windows):
     scatter(views, dense, stretch, stretch_start=0)
     for view, tensor in zip(views, tensors, strict=True):
         assert torch.equal(rebuild(view, stretch, buffer_start=0), tensor)
+
+
+def test_bools_are_gathered_as_the_bytes_that_they_are():
+    storage = torch.arange(256, dtype=torch.uint8).repeat(8)
+    tensor = storage.view(torch.bool).as_strided((100, 3), (20, 1), 5)
+    views = [get_view(tensor)]
+    dense, stretch = torch.empty(get_gathered_bytes(views), dtype=torch.uint8), torch.empty(2048, dtype=torch.uint8)
+    gather(views, tensor, dense)
+    scatter(views, dense, stretch, stretch_start=0)
+    assert torch.equal(stretch.as_strided((100, 3), (20, 1), 5), storage.as_strided((100, 3), (20, 1), 5))
 
 
 def test_an_expanded_dimension_counts_once():

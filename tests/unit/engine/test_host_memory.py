@@ -270,6 +270,7 @@ def make_cuda_device(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         monkeypatch.setattr(torch, "Stream", lambda device: types.SimpleNamespace(device=device))
+        monkeypatch.setattr(torch, "Event", lambda device: types.SimpleNamespace(device=device))
         return AcceleratorDevice(host_memory=HostMemory.PINNED), cudart
 
     return make

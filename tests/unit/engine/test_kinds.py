@@ -47,9 +47,9 @@ DTYPES = (
 
 
 def make_all_bytes(dtype: torch.dtype) -> torch.Tensor:
-    """Return 16 KiB of every byte value, NaNs of every kind among them."""
+    """Return 16 KiB of every byte value, NaNs of every kind and bools that are neither 0 nor 1 among them."""
     generator = torch.Generator().manual_seed(3)
-    octets = torch.randint(0, 2 if dtype is torch.bool else 256, (16384,), generator=generator, dtype=torch.uint8)
+    octets = torch.randint(0, 256, (16384,), generator=generator, dtype=torch.uint8)
     return octets.view(dtype).view(64, -1)
 
 
@@ -76,6 +76,7 @@ LAYOUTS = {
     "overlapping rows": lambda: make_storage().as_strided((30, 20), (3, 1), 7),
     "a larger stride inside": lambda: make_storage().as_strided((5, 6, 7), (1, 700, 10), 3),
     "a size of one with a stride beyond the storage": lambda: make_storage().as_strided((1, 8), (1 << 20, 1), 2),
+    "a size of one with a stride beyond the storage, from its start": lambda: make_storage().as_strided((1, 8), (1 << 20, 1)),
     "channels last": lambda: make_storage().view(4, 4, 16, 16).to(memory_format=torch.channels_last),
     "permuted": lambda: make_storage().view(8, 16, 32).permute(2, 0, 1),
     "the end of the storage": lambda: make_storage()[-3:],

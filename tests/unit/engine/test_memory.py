@@ -64,6 +64,17 @@ def test_resident_bytes_after_forward_fall_by_exactly_what_the_tags_save():
     assert resident[1] == 0
 
 
+def test_where_copies_block_the_last_group_of_a_forward_is_gone_when_it_ends():
+    w = weight()
+    engine = make_engine(policy=TransferPolicy(window_bytes=1 << 30))
+    ledger = ActivationLedger(parameters=[w])
+    with engine.observe(ledger):
+        output = run_layers(Sites(engine), [w] * 3, ["a"] * 3)
+    assert get_resident_bytes(ledger) == 0
+    del output
+    engine.close()
+
+
 def test_nothing_is_left_on_device_or_host_after_backward():
     weights = [weight(seed) for seed in range(4)]
     engine = make_engine()
@@ -317,6 +328,22 @@ def test_a_storage_that_many_groups_save_comes_back_once():
     engine.close()
 
 
+def test_a_storage_that_many_groups_save_counts_once_for_prefetch():
+    mask = (torch.ones(128, 128) * 0.5).contiguous()
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=4 * NBYTES))
+    sites = Sites(engine)
+    h = torch.ones(128, 128, requires_grad=True) * 2
+    for _ in range(3):
+        h = sites(lambda h: h.sin() * mask, h)
+    h = sites(torch.sin, h)
+    engine.approach_backward(sites.lane, sites.lane.groups[-1])
+    # The last group's storage, and ahead of backward those of three groups, and the mask.
+    assert engine.finish_step().h2d_bytes == (1 + 3 + 1) * NBYTES
+    assert (sites.lane.away, sites.lane.ahead_bytes) == (0, 4 * NBYTES)
+    del h
+    engine.close()
+
+
 def test_gathered_groups_count_what_moves_for_prefetch():
     w = weight()
 
@@ -353,7 +380,7 @@ def test_marking_many_tensors_to_stay_costs_the_same_for_each():
         tensors = [torch.ones(1) for _ in range(1000)]
         for tensor in tensors:
             engine.keep([tensor])
-        sizes.append(len(engine._stay))
+        sizes.append(len(engine._staying._reasons))
     assert max(sizes) <= 4096  # those that died are forgotten now and then, and not at each call
     engine.close()
 

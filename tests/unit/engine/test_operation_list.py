@@ -93,11 +93,11 @@ h2d      copy host[0:4096] -> t16
 h2d      record e17
 # Backward takes what was gathered, and puts it in place.
 compute  wait e15 (BUFFER_UNFILLED)
-compute  allocate t17 (4080 bytes)
-compute  copy_ t17[0:4068] t13 -> t17[0:4068]
+compute  allocate t17 (4068 bytes)
+compute  copy_ t17 t13 -> t17
 compute  record e18
 compute  free t13
-compute  cos t17[0:4068] -> t18
+compute  cos t17 -> t18
 compute  mul t15 t18 -> t19
 compute  free t15
 compute  free t17
@@ -134,11 +134,11 @@ h2d      wait e7 (BLOCK_UNWRITTEN)
 h2d      copy host[5120:9216] -> t28
 h2d      record e22
 compute  wait e20 (BUFFER_UNFILLED)
-compute  allocate t29 (4080 bytes)
-compute  copy_ t29[0:4068] t25 -> t29[0:4068]
+compute  allocate t29 (4068 bytes)
+compute  copy_ t29 t25 -> t29
 compute  record e23
 compute  free t25
-compute  cos t29[0:4068] -> t30
+compute  cos t29 -> t30
 compute  mul t27 t30 -> t31
 compute  free t27
 compute  free t29
@@ -181,6 +181,46 @@ def test_two_microbatches_of_three_groups_queue_exactly_these_operations():
     assert found == expected
 
 
+TOGETHER = """
+# What backward wants now goes first, by itself: its copy starts at once.
+compute  allocate t5 (4096 bytes)
+compute  record e6
+h2d      wait e6 (BUFFER_STILL_USED)
+h2d      wait e5 (BLOCK_UNWRITTEN)
+h2d      copy host[8192:12288] -> t5
+h2d      record e7
+# What is prefetched shares one wait, and has an event each.
+compute  allocate t6 (4096 bytes)
+compute  allocate t7 (4096 bytes)
+compute  record e8
+h2d      wait e8 (BUFFER_STILL_USED)
+h2d      wait e3 (BLOCK_UNWRITTEN)
+h2d      copy host[4096:8192] -> t6
+h2d      record e9
+h2d      wait e1 (BLOCK_UNWRITTEN)
+h2d      copy host[0:4096] -> t7
+h2d      record e10
+"""
+
+
+def test_groups_that_come_back_together_wait_once_for_what_used_their_buffers():
+    device = RecordingCpuDevice()
+    program = Program(device)
+    engine = program.make_engine(window=0, prefetch=FAR)
+    with device.recording():
+        sites = Sites(engine)
+        h = program.run(lambda w: w * 2, program.leaf())
+        for _ in range(3):
+            h = sites(sine, h)
+        device.collect()
+        device.operations.clear()
+        engine.approach_backward(sites.lane, sites.lane.groups[-1])
+        found = list(device.operations)
+        del h
+    engine.close()
+    assert found == [line for line in TOGETHER.splitlines() if line and not line.startswith("#")]
+
+
 def list_copies_to_host(device: RecordingCpuDevice) -> list[str]:
     return [line for line in device.operations if line.startswith("d2h ") and " copy " in line]
 
@@ -218,7 +258,8 @@ def test_a_small_copy_that_the_framework_queues_after_a_hold_and_before_the_flus
         held = device.operations[before:]
         stream = device.d2h_stream if place == "d2h" else device.current_stream()
         device.join(stream, device.current_stream())
-        device.copy_bytes(destination=device.name(on_host, "on_host"), source=device.name(counts, "counts"), stream=stream)
+        with device.on(stream):
+            device.copy_bytes(destination=device.name(on_host, "on_host"), source=device.name(counts, "counts"), stream=stream)
         small = len(device.operations)
         device.synchronize(device.record_event(stream))  # as the dispatcher of a MoE layer, which needs the counts on the host
         engine.flush()

@@ -24,8 +24,9 @@ from torch import nn
 
 import fgoffload
 from fgoffload import ConfigError, TransferConfig
-from fgoffload.engine import CpuDevice, KeptReason
-from fgoffload.integrations.pytorch.estimate import OUTSIDE
+from fgoffload.engine import CpuDevice, KeptReason, Lane, OffloadEngine
+from fgoffload.integrations.pytorch.estimate import OUTSIDE, HostlessDevice
+from fgoffload.plan import Site
 
 
 class CopiesNothing(CpuDevice):
@@ -190,6 +191,19 @@ def test_a_backward_in_the_measured_forward_is_right():
     net.zero_grad()
     fgoffload.estimate_savings(step, config=ALL, device="cpu")
     check_equal(expected, copy_gradients(net))
+
+
+def test_blocks_of_several_types_are_not_mixed_up():
+    # The 512th byte of the host's memory, and the 512th number of four bytes: two places.
+    tensors = [torch.ones(128), torch.arange(1536).to(torch.uint8), torch.randn(128)]
+    engine = OffloadEngine(device=HostlessDevice(CpuDevice()), host_budget_bytes=1 << 20)
+    lane = Lane(chunk=0, microbatch=0)
+    group = engine.open_group(Site(chunk=0, layer=0, tag="a"), lane)
+    handles = [engine.save(tensor.clone(), lane=lane, group=group) for tensor in tensors]
+    engine.end(lane, group)
+    engine.poll()
+    assert all(map(torch.equal, tensors, [handle.take() for handle in handles]))
+    assert engine.finish_step().h2d_bytes == 2 * 512 + 1536
 
 
 def test_the_model_is_left_as_it_was_after_an_exception_too():

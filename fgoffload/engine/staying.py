@@ -1,0 +1,52 @@
+"""Storages that stay on the device whatever saves them: marked to stay, or held by something else than autograd."""
+
+from fgoffload.engine.identity import StorageRef
+from fgoffload.engine.stats import KeptReason
+
+
+class StayingStorages:
+    """Storages that are never moved, as long as they live. Known by address, and not held."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[int, tuple[StorageRef, KeptReason]] = {}
+        self._limit = 1024
+        """Entries at which the freed ones are dropped."""
+        self._outlived: list[StorageRef] = []
+        """Storages that left, that autograd no longer wants, and that are alive."""
+
+    def find_reason(self, key: int) -> KeptReason | None:
+        """Return why the storage named `key` stays, or None where it may move."""
+        entry = self._reasons.get(key)
+        return None if entry is None else entry[1]
+
+    def add(self, storage: StorageRef, reason: KeptReason) -> None:
+        """Let `storage` stay for `reason` from now on."""
+        if storage.is_freed:
+            return
+        self._reasons[storage.key] = (storage, reason)
+        if len(self._reasons) > self._limit:
+            self._reasons = {key: entry for key, entry in self._reasons.items() if not entry[0].is_freed}
+            self._limit = max(1024, 2 * len(self._reasons))
+
+    def suspect(self, storage: StorageRef) -> None:
+        """Take note that `storage` left, that autograd no longer wants it, and that it is alive."""
+        self._outlived.append(storage)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether `add_suspects` has something to look at."""
+        return bool(self._outlived)
+
+    def add_suspects(self, *, are_copies_done: bool) -> None:
+        """Let those suspects stay that are still alive.
+
+        Whatever holds one, a buffer or a table that all layers share, will hold it the next time too.
+
+        Args:
+            are_copies_done: Whether no copy to the host is under way. One that is may be what holds a suspect.
+        """
+        self._outlived = [storage for storage in self._outlived if not storage.is_freed]
+        if are_copies_done:
+            for storage in self._outlived:
+                self.add(storage, KeptReason.HELD)
+            self._outlived.clear()
