@@ -128,3 +128,10 @@ def test_an_mlp_whose_linears_are_fused_into_ops_has_no_sites_of_ours():
             layer.mlp._make_fused_impl = lambda: None  # as Transformer Engine's fused MLP has it
         with pytest.raises(IntegrationError, match="'mlp_act' has no site in this model on any rank"):
             trainer.run_step()
+
+
+def test_a_fraction_is_of_all_sites_of_a_chunk_the_layers_of_multi_token_prediction_among_them():
+    config = make_config("core_attn", activation_offload_fraction=0.7)
+    with make_trainer(f"{MIXED} --mtp-num-layers 1", config) as trainer:
+        trainer.run_step()
+        assert trainer.integration.last_step.tags["core_attn"].groups == 2 * 2  # of three layers, and microbatches
