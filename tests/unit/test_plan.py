@@ -125,3 +125,10 @@ def test_a_plan_file_that_does_not_exist_is_refused_with_its_flag(tmp_path):
     with pytest.raises(PlanError) as caught:
         OffloadPlan.load(path)
     assert str(caught.value) == f"--offload-plan {path}: No such file or directory. Give the path of a plan file."
+
+
+def test_a_site_that_is_named_twice_is_refused():
+    row = {"chunk": 0, "layer": 3, "tag": "core_attn", "action": "offload"}
+    text = json.dumps({"format": FORMAT, "sites": [row, {**row, "action": "keep"}]})
+    with pytest.raises(PlanError, match=r"plan.json: row 1 of `sites` names layers\.3\.core_attn in chunk 0 a second time"):
+        OffloadPlan.from_json(text, source="plan.json")

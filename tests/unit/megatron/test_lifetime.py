@@ -73,6 +73,9 @@ def test_after_remove_a_model_trains_on_without_offload_and_without_megatrons_en
         assert config.fine_grained_activation_offloading
         trainer.integration.remove()
         assert not config.fine_grained_activation_offloading
+        for layer in trainer.chunks[0].decoder.layers:
+            assert not layer.offload_mlp_norm
+            assert not layer.self_attention.offload_core_attention
         second = trainer.run_step()
     assert [(result.losses, result.gradient_digests) for result in (first, second)] == expected
 

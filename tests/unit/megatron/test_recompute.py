@@ -189,3 +189,13 @@ def test_remove_lets_the_layers_run_once_again(tmp_path):
         trainer.integration.remove()
         assert not layer.recompute_input_layernorm
         assert "forward" not in vars(trainer.chunks[0].decoder.layers[0])
+
+
+def test_checkpoints_inside_of_layers_are_no_layers():
+    # Megatron checkpoints its MLP, its attention and its shared experts with the function that it checkpoints layers with.
+    modules = "core_attn mlp shared_experts"
+    with make_trainer(f"{NORMED} {SELECTIVE} {modules}", make_config("attn_norm", "mlp_norm", "expert_fc1")) as trainer:
+        trainer.run_step()
+        sites = trainer.integration.list_sites()
+    assert {site.layer for site in sites} == {0, 1}
+    assert len(sites) == 5

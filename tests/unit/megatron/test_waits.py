@@ -31,6 +31,8 @@ def record_step(flags, caplog, wait):
             logger.debug("wait")
             return result
 
+        for layer in trainer.chunks[0].decoder.layers:
+            layer.mlp.experts.register_forward_pre_hook(lambda *_: logger.debug("wait is over, experts begin"))
         with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.DEBUG):
             replace_inner(getattr(dispatcher, method), announce, patch)
             trainer.run_step()
@@ -60,9 +62,11 @@ def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wa
     experts = ["moe_act"] * 4
     attention = ["qkv_linear", "core_attn", "attn_proj", "attn_norm"]  # as their groups end
     for layer in range(2):
-        named = [f"{layer}.{tag}" for tag in (*attention, *experts, "expert_fc1", "mlp_norm")]
-        assert happened[: len(named) + 1] == ["wait", *named]
-        happened = happened[len(named) + 1 :]
+        held = [f"{layer}.{tag}" for tag in attention]
+        later = [f"{layer}.{tag}" for tag in (*experts, "expert_fc1", "mlp_norm")]
+        expected = ["wait", *held, "wait is over, experts begin", *later]
+        assert happened[: len(expected)] == expected
+        happened = happened[len(expected) :]
     assert happened == []
 
 
@@ -89,6 +93,7 @@ def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next
         with pytest.raises(ValueError, match="the user's own"):
             trainer.run_step()
         hook.remove()
+        assert not trainer.integration._is_holding  # or a layer without a wait would hold its groups too
         torch.set_rng_state(state)
         results = [trainer.run_step() for _ in range(2)]
     assert [(result.losses, result.gradient_digests) for result in results] == expected
