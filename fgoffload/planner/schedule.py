@@ -20,6 +20,7 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
 
 
 class PassKind(enum.Enum):
@@ -69,7 +70,7 @@ class Pipeline:
             ConfigError: With the value, the limit and the fix.
         """
         for name in ("microbatches", "stages", "chunks"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.chunks > 1:
             if self.stages == 1:
                 raise ConfigError(
@@ -92,7 +93,7 @@ class Pipeline:
 
     def _check_groups(self) -> None:
         size = self.microbatches_of_group
-        _check_count("group_size", size)
+        check_count("group_size", size)
         if self.microbatches < self.stages:
             raise ConfigError(
                 f"microbatches {self.microbatches} is below stages {self.stages}, which Megatron's interleaved schedule cannot "
@@ -184,13 +185,6 @@ def _list_table(pipeline: Pipeline) -> Sequence[tuple[int, int]]:
     starts = range(0, pipeline.microbatches, size)
     groups = [range(start, min(start + size, pipeline.microbatches)) for start in starts]
     return [(chunk, microbatch) for group in groups for chunk in range(pipeline.chunks) for microbatch in group]
-
-
-def _check_count(name: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise ConfigError(f"{name} {count!r} is no whole number. Give an int.")
-    if count < 1:
-        raise ConfigError(f"{name} {count} is below 1. Give 1 or more.")
 
 
 def _check_rank(pipeline: Pipeline, rank: object) -> None:

@@ -1,0 +1,275 @@
+"""What a training runs on: memory, rates and the link to the host, of known devices or of one's own.
+
+    >>> find_hardware("h100").name
+    'H100 80GB SXM'
+
+Rates are peaks, dense, from the maker; what a model reaches of them is less. None stands for what is not public. A device that
+is not in the table, or one that was measured, comes from a file: `Hardware.load(path)`; docs/planner.md has an example.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count, check_rate
+from fgoffload.units import GIB, TIB, parse_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Between the memory of one device and that of its host, for large copies. Rates are decimal: 50 GB/s is 50e9."""
+
+    d2h_bytes_per_s: float | None = None
+    """Bytes a second to the host, with nothing the other way."""
+    h2d_bytes_per_s: float | None = None
+    """Bytes a second to the device, with nothing the other way."""
+    duplex_bytes_per_s: float | None = None
+    """Bytes a second each way while both run."""
+    is_measured: bool = False
+    """Copies ran at these rates. Else they are the maker's, which copies do not reach: an H100's 64 GB/s gave 47 to 55."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no rate.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
+            check_rate(name, getattr(self, name))
+        if not isinstance(self.is_measured, bool):
+            raise ConfigError(f"is_measured {self.is_measured!r} is neither true nor false. Give one of them.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device, its link to the host, and the node that it is in."""
+
+    name: str
+    """For people."""
+    device_memory_bytes: int
+    """Of the device, as its maker names it, in binary units: "80 GB" is 80 GiB. What the driver keeps is not taken off: torch
+    sees 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64."""
+    device_memory_bytes_per_s: float | None = None
+    """Bandwidth of that memory, bytes a second."""
+    bf16_flop_per_s: float | None = None
+    """Dense floating-point operations a second in bf16, and in fp16, which has the same rate on all devices of the table."""
+    fp8_flop_per_s: float | None = None
+    """Dense, in fp8. None on devices without fp8, too."""
+    tf32_flop_per_s: float | None = None
+    """Dense, of matrix products of fp32 tensors in tf32."""
+    link: Link = dataclasses.field(default_factory=Link)
+    """To the host."""
+    host_memory_bytes_per_node: int | None = None
+    """Of the maker's own system, all devices of the node together. None where each server has its own."""
+    gpus_per_node: int
+    """Devices that share the host's memory."""
+    source: str
+    """Where the figures come from."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no device has.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name in ("name", "source"):
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text.strip():
+                raise ConfigError(f"{name} {text!r} is no text. Give some.")
+        for name in ("device_memory_bytes", "gpus_per_node"):
+            check_count(name, getattr(self, name))
+        if self.host_memory_bytes_per_node is not None:
+            check_count("host_memory_bytes_per_node", self.host_memory_bytes_per_node)
+        for name in ("device_memory_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s", "tf32_flop_per_s"):
+            check_rate(name, getattr(self, name))
+        if not isinstance(self.link, Link):
+            raise ConfigError(f"link {self.link!r} is no link. Give a Link, or in a file an object with its fields.")
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str) -> "Hardware":
+        """Return the hardware that `text` holds.
+
+        Args:
+            text: A JSON object with the fields of this class. Memory is bytes or a size like "80GiB"; `link` is an object with
+                the fields of `Link`. A field that may be None can be null or left out.
+            source: Where `text` came from, for the error.
+
+        Raises:
+            ConfigError: `text` is not JSON, or a field is unknown, missing or not what it must be.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{source} is not JSON: {error}. Give an object with the fields of Hardware.") from error
+        try:
+            fields = _read_fields(cls, document, "hardware")
+            for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
+                if isinstance(fields.get(name), str):
+                    fields[name] = parse_bytes(fields[name], name=name)
+            if fields.get("link") is None:
+                fields["link"] = {}
+            fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
+            return cls(**fields)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> "Hardware":
+        """Return the hardware in the file at `path`.
+
+        Raises:
+            ConfigError: The file cannot be read, or holds no hardware.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise ConfigError(f"hardware file {path}: {reason}. Give the path of a JSON file.") from error
+        return cls.from_json(text, source=f"hardware file {path}")
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return the hardware of the table that `name` means: `h100`, or `H100 80GB SXM`. Case, spaces and dashes do not matter.
+
+    Raises:
+        ConfigError: The table has no such hardware, with the nearest name.
+    """
+    names = {_strip(key): key for key in HARDWARE} | {_strip(one.name): key for key, one in HARDWARE.items()}
+    found = names.get(_strip(name))
+    if found is not None:
+        return HARDWARE[found]
+    nearest = difflib.get_close_matches(_strip(name), names, n=1, cutoff=0.6)
+    hint = f" Did you mean {names[nearest[0]]!r}?" if nearest else ""
+    raise ConfigError(
+        f"hardware {name!r} is not known.{hint} Give one of: {', '.join(HARDWARE)}; or a file of your own to Hardware.load."
+    )
+
+
+_HOPPER = {"bf16_flop_per_s": 989.4e12, "fp8_flop_per_s": 1978.9e12, "tf32_flop_per_s": 494.7e12}
+_HOPPER_SOURCE = "rates: NVIDIA H100 Tensor Core GPU Architecture white paper (2022), H100 SXM5, without sparsity"
+
+HARDWARE: Mapping[str, Hardware] = {
+    "a100": Hardware(
+        name="A100 80GB SXM",
+        device_memory_bytes=80 * GIB,
+        device_memory_bytes_per_s=2039e9,
+        bf16_flop_per_s=312e12,
+        tf32_flop_per_s=156e12,
+        link=Link(d2h_bytes_per_s=32e9, h2d_bytes_per_s=32e9, duplex_bytes_per_s=32e9),
+        host_memory_bytes_per_node=2 * TIB,
+        gpus_per_node=8,
+        source="NVIDIA A100 Tensor Core GPU data sheet (2021): memory, rates, PCIe Gen4 64 GB/s, half of it each way; no fp8. "
+        "NVIDIA DGX A100 data sheet (2021): node.",
+    ),
+    "h100": Hardware(
+        name="H100 80GB SXM",
+        device_memory_bytes=80 * GIB,
+        device_memory_bytes_per_s=3.35e12,
+        **_HOPPER,
+        # To the host 47 to 55 GB/s were measured. The least of them, so that no plan counts on more than there is.
+        link=Link(d2h_bytes_per_s=47e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9, is_measured=True),
+        host_memory_bytes_per_node=2 * TIB,
+        gpus_per_node=8,
+        source=f"NVIDIA H100 Tensor Core GPU data sheet (2023): memory; {_HOPPER_SOURCE}. Link measured on one H100 with "
+        "pinned memory, PCIe 5 x16: 47 to 55 GB/s to the host, 53 to the device, 33.5 each way when both ran. "
+        "NVIDIA DGX H100 data sheet (2023): node.",
+    ),
+    "h200": Hardware(
+        name="H200 141GB SXM",
+        device_memory_bytes=141 * GIB,
+        device_memory_bytes_per_s=4.8e12,
+        **_HOPPER,
+        link=Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, is_measured=True),
+        host_memory_bytes_per_node=2 * TIB,
+        gpus_per_node=8,
+        source=f"NVIDIA H200 Tensor Core GPU data sheet (2024): memory; {_HOPPER_SOURCE}, the same as the H200's. Link "
+        "measured with `fgoffload doctor` on one H200 (docs/results/megatron_h200_202611.md), not yet with both ways at once. "
+        "NVIDIA DGX H200 data sheet (2024): node.",
+    ),
+    "b200": Hardware(
+        name="B200",
+        device_memory_bytes=180 * GIB,
+        device_memory_bytes_per_s=8e12,
+        bf16_flop_per_s=2.25e15,
+        fp8_flop_per_s=4.5e15,
+        tf32_flop_per_s=1.1e15,
+        link=Link(d2h_bytes_per_s=64e9, h2d_bytes_per_s=64e9, duplex_bytes_per_s=64e9),
+        host_memory_bytes_per_node=2 * TIB,
+        gpus_per_node=8,
+        source="NVIDIA Blackwell Architecture Technical Brief (2024): bandwidth, and rates of HGX B200 without sparsity. "
+        "NVIDIA DGX B200 User Guide (2025): an eighth of 1440 GB; the node, whose 2 TB can be made 4; its Xeon 8570 have PCIe "
+        "5, of which x16 is 128 GB/s, half of it each way.",
+    ),
+    "gb200": Hardware(
+        name="GB200",
+        device_memory_bytes=186 * GIB,
+        device_memory_bytes_per_s=8e12,
+        bf16_flop_per_s=2.5e15,
+        fp8_flop_per_s=5e15,
+        tf32_flop_per_s=1.25e15,
+        link=Link(d2h_bytes_per_s=225e9, h2d_bytes_per_s=225e9, duplex_bytes_per_s=225e9),
+        host_memory_bytes_per_node=960 * GIB,
+        gpus_per_node=4,
+        source="NVIDIA GB200 NVL72 specifications (2024): half of a superchip's rates, without sparsity, and of its memory and "
+        "bandwidth; 480 GB with each Grace, of which a node has 2. Link: NVLink-C2C of a Grace, 900 GB/s, half of it each way "
+        "and shared by its 2 GPUs. What one GPU reaches alone is not public.",
+    ),
+    "gh200": Hardware(
+        name="GH200 96GB",
+        device_memory_bytes=96 * GIB,
+        device_memory_bytes_per_s=4e12,
+        **_HOPPER,
+        link=Link(d2h_bytes_per_s=450e9, h2d_bytes_per_s=450e9, duplex_bytes_per_s=450e9),
+        host_memory_bytes_per_node=480 * GIB,
+        gpus_per_node=1,
+        source=f"NVIDIA GH200 Grace Hopper Superchip data sheet (2023), with HBM3: memory of GPU and CPU, NVLink-C2C 900 GB/s, "
+        f"half of it each way; {_HOPPER_SOURCE}, the same as the GH200's.",
+    ),
+    "mi300x": Hardware(
+        name="MI300X",
+        device_memory_bytes=192 * GIB,
+        device_memory_bytes_per_s=5.3e12,
+        bf16_flop_per_s=1307.4e12,
+        fp8_flop_per_s=2614.9e12,
+        tf32_flop_per_s=653.7e12,
+        link=Link(d2h_bytes_per_s=64e9, h2d_bytes_per_s=64e9, duplex_bytes_per_s=64e9),
+        gpus_per_node=8,
+        source="AMD Instinct MI300X Accelerator data sheet (2023): memory, rates without sparsity, PCIe Gen5 x16 128 GB/s, "
+        "half of it each way. AMD Instinct MI300X Platform data sheet (2023): 8 of them; host memory is the server's.",
+    ),
+    "ascend-910b": Hardware(
+        name="Ascend 910B",
+        device_memory_bytes=64 * GIB,
+        bf16_flop_per_s=280e12,
+        gpus_per_node=8,
+        source="No public data sheet of the processor. Gitee AI's page on its Ascend 910B clusters (read 2026): 64 GB, 8 a "
+        "node, and 280 TFLOP/s in fp16, the same taken for bf16; other pages say 256 to 320. Bandwidth: pages "
+        "differ from 0.4 to 1.2 TB/s, so none is given. Its link, too, has to be measured.",
+    ),
+}
+"""By the name that people type. Sparse rates are halved where the maker names only those."""
+
+
+def _read_fields(cls: type[Hardware] | type[Link], document: Any, what: str) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise ConfigError(f"{what} is {document!r}. Give an object with the fields of {cls.__name__}.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in document:
+        if key not in fields:
+            nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Give some of: {', '.join(fields)}."
+            raise ConfigError(f"{what} has no field {key!r}. {hint}")
+    for name, field in fields.items():
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if not has_default and document.get(name) is None:
+            raise ConfigError(f"{what} lacks {name!r}. Add it.")
+    return dict(document)
+
+
+def _strip(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
