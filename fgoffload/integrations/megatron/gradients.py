@@ -39,6 +39,18 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: Train
         ]
 
 
+def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let go of the graph of the last microbatch, which token dispatchers hold by their routing probabilities.
+
+    The graph ends in the parameters' gradients, whose hooks hold the data-parallel wrapper, and so the model, and so the
+    dispatchers: a cycle through autograd, which Python's collector cannot see. Without this no model with experts is freed.
+    """
+    for dispatcher in (getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()):
+        for name, value in tuple(vars(dispatcher).items()) if dispatcher is not None else ():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                setattr(dispatcher, name, None)
+
+
 class MainGradOptimizer:
     """Plain AdamW over the gradients in `main_grad`."""
 

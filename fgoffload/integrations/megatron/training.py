@@ -21,7 +21,13 @@ from fgoffload.integrations.megatron.arguments import TrainingArguments, build_t
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, apply_local_layer_support, needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.forward_step import LOSS, ForwardStep
-from fgoffload.integrations.megatron.gradients import MainGradOptimizer, digest_tensor, get_main_grad, wrap_chunks
+from fgoffload.integrations.megatron.gradients import (
+    MainGradOptimizer,
+    digest_tensor,
+    get_main_grad,
+    release_graphs,
+    wrap_chunks,
+)
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
 from fgoffload.integrations.megatron.microbatches import count_microbatches, iterate_microbatches
@@ -172,6 +178,7 @@ class Trainer:
     def close(self) -> None:
         """Free the model and put back everything that was replaced. A second call does nothing."""
         self._is_closed = True
+        release_graphs(self.chunks)
         self.chunks = []
         self._wrapped_chunks = []
         self._optimizer = None  # type: ignore[assignment]

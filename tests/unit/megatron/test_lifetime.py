@@ -1,6 +1,8 @@
 """Models and configs before `apply`, after `remove`, copied, refused and partly frozen: the same bits, or an error at once."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -158,3 +160,13 @@ def test_a_layer_whose_attention_is_not_megatrons_runs():
             attention.set_for_recompute_input_layernorm = before
             attention.__mro__[1].set_for_recompute_input_layernorm = base
         assert trainer.integration.last_step.tags["mlp_act"].d2h_bytes > 0
+
+
+@pytest.mark.parametrize("flags", [MIXED, f"{MIXED} --moe-token-dispatcher-type alltoall", f"{DENSE} --mtp-num-layers 1"])
+@pytest.mark.parametrize("tags", [(), ("core_attn",)])
+def test_a_closed_training_leaves_no_model(flags, tags):
+    with make_trainer(flags, make_config(*tags) if tags else None) as trainer:
+        trainer.run_step()
+        model = weakref.ref(trainer.chunks[0])
+    gc.collect()
+    assert model() is None
