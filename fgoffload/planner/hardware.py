@@ -1,6 +1,6 @@
 """What a training runs on: memory, rates and the link to the host, of known devices or of one's own.
 
-    >>> find_hardware("h100").name
+    >>> get_hardware("h100").name
     'H100 80GB SXM'
 
 Rates are peaks, dense, from the maker; what a model reaches of them is less. None stands for what is not public. A device that
@@ -133,7 +133,7 @@ class Hardware:
         return cls.from_json(text, source=f"hardware file {path}")
 
 
-def find_hardware(name: str) -> Hardware:
+def get_hardware(name: str) -> Hardware:
     """Return the hardware of the table that `name` means: `h100`, or `H100 80GB SXM`. Case, spaces and dashes do not matter.
 
     Raises:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fgoffload import ConfigError
 from fgoffload.planner import hardware
-from fgoffload.planner.hardware import HARDWARE, Hardware, Link, find_hardware
+from fgoffload.planner.hardware import HARDWARE, Hardware, Link, get_hardware
 from fgoffload.units import GIB, TIB
 
 PAGE = Path(__file__).parents[3] / "docs" / "planner.md"
@@ -37,7 +37,7 @@ def test_hardware_is_found_by_key_and_by_name_however_they_are_written(key):
         found.name.lower(),
         found.name.replace(" ", "-"),
     ):
-        assert find_hardware(name) is found
+        assert get_hardware(name) is found
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_near_name_is_answered_with_the_nearest(name, nearest):
     with pytest.raises(
         ConfigError, match=rf"hardware '{name}' is not known. Did you mean '{nearest}'\? Give one of: a100, h100, "
     ):
-        find_hardware(name)
+        get_hardware(name)
 
 
 @pytest.mark.parametrize("name", ["", "tpu v5p", "-"])
@@ -63,7 +63,7 @@ def test_a_far_name_is_answered_with_all_names_and_no_guess(name):
     with pytest.raises(
         ConfigError, match=rf"hardware '{name}' is not known. Give one of: a100, .*ascend-910b; or a file of your own"
     ):
-        find_hardware(name)
+        get_hardware(name)
 
 
 @pytest.mark.parametrize("found", HARDWARE.values(), ids=HARDWARE)
@@ -82,13 +82,13 @@ def test_the_figures_of_the_table_agree_with_each_other(found):
 
 def test_what_was_measured_and_what_is_not_public_is_said():
     assert [key for key, found in HARDWARE.items() if found.link.is_measured] == ["h100", "h200"]
-    assert find_hardware("h100").link == Link(
+    assert get_hardware("h100").link == Link(
         d2h_bytes_per_s=47e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9, is_measured=True
     )
-    assert find_hardware("h200").link == Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, is_measured=True)
-    assert find_hardware("a100").fp8_flop_per_s is None
-    assert find_hardware("mi300x").host_memory_bytes_per_node is None
-    unknown = find_hardware("ascend-910b")
+    assert get_hardware("h200").link == Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, is_measured=True)
+    assert get_hardware("a100").fp8_flop_per_s is None
+    assert get_hardware("mi300x").host_memory_bytes_per_node is None
+    unknown = get_hardware("ascend-910b")
     assert (unknown.link, unknown.device_memory_bytes_per_s, unknown.host_memory_bytes_per_node) == (Link(), None, None)
 
 
