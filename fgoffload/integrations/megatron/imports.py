@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
@@ -62,6 +63,8 @@ def load_module(name: str) -> Any:
     Raises:
         IntegrationError: The module cannot be found.
     """
+    if (loaded := sys.modules.get(name)) is not None:
+        return loaded  # every forward of a layer comes here, and changing the filters of warnings is slow
     with ignore_expected_warnings():
         for category in _ABOUT_ITS_OWN_CODE:
             warnings.simplefilter("ignore", category)
