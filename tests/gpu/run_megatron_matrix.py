@@ -37,6 +37,7 @@ def main() -> int:
         name, rank, folder = arguments.worker
         run_worker(next(row for row in ROWS if row.name == name), int(rank), Path(folder))
         return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
     words = [word for word in arguments.only.split(",") if word]
     rows = [row for row in ROWS if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
