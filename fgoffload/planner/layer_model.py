@@ -1,0 +1,93 @@
+"""One layer as the simulator and the solver see it: stretches of compute, what they save, and what may run again.
+
+`op_times` makes one from a shape and a device, and a profile makes one from measurements. All times are those of one microbatch
+on one rank, with nothing else running.
+"""
+
+import dataclasses
+import enum
+
+from fgoffload.planner.saved_bytes import SavedTensor
+
+
+class HostWait(enum.Enum):
+    """What stands between the host and the launch of a stretch: a few bytes of the device that it has to read first.
+
+    Source: docs/frameworks/megatron.md, where the host waits.
+    """
+
+    KERNEL = "kernel"  # a kernel writes them to the host: the host waits for compute alone
+    HOLD = "hold"  # they take the copy engine, and groups of the layer that ended before are held until they are through
+    COPY = "copy"  # they take the copy engine behind whatever is queued there, as without our remedies
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a layer: what runs between two places where groups may end."""
+
+    name: str
+    """The tag whose module runs here, or what runs between them: `dispatch`. One of each name in a layer."""
+    forward_s: float
+    """Seconds of compute."""
+    backward_s: float
+    """Seconds of compute."""
+    forward_extra_bytes: int = 0
+    """Device bytes that are there while forward runs and gone when it is over, beside what is saved."""
+    backward_extra_bytes: int = 0
+    """Device bytes that are there while backward runs: gradients of activations, and what it computes with."""
+    host_wait: HostWait | None = None
+    """What the host waits for before it launches the forward, or None."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnitModel:
+    """A unit of `fgoffload.tags.RECOMPUTE_UNITS` as a layer has it: what it saves, and what it costs."""
+
+    name: str
+    """Of the unit."""
+    segments: tuple[str, ...]
+    """Names of the stretches that run again, in the order of forward."""
+    drops: tuple[str, ...]
+    """Names of the saved tensors that are not saved then. While the unit has run again, they are there."""
+    keeps: tuple[SavedTensor, ...] = ()
+    """What the unit saves for itself instead, beyond what is saved anyway: the input that it runs again from."""
+    before: str
+    """The stretch whose backward is the first to ask for what was dropped: the unit runs again right before it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerModel:
+    """A kind of layer: layers of one kind are alike, and the solver treats them as one."""
+
+    kind: str
+    """For people: `dense`, `moe`, `mtp`."""
+    segments: tuple[Segment, ...]
+    """In the order of forward. Backward goes the other way."""
+    tensors: tuple[SavedTensor, ...]
+    """What it saves where nothing runs again and nothing leaves, in the order of forward.
+
+    A tensor is there from the end of the stretch of its first tag on, and backward asks for it at the stretch of its last tag;
+    tags without a stretch of their name count as the first stretch. It leaves where any of its tags is offloaded, once, with
+    the group of the first of those.
+    """
+    units: tuple[UnitModel, ...] = ()
+    """What may run again by itself."""
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of compute of the whole forward."""
+        return sum(segment.forward_s for segment in self.segments)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of compute of the whole backward, with nothing run again."""
+        return sum(segment.backward_s for segment in self.segments)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all tensors that it saves where nothing runs again, without those that all layers share."""
+        return sum(tensor.size_bytes for tensor in self.tensors if not tensor.is_same_in_all_layers)
+
+    def find_unit(self, name: str) -> UnitModel | None:
+        """Return the unit called `name`, or None where the layer cannot run it again by itself."""
+        return next((unit for unit in self.units if unit.name == name), None)
