@@ -1,0 +1,103 @@
+"""Megatron's `--pipeline-model-parallel-layout`: which layers each virtual pipeline stage has, as a string.
+
+`E` is the embedding, `t` a layer of the decoder, `m` one of multi-token prediction, `L` the loss, and `|` stands between two
+stages. `t*3` is `ttt`, `(tt|)*2` is `tt|tt|`, and commas are for the eye:
+
+    >>> parse_layout("Et|(tt|)*2,tmL")
+    ('Et', 'tt', 'tt', 'tmL')
+
+Source: `PipelineParallelLayerLayout` of megatron-core 0.16.1, which a test compares.
+"""
+
+import re
+
+from fgoffload.errors import ConfigError
+
+LONGEST_LAYOUT = 10_000
+"""Letters. The deepest models have a few hundred layers, and a repetition of millions would fill memory."""
+
+_PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[EtmL|])(?:\*(?P<one_count>\d{1,4}))?")
+
+
+def parse_layout(layout: str) -> tuple[str, ...]:
+    """Return the letters of each virtual stage, in the order of forward.
+
+    Args:
+        layout: As the flag has it.
+
+    Raises:
+        ConfigError: The layout has what no layout has, with the place of it.
+    """
+    text = _repeat(layout.replace(",", ""), layout)
+    return tuple(text.split("|"))
+
+
+def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:
+    """Refuse a layout that is not of this model, or not for so many ranks.
+
+    Raises:
+        ConfigError: With the layout, the limit and the fix.
+    """
+    stages = parse_layout(layout)
+    if len(stages) % pipeline_parallel_size:
+        raise ConfigError(
+            f"pipeline_layout {layout!r} has {len(stages)} stages, which {pipeline_parallel_size} ranks cannot "
+            f"share. Give a multiple of {pipeline_parallel_size} stages."
+        )
+    _check_counts(layout, "".join(stages), num_layers, mtp_num_layers)
+    if not stages[0].startswith("E") or not stages[-1].endswith("L"):
+        raise ConfigError(
+            f"pipeline_layout {layout!r} does not begin with the embedding E and end with the loss L. Give one like 'Et|tL'."
+        )
+    if "t" in "".join(stages).partition("m")[2]:
+        raise ConfigError(
+            f"pipeline_layout {layout!r} has a layer t behind a layer m of multi-token prediction. Put all m behind the last t."
+        )
+    _check_prediction(layout, stages, pipeline_parallel_size)
+
+
+def _repeat(text: str, layout: str) -> str:
+    """Return `text` with its repetitions written out."""
+    pieces, position = [], 0
+    while position < len(text):
+        match = _PIECE.match(text, position)
+        if match is None:
+            raise ConfigError(
+                f"pipeline_layout {layout!r} cannot be read from {text[position : position + 8]!r} on. Give E, t, m, L and |, "
+                "repeated as in t*3 and (tt|)*29."
+            )
+        if match["one"]:
+            pieces.append(match["one"] * int(match["one_count"] or 1))
+        else:
+            pieces.append(_repeat(match["group"], layout) * int(match["group_count"]))
+        if sum(map(len, pieces)) > LONGEST_LAYOUT:
+            raise ConfigError(
+                f"pipeline_layout {layout!r} has more than {LONGEST_LAYOUT} letters. Give the layers of one model."
+            )
+        position = match.end()
+    return "".join(pieces)
+
+
+def _check_counts(layout: str, letters: str, num_layers: int, mtp_num_layers: int) -> None:
+    for letter, what, count in (
+        ("E", "embedding", 1),
+        ("t", "num_layers", num_layers),
+        ("m", "mtp_num_layers", mtp_num_layers),
+        ("L", "loss", 1),
+    ):
+        if letters.count(letter) != count:
+            raise ConfigError(
+                f"pipeline_layout {layout!r} has {letters.count(letter)} x {letter}, and {what} is {count}. "
+                f"Give {count} x {letter}."
+            )
+
+
+def _check_prediction(layout: str, stages: tuple[str, ...], pipeline_parallel_size: int) -> None:
+    """Refuse layers of multi-token prediction where Megatron has none: in several stages, or in another than a rank's last."""
+    with_prediction = [number for number, letters in enumerate(stages) if "m" in letters]
+    last = len(stages) - pipeline_parallel_size
+    if with_prediction and (len(with_prediction) > 1 or with_prediction[0] < last):
+        raise ConfigError(
+            f"pipeline_layout {layout!r} has m in stage {with_prediction[0]} of {len(stages)}: Megatron has all layers of "
+            f"multi-token prediction in one stage, a rank's last. Put all m in one of the stages {last} to {len(stages) - 1}."
+        )
