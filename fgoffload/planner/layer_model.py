@@ -52,7 +52,12 @@ class UnitModel:
     keeps: tuple[SavedTensor, ...] = ()
     """What the unit saves for itself instead, beyond what is saved anyway: the input that it runs again from."""
     before: str
-    """The stretch whose backward is the first to ask for what was dropped: the unit runs again right before it."""
+    """The unit runs again right before the backward of this stretch: where Megatron asks for what was dropped, which may be
+    earlier than the first stretch that needs it."""
+    extra_s: float = 0.0
+    """Seconds of compute beside the forward of its stretches: what ran again is copied to where others look for it."""
+    extra_bytes: int = 0
+    """Device bytes beside what was dropped, from running again to the end of the backward of its last stretch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
