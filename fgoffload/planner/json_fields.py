@@ -1,0 +1,115 @@
+"""Frozen dataclasses of numbers to JSON and back, by the types of their fields.
+
+What may stand in a field: numbers, text, booleans, enums by their value, other such dataclasses, tuples of any of these,
+mappings from text, and None where the type allows it.
+"""
+
+import dataclasses
+import difflib
+import enum
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fgoffload.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def to_json_value(value: Any) -> Any:
+    """Return `value` in what JSON has: objects, lists, text, numbers and null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: to_json_value(one) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_json_value(one) for one in value]
+    return value
+
+
+def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
+    """Return the `kind` that `value` describes.
+
+    Args:
+        kind: A dataclass.
+        value: As `to_json_value` returns it. A field with a default may be left out.
+        source: Where `value` came from, for errors.
+
+    Raises:
+        ConfigError: A field is missing, unknown or not of its type, with where it stands.
+    """
+    try:
+        return _read_object(kind, value, "")
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _read_object(kind: type[T], value: Any, where: str) -> T:
+    """Return the `kind` that stands at `where`: `ranks[0].chunks[1]`, or nothing for the whole document."""
+    place = where or "the document"
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place} is {_shorten(value)}. Give an object with the fields of {kind.__name__}.")
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in value:
+        if key not in fields:
+            nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Give some of: {', '.join(fields)}."
+            raise ConfigError(f"{place} has no field {key!r}. {hint}")
+    for name, field in fields.items():
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if name not in value and not has_default:
+            raise ConfigError(f"{place} lacks {name!r}. Add it.")
+    hints = typing.get_type_hints(kind)
+    found = {name: _read(hints[name], one, f"{where}.{name}".lstrip(".")) for name, one in value.items()}
+    try:
+        return kind(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in inner:
+            return None
+        return _read(next(one for one in inner if one is not type(None)), value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} is {_shorten(value)}. Give a list.")
+        return tuple(_read(inner[0], one, f"{where}[{index}]") for index, one in enumerate(value))
+    if origin is not None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} is {_shorten(value)}. Give an object.")
+        return {key: _read(inner[1], one, f"{where}[{key!r}]") for key, one in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _read_object(kind, value, where)  # type: ignore[arg-type]
+    return _read_scalar(kind, value, where)
+
+
+def _read_scalar(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        values = [member.value for member in kind]
+        if value not in values:
+            raise ConfigError(f"{where} is {_shorten(value)}. Give one of: {', '.join(map(str, values))}.")
+        return kind(value)
+    if kind is float:
+        # By type: JSON's true is an int in Python.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{where} is {_shorten(value)}. Give a finite number from 0.")
+        return float(value)
+    if kind is int:
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{where} is {_shorten(value)}. Give a whole number from 0.")
+        return value
+    if type(value) is not kind:
+        raise ConfigError(f"{where} is {_shorten(value)}. Give {'text' if kind is str else 'true or false'}.")
+    return value
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
