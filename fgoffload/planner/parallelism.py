@@ -253,11 +253,6 @@ def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
     # Embedding and loss took the place of a layer where they count as one.
     counts[0] -= parallelism.account_for_embedding_in_pipeline_split
     counts[-1] -= parallelism.account_for_loss_in_pipeline_split
-    if min(counts) < 0:
-        raise ConfigError(
-            f"num_layers {model.num_layers} of {model.name} leave no place for embedding and loss in {len(counts)} virtual "
-            "stages. Give fewer stages, or count neither as a layer."
-        )
     return counts
 
 
