@@ -140,8 +140,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
                 if number == 1:
                     around.enter_context(_explain_refusal(training, offload, "in the first step"))
                 if number == training.steps:
-                    around.enter_context(_observe(trainer, ledger))
-                    around.enter_context(ledger.watch())
+                    around.enter_context(trainer.observe(ledger))
                 records.append(_read_step(trainer.run_step()))
             on_step(_average_loss(records[-1]))
         peak = ledger.find_peak()
@@ -195,15 +194,6 @@ def _explain_refusal(training: Training, offload: OffloadConfig | None, when: st
             f"{training.arguments.source}: offload failed {when}, and without offload the same arguments trained: {text}. "
             f"{see}, and report it with the argument file."
         ) from error
-
-
-@contextlib.contextmanager
-def _observe(trainer: Trainer, ledger: ActivationLedger) -> Iterator[None]:
-    if trainer.integration is None:
-        yield
-        return
-    with trainer.integration.engine.observe(ledger):
-        yield
 
 
 def _read_step(result: StepResult) -> StepRecord:

@@ -1,6 +1,7 @@
 """Text as training data, one token a byte: no tokenizer, no download, the same microbatches in every run.
 
-The default text is the source of Python's own standard library: every machine that runs this has it.
+The default text is the source of Python's own standard library: every machine that runs this has it. Where only times are
+measured, tokens can be random.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -51,6 +53,54 @@ class Batches:
     """Lengths are multiples of this."""
     split: str = ""
     """Another name takes other places of the text."""
+
+
+class TokenSource(Protocol):
+    """Where a training's microbatches come from."""
+
+    def check_length(self, seq_length: int) -> None:
+        """Check that one sequence can be cut.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+
+    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
+        """Yield the first `count` microbatches of step `step`."""
+
+
+class RandomTokens:
+    """Tokens drawn from the whole vocabulary, once: every step has the same microbatches, on the device before it begins.
+
+    So a step draws and copies nothing, its experts get about as many tokens each, and its gradients are those of every step.
+
+    Args:
+        vocab_size: Tokens are below it.
+        device: Where they lie.
+    """
+
+    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._drawn: dict[tuple[Batches, int], Microbatch] = {}
+
+    def check_length(self, seq_length: int) -> None:
+        """Do nothing: random tokens do not end."""
+
+    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
+        """Yield the first `count` microbatches, which are those of every step."""
+        for microbatch in range(count):
+            key = batches, microbatch
+            if key not in self._drawn:
+                self._drawn[key] = self._draw(batches, microbatch)
+            yield self._drawn[key]
+
+    def _draw(self, batches: Batches, microbatch: int) -> Microbatch:
+        # As in `TextData.get_microbatch`: a seed of its own for each place, and torch's random state is not touched.
+        seed = random.Random(f"{batches.split}{batches.seed}/{microbatch}/{batches.data_parallel_rank}").getrandbits(63)
+        size = batches.micro_batch_size, _draw_length(batches, 0, microbatch) + 1
+        rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
+        return _cut(rows.to(self._device))
 
 
 class TextData:
@@ -122,17 +172,23 @@ class TextData:
         length = _draw_length(batches, step, microbatch)
         starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
         rows = torch.stack([self._bytes[start : start + length + 1] for start in starts]).to(torch.int64)
-        return Microbatch(
-            tokens=rows[:, :-1].contiguous(),
-            labels=rows[:, 1:].contiguous(),
-            loss_mask=torch.ones(len(starts), length, dtype=torch.float32),
-            position_ids=torch.arange(length).expand(len(starts), length).contiguous(),
-        )
+        return _cut(rows)
 
     def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
         """Yield the first `count` microbatches of step `step`."""
         for microbatch in range(count):
             yield self.get_microbatch(batches, step=step, microbatch=microbatch)
+
+
+def _cut(rows: torch.Tensor) -> Microbatch:
+    """Return the microbatch of `rows`, `[b, s + 1]`, on their device."""
+    sequences, length = rows.shape[0], rows.shape[1] - 1
+    return Microbatch(
+        tokens=rows[:, :-1].contiguous(),
+        labels=rows[:, 1:].contiguous(),
+        loss_mask=torch.ones(sequences, length, dtype=torch.float32, device=rows.device),
+        position_ids=torch.arange(length, device=rows.device).expand(sequences, length).contiguous(),
+    )
 
 
 def _draw_length(batches: Batches, step: int, microbatch: int) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -49,6 +49,20 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
         for name, value in tuple(vars(dispatcher).items()) if dispatcher is not None else ():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 setattr(dispatcher, name, None)
+
+
+class Optimizer(Protocol):
+    """What a step does with its gradients."""
+
+    def step(self) -> None:
+        """Update the parameters, or leave them."""
+
+
+class NoOptimizer:
+    """Leaves the parameters as they are, and has no memory of its own."""
+
+    def step(self) -> None:
+        """Leave them."""
 
 
 class MainGradOptimizer:

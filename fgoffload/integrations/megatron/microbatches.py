@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from fgoffload.integrations.megatron.data import Batches, Microbatch, TextData
+from fgoffload.integrations.megatron.data import Batches, Microbatch, TokenSource
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
@@ -34,7 +34,13 @@ def count_microbatches(arguments: TrainingArguments, *, consumed_samples: int) -
 
 
 def iterate_microbatches(
-    arguments: TrainingArguments, text: TextData, *, step: int, count: int, data_parallel_rank: int, is_evaluation: bool = False
+    arguments: TrainingArguments,
+    text: TokenSource,
+    *,
+    step: int,
+    count: int,
+    data_parallel_rank: int,
+    is_evaluation: bool = False,
 ) -> Iterator[Microbatch]:
     """Yield the microbatches of one step, or of one evaluation: whole sequences, the same on all ranks of a model's copy.
 

@@ -1,7 +1,8 @@
 """A small training on the released Megatron-Core: its GPT model, its schedules and parallel layouts, a plain optimizer.
 
 It exists to run the same training with and without offload and compare every bit. So two trainers with the same arguments and
-text compute the same losses and gradients, in one process or in many, and what would break that is refused.
+text compute the same losses and gradients, in one process or in many, and what would break that is refused. Where times are
+measured, its policy says what to do without.
 """
 
 import contextlib
@@ -15,14 +16,17 @@ from typing import Any
 import torch
 
 from fgoffload.config import OffloadConfig
+from fgoffload.engine import ActivationLedger
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron import parallel
+from fgoffload.integrations.megatron import megatron_engine, parallel
 from fgoffload.integrations.megatron.arguments import TrainingArguments, build_transformer_config
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, apply_local_layer_support, needs_cpu_support
-from fgoffload.integrations.megatron.data import TextData
+from fgoffload.integrations.megatron.data import TokenSource
 from fgoffload.integrations.megatron.forward_step import LOSS, ForwardStep
 from fgoffload.integrations.megatron.gradients import (
     MainGradOptimizer,
+    NoOptimizer,
+    Optimizer,
     digest_tensor,
     get_main_grad,
     release_graphs,
@@ -33,6 +37,7 @@ from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
 from fgoffload.integrations.megatron.microbatches import count_microbatches, iterate_microbatches
 from fgoffload.integrations.megatron.models import build_chunks
 from fgoffload.integrations.megatron.process_state import keep_environment, use_deterministic_algorithms
+from fgoffload.integrations.megatron.training_policy import DEFAULT_POLICY, Engine, Kernels, TrainingPolicy, Update
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +60,14 @@ class StepResult:
 class Trainer:
     """A model, its optimizer and its data. Call `initialize_parallel` first and `close` at the end."""
 
-    def __init__(self, arguments: TrainingArguments, text: TextData, *, offload: OffloadConfig | None) -> None:
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        text: TokenSource,
+        *,
+        offload: OffloadConfig | None,
+        policy: TrainingPolicy = DEFAULT_POLICY,
+    ) -> None:
         """Build this rank's part of the model.
 
         Args:
@@ -63,6 +75,7 @@ class Trainer:
             text: What to train on.
             offload: Offload for this training, or None for none; `arguments.offload` is not looked at, so that one set of
                 arguments serves both.
+            policy: Kernels, update, and whose engine offloads.
 
         Raises:
             ConfigError: The arguments ask for what this version or machine does not have, or the text is too short.
@@ -75,7 +88,9 @@ class Trainer:
             raise StateError("no process group is initialized. Call Trainer.initialize_parallel(arguments) first.")
         self.arguments = arguments
         self.text = text
+        self.policy = policy
         self.integration: Any = None
+        """Our engine in Megatron-Core; None where nothing is offloaded, or Megatron's own engine does it."""
         self.chunks: list[torch.nn.Module] = []
         """The model chunks of this rank, as Megatron builds them; in the schedules each is wrapped for data parallelism."""
         self._wrapped_chunks: list[Any] = []
@@ -93,19 +108,19 @@ class Trainer:
     def _build(self, offload: OffloadConfig | None) -> None:
         arguments = self.arguments
         self._cleanup.enter_context(apply_cpu_support() if needs_cpu_support() else apply_local_layer_support())
-        self._cleanup.enter_context(use_deterministic_algorithms())
+        if self.policy.kernels is Kernels.DETERMINISTIC:
+            self._cleanup.enter_context(use_deterministic_algorithms())
         self._cleanup.enter_context(keep_environment())
         self._cleanup.callback(parallel.clear_megatron_buffers)
         if offload is not None:
             # Before the model: layers ask for the offload interface while they are built.
-            from fgoffload.integrations import megatron
-
-            self.integration = megatron.apply(offload)
-            self._cleanup.callback(self.integration.remove)
+            self._start_offload(offload)
         self._device = parallel.get_device()
         parallel.clear_megatron_buffers()
         parallel.seed_everything(arguments.seed)
         config = build_transformer_config(arguments, offload=offload)
+        if offload is not None and self.policy.engine is Engine.MEGATRON:
+            megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
         self.chunks = [
             # The local norms are fp32 whatever the config says; Megatron-LM converts the whole model too.
             chunk.to(self._device, dtype=config.params_dtype)
@@ -113,13 +128,25 @@ class Trainer:
         ]
         self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
         self._forward_step = ForwardStep(arguments, self._device)
-        self._optimizer = MainGradOptimizer(self.parameters(), lr=arguments.lr)
+        self._optimizer: Optimizer = NoOptimizer()
+        if self.policy.update is Update.ADAMW:
+            self._optimizer = MainGradOptimizer(self.parameters(), lr=arguments.lr)
         _logger.info(
             "%d parameters in %d model chunk(s) on %s.",
             sum(parameter.numel() for parameter in self.parameters()),
             len(self.chunks),
             self._device,
         )
+
+    def _start_offload(self, offload: OffloadConfig) -> None:
+        if self.policy.engine is Engine.MEGATRON:
+            megatron_engine.prepare(offload)
+            self._cleanup.callback(megatron_engine.reset)
+            return
+        from fgoffload.integrations import megatron
+
+        self.integration = megatron.apply(offload)
+        self._cleanup.callback(self.integration.remove)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Iterate over the parameters of this rank, each once."""
@@ -175,13 +202,23 @@ class Trainer:
         self._evaluations += 1
         return tuple(float(loss) for loss in losses)
 
+    @contextlib.contextmanager
+    def observe(self, ledger: ActivationLedger) -> Iterator[None]:
+        """Let `ledger` count the activation bytes of what runs inside, what our engine brings back included.
+
+        It does not see what hooks of others take, as those of Megatron's own engine.
+        """
+        engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
+        with engine, ledger.watch():
+            yield
+
     def close(self) -> None:
         """Free the model and put back everything that was replaced. A second call does nothing."""
         self._is_closed = True
         release_graphs(self.chunks)
         self.chunks = []
         self._wrapped_chunks = []
-        self._optimizer = None  # type: ignore[assignment]
+        self._optimizer = NoOptimizer()
         self._cleanup.close()
         # Megatron's modules hold cycles (a layer and its bound methods), and the next trainer needs the memory.
         gc.collect()

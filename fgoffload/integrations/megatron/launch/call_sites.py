@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser
 from fgoffload.integrations.megatron.launch.own_flags import SWITCH
+from fgoffload.integrations.megatron.megatron_engine import CPU_OFFLOAD_V1
 from fgoffload.integrations.megatron.model_config import list_accepted
-
-CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
-"""Megatron-LM asks for 1 with Transformer Engine 2.10 or newer. What it changes: docs/frameworks/megatron_environment.md."""
 
 _LIST, _SIZE = "--offload-modules", "--min-offloaded-tensor-size"
 

@@ -15,7 +15,6 @@ from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.launch.call_sites import (
-    CPU_OFFLOAD_V1,
     CallSites,
     Surroundings,
     Switch,
@@ -23,6 +22,7 @@ from fgoffload.integrations.megatron.launch.call_sites import (
     has_module,
 )
 from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
+from fgoffload.integrations.megatron.megatron_engine import CPU_OFFLOAD_V1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

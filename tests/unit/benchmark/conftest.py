@@ -1,0 +1,16 @@
+"""The process groups that Megatron-Core's models need, for all tests of a module."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.trainings import DENSE
+
+from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.integrations.megatron.training import Trainer
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[None]:
+    Trainer.initialize_parallel(parse_arguments(DENSE.split(), source="test"))
+    yield
+    Trainer.destroy_parallel()
