@@ -1,0 +1,67 @@
+"""Layers for the tests of the planner: small numbers that can be added up by hand."""
+
+from fgoffload.planner.layer_model import HostWait, LayerModel, Segment, UnitModel
+from fgoffload.planner.saved_bytes import SavedTensor
+
+STRETCHES = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "router", "dispatch"),
+    *("shared_expert", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"),
+)
+"""Of a layer with experts, in the order of forward: `dispatch` is number 6 and `moe_combine` number 11."""
+
+
+def save(name, *tags, size_bytes, is_same_in_all_layers=False):
+    return SavedTensor(name=name, tags=tags, size_bytes=size_bytes, is_same_in_all_layers=is_same_in_all_layers)
+
+
+TENSORS = (
+    save("layer input", "layer_input", "attn_norm", size_bytes=100),
+    save("rotary", "layer_input", size_bytes=7, is_same_in_all_layers=True),
+    save("normed", "qkv_linear", size_bytes=110),
+    save("query, key and value", "core_attn", size_bytes=300),
+    save("attention output", "core_attn", "attn_proj", size_bytes=130),
+    save("log-sum-exp", "core_attn", size_bytes=5),
+    save("residual", "mlp_norm", size_bytes=140),
+    save("normed residual", "shared_expert", "router", size_bytes=150),
+    save("scores", "router", size_bytes=20),
+    save("inside of the shared experts", "shared_expert", size_bytes=160),
+    save("permuted tokens", "expert_fc1", size_bytes=400),
+    save("gate and up", "moe_act", size_bytes=600),
+    save("activated", "expert_fc2", size_bytes=350),
+    save("places", "moe_combine", size_bytes=30),
+)
+SAVED_BYTES = 100 + 110 + 300 + 130 + 5 + 140 + 150 + 20 + 160 + 400 + 600 + 350 + 30
+"""Of a layer that keeps everything, without what all layers share: 2495."""
+
+UNITS = (
+    UnitModel(
+        name="layer",
+        segments=STRETCHES,
+        drops=tuple(tensor.name for tensor in TENSORS if "layer_input" not in tensor.tags),
+        before="moe_combine",
+    ),
+    UnitModel(name="attn_norm", segments=("attn_norm",), drops=("normed",), before="qkv_linear"),
+    UnitModel(name="core_attn", segments=("core_attn",), drops=("log-sum-exp",), before="core_attn"),
+    UnitModel(name="mlp_norm", segments=("mlp_norm",), drops=("normed residual",), before="shared_expert", extra_bytes=9),
+    UnitModel(
+        name="moe",
+        segments=STRETCHES[5:],
+        drops=tuple(tensor.name for tensor in TENSORS[7:]),
+        keeps=(save("normed residual", "moe", size_bytes=150),),
+        before="moe_combine",
+    ),
+    UnitModel(name="moe_act", segments=("moe_act",), drops=("activated",), before="expert_fc2", extra_s=0.25),
+)
+
+
+def make_moe_layer(*, host_wait=None):
+    """Return a layer with experts: forward takes a second a stretch and backward two; `dispatch` has the host's wait."""
+    segments = tuple(
+        Segment(name=name, forward_s=1.0, backward_s=2.0, host_wait=host_wait if name == "dispatch" else None)
+        for name in STRETCHES
+    )
+    return LayerModel(kind="moe", segments=segments, tensors=TENSORS, units=UNITS)
+
+
+HOLDING = make_moe_layer(host_wait=HostWait.HOLD)
+PLAIN = make_moe_layer()
