@@ -1,32 +1,16 @@
 """What a training measured, and whether two trainings computed the same. Numbers in, numbers out: nothing is shown here."""
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """What one step computed."""
-
-    losses: tuple[float, ...]
-    """One for each microbatch, in order."""
-    gradient_digests: Mapping[str, str]
-    """By parameter name: a digest of all bits of its gradient."""
-    seconds: float
-    """From the start of the step until the device was done with it."""
-    loss_names: tuple[str, ...] = ()
-    """What each loss is called, where it is more than the number of its microbatch."""
-
-    @property
-    def loss(self) -> float:
-        """The mean over the microbatches; no number where there are none, as on all pipeline stages but the last."""
-        return statistics.fmean(self.losses) if self.losses else math.nan
-
-    def name_loss(self, index: int) -> str:
-        """Return what people call the loss at `index`."""
-        return self.loss_names[index] if self.loss_names else f"microbatch {index + 1}"
+from fgoffload.benchmark.steps import (
+    Difference,
+    StepRecord,
+    find_gradient_difference,
+    find_loss_difference,
+    merge_steps,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,16 +76,6 @@ class RunRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The first place where two trainings computed different bits."""
-
-    step: int
-    """From 1."""
-    what: str
-    """A parameter's name, or the microbatch whose loss differs."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The same training twice."""
 
@@ -123,29 +97,11 @@ class Comparison:
 
     def find_loss_difference(self) -> Difference | None:
         """Return the first loss that differs, or None."""
-        for number, (before, after) in enumerate(self._pairs(), start=1):
-            if len(before.losses) != len(after.losses):
-                return Difference(step=number, what=f"{len(before.losses)} and {len(after.losses)} losses")
-            for index, (one, other) in enumerate(zip(before.losses, after.losses, strict=True)):
-                # By their hex form: `==` takes -0.0 for 0.0, and a NaN for different from itself.
-                if one.hex() != other.hex():
-                    return Difference(step=number, what=before.name_loss(index))
-        return None
+        return find_loss_difference(self.without.steps, self.with_offload.steps)
 
     def find_gradient_difference(self) -> Difference | None:
         """Return the first gradient that differs or that only one training has, in the order of the parameters, or None."""
-        for number, (before, after) in enumerate(self._pairs(), start=1):
-            names = [
-                *before.gradient_digests,
-                *(name for name in after.gradient_digests if name not in before.gradient_digests),
-            ]
-            for name in names:
-                if before.gradient_digests.get(name) != after.gradient_digests.get(name):
-                    return Difference(step=number, what=name)
-        return None
-
-    def _pairs(self) -> Sequence[tuple[StepRecord, StepRecord]]:
-        return list(zip(self.without.steps, self.with_offload.steps, strict=True))
+        return find_gradient_difference(self.without.steps, self.with_offload.steps)
 
 
 def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
@@ -165,28 +121,13 @@ def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
     allocated = [record.allocator_peak_bytes for record in records if record.allocator_peak_bytes is not None]
     transfers = [record.transfers for record in records if record.transfers is not None]
     return RunRecord(
-        steps=tuple(_merge_steps(steps) for steps in zip(*(record.steps for record in records), strict=True)),
+        steps=tuple(merge_steps(steps) for steps in zip(*(record.steps for record in records), strict=True)),
         activation_peak_bytes=records[worst].activation_peak_bytes,
         activation_peak_place=f"{place} of rank {worst}" if place else "",
         samples=records[worst].samples,
         allocator_peak_bytes=max(allocated, default=None),
         transfers=_merge_transfers(transfers) if transfers else None,
         ranks=len(records),
-    )
-
-
-def _merge_steps(steps: Sequence[StepRecord]) -> StepRecord:
-    return StepRecord(
-        losses=tuple(loss for step in steps for loss in step.losses),
-        loss_names=tuple(
-            f"{step.name_loss(index)} of rank {rank}" for rank, step in enumerate(steps) for index in range(len(step.losses))
-        ),
-        gradient_digests={
-            f"{name} of rank {rank}": digest
-            for rank, step in enumerate(steps)
-            for name, digest in step.gradient_digests.items()
-        },
-        seconds=max(step.seconds for step in steps),
     )
 
 

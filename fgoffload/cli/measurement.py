@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fgoffload.cli.comparison import MemorySample, RunRecord, StepRecord, TagTransfer, Transfers, merge_ranks
+from fgoffload.benchmark.steps import StepRecord
+from fgoffload.cli.comparison import MemorySample, RunRecord, TagTransfer, Transfers, merge_ranks
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch
 from fgoffload.cli.report import Setting

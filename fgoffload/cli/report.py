@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.cli.comparison import Comparison, Difference, RunRecord
+from fgoffload.benchmark.steps import Difference
+from fgoffload.cli.comparison import Comparison, RunRecord
 from fgoffload.config import OffloadConfig
 from fgoffload.units import MIB, format_bytes, format_ms
 

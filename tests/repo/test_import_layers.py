@@ -1,4 +1,7 @@
-"""Holds the one-way rule: units, errors <- config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- cli."""
+"""Holds the one-way rule of imports, from the left to the right:
+
+units, errors <- config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- benchmark <- cli.
+"""
 
 import ast
 import dataclasses
@@ -30,6 +33,19 @@ MAY_IMPORT = {
         "integrations",
     ),
     "doctor": ("errors", "units", "engine", "doctor"),
+    "benchmark": (
+        "errors",
+        "units",
+        "tags",
+        "policy",
+        "plan",
+        "config",
+        "engine",
+        "planner",
+        "integrations",
+        "doctor",
+        "benchmark",
+    ),
     "cli": (
         "errors",
         "units",
@@ -41,6 +57,7 @@ MAY_IMPORT = {
         "planner",
         "integrations",
         "doctor",
+        "benchmark",
         "cli",
         "__init__",
     ),
@@ -51,7 +68,7 @@ MAY_IMPORT = {
 
 FRAMEWORKS = ("megatron", "transformer_engine", "transformers")
 FRAMEWORK_PARTS = ("integrations",)
-TORCH_PARTS = ("engine", "integrations", "doctor", "cli")
+TORCH_PARTS = ("engine", "integrations", "doctor", "benchmark", "cli")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +159,9 @@ def test_the_rule_reads_the_modules_of_every_part_that_has_a_folder():
         ("fgoffload.planner.solver", "from transformers import AutoConfig", "transformers"),
         ("fgoffload.integrations.megatron.sites", "from fgoffload.cli import main", "fgoffload.cli"),
         ("fgoffload.doctor.attention", "import transformer_engine", "transformer_engine"),
+        ("fgoffload.benchmark.runner", "import megatron.core", "megatron.core"),
+        ("fgoffload.benchmark.runner", "from fgoffload.cli import report", "fgoffload.cli"),
+        ("fgoffload.integrations.megatron.training", "import fgoffload.benchmark", "fgoffload.benchmark"),
         ("fgoffload.doctor.host", "from fgoffload.integrations.megatron import apply", "fgoffload.integrations.megatron"),
         ("fgoffload.engine.arena", "from fgoffload.doctor import Machine", "fgoffload.doctor"),
         ("fgoffload.tags", "def f():\n    import torch", "torch"),

@@ -1,11 +1,10 @@
 import pytest
 
+from fgoffload.benchmark.steps import Difference, StepRecord
 from fgoffload.cli.comparison import (
     Comparison,
-    Difference,
     MemorySample,
     RunRecord,
-    StepRecord,
     TagTransfer,
     Transfers,
     merge_ranks,

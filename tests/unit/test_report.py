@@ -3,7 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from fgoffload.cli.comparison import Comparison, MemorySample, RunRecord, StepRecord, TagTransfer, Transfers
+from fgoffload.benchmark.steps import StepRecord
+from fgoffload.cli.comparison import Comparison, MemorySample, RunRecord, TagTransfer, Transfers
 from fgoffload.cli.report import Setting, build_comparison_table, build_single_table, describe_differences, write_memory_plot
 from fgoffload.config import OffloadConfig
 

@@ -1,0 +1,14 @@
+"""The benchmark: step time and memory of this package beside what users would pick instead, in one run.
+
+| part | what it gives |
+|---|---|
+| `settings` | what is measured: names that users type, and the Megatron flags behind them |
+| `steps`, `measurement` | what a step computed, what a setting measured, and ratios: numbers in, numbers out |
+| `model_flop` | the floating-point operations of a model, for its utilization |
+| `job`, `processes` | settings in turn, in processes of their own, on every rank |
+| `worker`, `runner` | the other end: one setting, one model, one measurement |
+| `planning` | a plan for a memory budget |
+| `frontier`, `report`, `surroundings` | table, CSV, picture, and what it ran on |
+
+Importing this package loads no torch; `worker` and `runner` do.
+"""

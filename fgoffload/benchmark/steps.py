@@ -1,0 +1,92 @@
+"""What steps computed, and where two trainings first computed something else. Numbers in, numbers out."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one step computed."""
+
+    losses: tuple[float, ...]
+    """One for each microbatch, in order."""
+    gradient_digests: Mapping[str, str]
+    """By parameter name: a digest of all bits of its gradient."""
+    seconds: float
+    """From the start of the step until the device was done with it."""
+    loss_names: tuple[str, ...] = ()
+    """What each loss is called, where it is more than the number of its microbatch."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over the microbatches; no number where there are none, as on all pipeline stages but the last."""
+        return statistics.fmean(self.losses) if self.losses else math.nan
+
+    def name_loss(self, index: int) -> str:
+        """Return what people call the loss at `index`."""
+        return self.loss_names[index] if self.loss_names else f"microbatch {index + 1}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first place where two trainings computed different bits."""
+
+    step: int
+    """From 1."""
+    what: str
+    """A parameter's name, or the microbatch whose loss differs."""
+
+
+def find_loss_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
+    """Return the first loss that differs, or None.
+
+    Args:
+        before: The steps of one training.
+        after: As many of another.
+    """
+    for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
+        if len(one.losses) != len(other.losses):
+            return Difference(step=number, what=f"{len(one.losses)} and {len(other.losses)} losses")
+        for index, (first, second) in enumerate(zip(one.losses, other.losses, strict=True)):
+            # By their hex form: `==` takes -0.0 for 0.0, and a NaN for different from itself.
+            if first.hex() != second.hex():
+                return Difference(step=number, what=one.name_loss(index))
+    return None
+
+
+def find_gradient_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
+    """Return the first gradient that differs or that only one training has, in the order of the parameters, or None.
+
+    Args:
+        before: The steps of one training.
+        after: As many of another.
+    """
+    for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
+        for name in dict.fromkeys((*one.gradient_digests, *other.gradient_digests)):
+            if one.gradient_digests.get(name) != other.gradient_digests.get(name):
+                return Difference(step=number, what=name)
+    return None
+
+
+def merge_steps(steps: Sequence[StepRecord]) -> StepRecord:
+    """Return one record of what all ranks computed in a step: all losses and gradients, under the names of their ranks.
+
+    Args:
+        steps: By rank.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    return StepRecord(
+        losses=tuple(loss for step in steps for loss in step.losses),
+        loss_names=tuple(
+            f"{step.name_loss(index)} of rank {rank}" for rank, step in enumerate(steps) for index in range(len(step.losses))
+        ),
+        gradient_digests={
+            f"{name} of rank {rank}": digest
+            for rank, step in enumerate(steps)
+            for name, digest in step.gradient_digests.items()
+        },
+        seconds=max(step.seconds for step in steps),
+    )
