@@ -17,7 +17,7 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, *, name: str) -> int:
-    """Return the number of bytes that `text` names: `60GiB`, `512 MiB`, `1048576`.
+    """Return the number of bytes that `text` names: `60GiB`, `18.9 GiB`, `1048576`. Parts of a byte are dropped.
 
     Decimal units are refused rather than guessed at: whether a "GB" of GPU memory means 1e9 or 2**30 differs by tool.
 
@@ -26,15 +26,17 @@ def parse_bytes(text: str, *, name: str) -> int:
         name: The flag or option that `text` was given for, as the user typed it.
 
     Raises:
-        ConfigError: `text` is no size, its unit is unknown, or it is no whole number of bytes.
+        ConfigError: `text` is no size, its unit is unknown, or it is a part of a byte in bytes.
     """
     if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
         raise ConfigError(f"{name} {text!r} is below 0, and sizes cannot be negative. Give 0 or a size like 512MiB.")
     match = _SIZE.fullmatch(text)
     if match is None or match["unit"].upper() not in _BYTES_PER_UNIT:
         raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB.")
-    size_bytes = float(match["number"]) * _BYTES_PER_UNIT[match["unit"].upper()]
-    if not size_bytes.is_integer():
+    bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
+    size_bytes = float(match["number"]) * bytes_per_unit
+    # Of most decimal fractions of a GiB there is no whole number of bytes, and nobody means its last byte.
+    if bytes_per_unit == 1 and not size_bytes.is_integer():
         raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Give a whole number of bytes.")
     return int(size_bytes)
 

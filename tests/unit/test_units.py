@@ -22,7 +22,9 @@ def test_the_case_of_a_unit_does_not_matter(unit, change_case):
     assert parse_bytes("3" + change_case(unit), name="--size") == 3 * UNITS[unit]
 
 
-@pytest.mark.parametrize(("text", "size_bytes"), [("1.5KiB", 1536), ("0.5 GiB", 2**29), (" 60GiB ", 60 * 2**30)])
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("1.5KiB", 1536), ("0.5 GiB", 2**29), (" 60GiB ", 60 * 2**30), ("18.9GiB", 20_293_720_473)]
+)
 def test_a_decimal_fraction_of_a_unit_is_read(text, size_bytes):
     assert parse_bytes(text, name="--size") == size_bytes
 
@@ -47,8 +49,12 @@ def test_a_size_below_zero_is_refused_as_that(text):
 
 def test_a_part_of_a_byte_is_refused():
     with pytest.raises(ConfigError) as caught:
-        parse_bytes("0.3KiB", name="--offload-window")
-    assert str(caught.value) == "--offload-window '0.3KiB' is 307.2 bytes. Give a whole number of bytes."
+        parse_bytes("307.2 B", name="--offload-window")
+    assert str(caught.value) == "--offload-window '307.2 B' is 307.2 bytes. Give a whole number of bytes."
+
+
+def test_a_part_of_a_byte_that_comes_from_a_unit_is_dropped():
+    assert parse_bytes("0.3KiB", name="--offload-window") == 307
 
 
 @pytest.mark.parametrize(
