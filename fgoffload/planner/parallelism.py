@@ -170,12 +170,19 @@ class Parallelism:
 
     def _check_split(self) -> None:
         """Refuse two ways at once of sharing out the layers."""
-        ends = self.num_layers_in_first_pipeline_stage is not None or self.num_layers_in_last_pipeline_stage is not None
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        ends = first is not None or last is not None
         accounts = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
         if ends + accounts + (self.pipeline_layout is not None) > 1:
             raise ConfigError(
                 "pipeline_layout, layers of the first or last stage, and accounting for embedding or loss say the same thing "
                 "in three ways. Give one of them."
+            )
+        if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
+            # megatron-core 0.16.1 divides by the number of stages between the two, where a rank has several chunks.
+            raise ConfigError(
+                f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} with 2 stages of "
+                f"{self.chunks} chunks, which Megatron-Core cannot build. Give one of the two: the other stage has the rest."
             )
         if self.pipeline_layout is None:
             return

@@ -33,17 +33,18 @@ def parse_layout(layout: str) -> tuple[str, ...]:
 
 
 def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:
-    """Refuse a layout that is not of this model, or not for so many ranks.
+    """Refuse a layout that is not of this model, or that Megatron does not build.
+
+    Args:
+        layout: As the flag has it, with a multiple of `pipeline_parallel_size` stages.
+        num_layers: Of the decoder.
+        mtp_num_layers: Of multi-token prediction.
+        pipeline_parallel_size: Pipeline ranks.
 
     Raises:
         ConfigError: With the layout, the limit and the fix.
     """
     stages = parse_layout(layout)
-    if len(stages) % pipeline_parallel_size:
-        raise ConfigError(
-            f"pipeline_layout {layout!r} has {len(stages)} stages, which {pipeline_parallel_size} ranks cannot "
-            f"share. Give a multiple of {pipeline_parallel_size} stages."
-        )
     _check_counts(layout, "".join(stages), num_layers, mtp_num_layers)
     if not stages[0].startswith("E") or not stages[-1].endswith("L"):
         raise ConfigError(

@@ -1,6 +1,8 @@
 """How layers are shared out, against what Megatron-Core builds on each rank and chunk."""
 
+import dataclasses
 import doctest
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from fgoffload.planner.model_shape import ModelShape
 from fgoffload.planner.parallelism import Parallelism, StageChunk, list_chunks
 from fgoffload.planner.pipeline_layout import parse_layout
 
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Parallelism)}
 DEEPSEEK_LAYOUT = "Et*3|(tt|)*29m|L"
 
 
@@ -174,6 +177,20 @@ def test_ranks_that_no_training_has_are_refused(fields, message):
         Parallelism(**fields)
 
 
+def test_two_stages_of_several_chunks_that_both_say_their_layers_are_refused_as_megatron_cannot_build_them():
+    fields = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2}
+    ends = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4}
+    with pytest.raises(ConfigError, match="which Megatron-Core cannot build"):
+        Parallelism(**fields, **ends)
+    unchecked = SimpleNamespace(**{**DEFAULTS, **fields, **ends})
+    with pytest.raises(ZeroDivisionError):
+        read_megatron(make_model(6), unchecked)
+    one = Parallelism(**fields, num_layers_in_last_pipeline_stage=4)
+    assert (
+        list_numbers(list_chunks(make_model(6), one)) == [[(0,), (3,)], [(1, 2), (4, 5)]] == read_megatron(make_model(6), one)
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
@@ -296,7 +313,7 @@ def splits(draw):
     """Return a number of layers and how they are shared out: most of them fit, and some do not."""
     ranks = draw(st.integers(2, 5))
     size = draw(st.sampled_from((None, 2, 3)))
-    fields = {"pipeline_parallel_size": ranks, "virtual_pipeline_size": size, "microbatches": 16}
+    fields = {"pipeline_parallel_size": ranks, "virtual_pipeline_size": size, "microbatches": 60}
     per_rank = draw(st.integers(1, 4)) * (size or 1)
     num_layers = per_rank * ranks
     way = draw(st.sampled_from(("even", "ends", "accounts")))
@@ -317,13 +334,14 @@ def splits(draw):
 def test_each_chunk_has_the_layers_that_megatron_builds_there(split):
     num_layers, mtp_num_layers, fields = split
     model = make_model(max(1, num_layers), mtp_num_layers=mtp_num_layers)
+    unchecked = SimpleNamespace(**{**DEFAULTS, **fields})
     try:
         found = list_numbers(list_chunks(model, Parallelism(**fields)))
     except ConfigError:
-        with pytest.raises((AssertionError, ValueError)):
-            read_megatron(model, Parallelism(**fields))
+        with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
+            read_megatron(model, unchecked)
         return
-    assert found == read_megatron(model, Parallelism(**fields))
+    assert found == read_megatron(model, unchecked)
 
 
 @st.composite
