@@ -13,9 +13,26 @@ Fields carry Megatron's names. A layer is dense or has experts, and its attentio
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 from fgoffload.errors import ConfigError
+
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+"""As in `--fp8-recipe`."""
+
+FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
+"""Those that are known here."""
+
+DEFAULT_IMBALANCE = 1.2
+"""What a plan assumes of `ExpertsShape.imbalance` where nobody measured it.
+
+With biases that follow the load, the fullest expert is 4% above the mean over a whole validation set. One microbatch sways
+more, and while a router learns, more still; a rank with several experts sways less than each of them. A fifth is room for that.
+It was not measured here: a plan for a model whose experts drift apart needs its own figure.
+
+Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts (2024), MaxVio over the validation set.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +60,9 @@ class RouterShape:
     """How tokens find their experts. The defaults are Megatron's: softmax over the scores of the experts that were chosen."""
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """As in `--moe-router-score-function`, without `--moe-router-pre-softmax`."""
+    """As in `--moe-router-score-function`."""
+    has_pre_softmax: bool = False
+    """With `--moe-router-pre-softmax`, for softmax alone: over the scores of all experts, before some are chosen."""
     has_expert_bias: bool = False
     """With `--moe-router-enable-expert-bias`, for sigmoid alone: a bias takes part in the choice of experts."""
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
@@ -61,24 +80,34 @@ class RouterShape:
                 f"has_expert_bias goes with score_function 'sigmoid' alone, and it is {self.score_function!r}. "
                 "Leave the bias out, or give sigmoid."
             )
+        if self.has_pre_softmax and self.score_function != "softmax":
+            raise ConfigError(
+                f"has_pre_softmax goes with score_function 'softmax' alone, and it is {self.score_function!r}. "
+                "Leave --moe-router-pre-softmax out, or give softmax."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """A mixture of experts behind the all-to-all dispatcher, each on one rank as a whole: expert tensor parallel size 1."""
+    """A mixture of experts behind the all-to-all dispatcher."""
 
     num_experts: int
     """In the whole layer, over all ranks."""
     topk: int
     """Experts of a token."""
     ffn_hidden_size: int
-    """Channels of an expert, behind its gated activation."""
+    """Channels of an expert, behind its activation."""
     shared_ffn_hidden_size: int = 0
     """Channels of all shared experts together; 0 without any."""
     has_shared_overlap: bool = False
     """With `--moe-shared-expert-overlap`: the shared experts gather their input themselves, and keep it gathered."""
     expert_parallel_size: int = 1
     """Ranks that the experts are spread over."""
+    expert_tensor_parallel_size: int = 1
+    """Ranks that share each expert; they gather one another's tokens."""
+    imbalance: float = 1.0
+    """Rows of the expert-parallel rank with the most, over the mean of all ranks: 1 where routing is balanced, for which the
+    formulas are exact. `DEFAULT_IMBALANCE` is for plans. It changes nothing where one rank has all experts."""
     has_fused_permutation: bool = False
     """With `--moe-permute-fusion`."""
     router: RouterShape = dataclasses.field(default_factory=RouterShape)
@@ -86,15 +115,38 @@ class ExpertsShape:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no layer has."""
-        _check_sizes(self, "num_experts", "topk", "ffn_hidden_size", "expert_parallel_size")
+        _check_sizes(self, "num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size")
         _check_sizes(self, "shared_ffn_hidden_size", least=0)
         _check_divides(self, "expert_parallel_size", "num_experts")
+        _check_divides(self, "expert_tensor_parallel_size", "ffn_hidden_size")
+        if not 1 <= self.imbalance < math.inf:
+            raise ConfigError(
+                f"imbalance {self.imbalance} is not from 1 up and finite, and no mean is above the most. "
+                f"Give 1 for balanced routing, or more, like {DEFAULT_IMBALANCE}."
+            )
         if self.topk > self.num_experts:
             raise ConfigError(f"topk {self.topk} is above num_experts {self.num_experts}. Give {self.num_experts} or less.")
         if self.has_shared_overlap and not self.shared_ffn_hidden_size:
             raise ConfigError(
                 "has_shared_overlap is on and shared_ffn_hidden_size is 0: nothing overlaps. Give the shared experts' channels."
             )
+
+    @property
+    def local_experts(self) -> int:
+        """Of one rank."""
+        return self.num_experts // self.expert_parallel_size
+
+    def count_rows(self, tokens: int) -> int:
+        """Return the rows that a rank's experts get, one for each token and expert that it goes to, before any padding.
+
+        Args:
+            tokens: Of each rank, before they are routed.
+        """
+        sources = self.expert_parallel_size * self.expert_tensor_parallel_size
+        # However routing goes, a token sends one row at most to each expert of a rank.
+        most = tokens * sources * min(self.topk, self.local_experts)
+        balanced = tokens * self.topk * self.expert_tensor_parallel_size
+        return balanced if self.expert_parallel_size == 1 else min(most, round(balanced * self.imbalance))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +168,7 @@ class LayerShape:
     v_channels: int
     """Of a value head: `kv_channels`, or `v_head_dim` of latent attention."""
     ffn_hidden_size: int = 0
-    """Channels of a dense MLP behind its gated activation; 0 in a layer with experts."""
+    """Channels of a dense MLP behind its activation; 0 in a layer with experts."""
     experts: ExpertsShape | None = None
     """The experts, or None in a dense layer."""
     latent: LatentShape | None = None
@@ -129,6 +181,18 @@ class LayerShape:
     """Norms are fused into the one linear behind them, where there is one: attention in groups and dense MLPs."""
     rotary_channels: int = 0
     """Of the rotary embedding that the model gives to all layers; 0 without one. Latent attention makes its own."""
+    has_fused_rotary: bool = False
+    """With `apply_rope_fusion`, Megatron-LM's default, for attention in groups alone: one kernel turns a head."""
+    has_qk_norm: bool = False
+    """With `--qk-layernorm`, for attention in groups: norms of query and key heads. `latent` says it for latent attention."""
+    is_gated: bool = True
+    """Activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of the first linear's output."""
+    has_hidden_dropout: bool = False
+    """With `--hidden-dropout` above 0."""
+    has_mtp_projection: bool = False
+    """The layer is of multi-token prediction: two norms and a projection are before it, and a norm is behind it."""
+    fp8_recipe: Fp8Recipe | None = None
+    """As in `--fp8-recipe`, for the linear layers; None where they work in bf16. Attention does in any case."""
     is_deterministic: bool = False
     """Torch chooses deterministic algorithms, and Megatron other operators for it."""
 
@@ -142,6 +206,7 @@ class LayerShape:
         _check_sizes(self, *sizes, "qk_channels", "v_channels", "tensor_parallel_size")
         _check_sizes(self, "ffn_hidden_size", "rotary_channels", least=0)
         _check_choice(self, "normalization", ("RMSNorm", "LayerNorm"))
+        _check_choice(self, "fp8_recipe", (None, *FP8_RECIPES))
         _check_divides(self, "num_query_groups", "num_attention_heads")
         _check_divides(self, "tensor_parallel_size", "seq_length", "num_query_groups", "ffn_hidden_size")
         if (self.experts is None) == (self.ffn_hidden_size == 0):
@@ -149,15 +214,27 @@ class LayerShape:
                 f"ffn_hidden_size {self.ffn_hidden_size} {'without' if self.experts is None else 'with'} experts: a layer is "
                 "dense or a mixture. Give ffn_hidden_size above 0, or experts."
             )
-        if self.latent is not None and self.num_query_groups != self.num_attention_heads:
-            raise ConfigError(
-                f"num_query_groups {self.num_query_groups} differs from num_attention_heads {self.num_attention_heads}, and "
-                f"latent attention has no groups. Give num_query_groups {self.num_attention_heads}."
-            )
+        self._check_latent()
         if self.experts is not None and self.experts.shared_ffn_hidden_size % self.tensor_parallel_size:
             raise ConfigError(
                 f"tensor_parallel_size {self.tensor_parallel_size} does not divide shared_ffn_hidden_size "
                 f"{self.experts.shared_ffn_hidden_size}. Give sizes that ranks can share."
+            )
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        if self.num_query_groups != self.num_attention_heads:
+            raise ConfigError(
+                f"num_query_groups {self.num_query_groups} differs from num_attention_heads {self.num_attention_heads}, and "
+                f"latent attention has no groups. Give num_query_groups {self.num_attention_heads}."
+            )
+        if self.has_qk_norm:
+            raise ConfigError("has_qk_norm is of attention in groups, and attention is latent. Give it in latent.")
+        if self.has_fused_rotary:
+            raise ConfigError(
+                "has_fused_rotary with latent attention: what its fused rotary embedding saves is not known here. "
+                "Give --no-rope-fusion."
             )
 
     @property
@@ -178,7 +255,7 @@ def _check_sizes(shape: _Shape, *names: str, least: int = 1) -> None:
             raise ConfigError(f"{name} {size} is below {least}. Give {least} or more.")
 
 
-def _check_choice(shape: _Shape, name: str, choices: tuple[str | int, ...]) -> None:
+def _check_choice(shape: _Shape, name: str, choices: tuple[str | int | None, ...]) -> None:
     value = getattr(shape, name)
     if value not in choices:
         raise ConfigError(f"{name} {value!r} is not known. Give one of: {', '.join(map(repr, choices))}.")

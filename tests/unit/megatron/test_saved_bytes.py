@@ -58,6 +58,7 @@ def measure(flags, *tags, is_deterministic):
         ("--moe-aux-loss-coeff 1e-2", {"balancing": "aux_loss"}),
         ("--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss", {"balancing": "seq_aux_loss"}),
         ("--moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32", {"balancing": "aux_loss", "dtype_bytes": 4}),
+        ("--moe-router-pre-softmax --moe-aux-loss-coeff 1e-2", {"has_pre_softmax": True, "balancing": "aux_loss"}),
         (SIGMOID, {"score_function": "sigmoid"}),
         (f"{SIGMOID} --moe-aux-loss-coeff 1e-2", {"score_function": "sigmoid", "balancing": "aux_loss"}),
         (f"{SIGMOID} --moe-router-enable-expert-bias", {"score_function": "sigmoid", "has_expert_bias": True}),

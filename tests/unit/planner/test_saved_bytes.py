@@ -8,12 +8,14 @@ import dataclasses
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fgoffload import ConfigError
-from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
+from fgoffload.planner.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, LatentShape, LayerShape, RouterShape
 from fgoffload.planner.saved_bytes import count_bytes, count_tag_bytes, list_saved_tensors
 
-ITEM_BYTES = {"bf16": 2, "fp32": 4, "int32": 4, "int64": 8}
+ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4, "int64": 8}
 
 
 def sum_bytes(*tensors):
@@ -218,6 +220,7 @@ def test_norms_that_are_not_fused_save_with_their_own_tags():
     [
         ({"balancing": "aux_loss"}, ((72, 5, "fp32"), (72, 12, "fp32"), (12, "int64"), (1, "fp32"))),
         ({"balancing": "seq_aux_loss"}, ((72, 5, "fp32"), (72, 12, "fp32"), (3, 12, "int64"), (1, "fp32"))),
+        ({"has_pre_softmax": True}, ((72, 12, "fp32"),)),
         ({"dtype_bytes": 4}, ((72, 5, "fp32"),)),
         ({"score_function": "sigmoid"}, ((72, 12, "fp32"), (72, 5, "bf16"), (72, 1, "bf16"))),
         (
@@ -272,6 +275,187 @@ def test_shared_experts_that_overlap_keep_the_gathered_sequence_and_share_nothin
 def test_one_rank_has_nothing_to_gather():
     experts = dataclasses.replace(SHARED.experts, has_shared_overlap=True)
     assert count_tag_bytes(dataclasses.replace(SHARED, experts=experts)) == count_tag_bytes(SHARED)
+
+
+def test_norms_of_query_and_key_heads_keep_their_inputs_with_the_projection():
+    shape = LayerShape(**UNEQUAL, ffn_hidden_size=26)
+    query, key = (48, 3, 4, 6, "bf16"), (48, 3, 2, 6, "bf16")  # of 4 heads and 2 groups a rank
+    rows = ((48, 3, 4, "fp32"), (48, 3, 2, "fp32"))
+    normed = dataclasses.replace(shape, has_qk_norm=True)
+    assert count_tag_bytes(normed)["qkv_linear"] - count_tag_bytes(shape)["qkv_linear"] == sum_bytes(query, key, *rows)
+    means = dataclasses.replace(normed, normalization="LayerNorm")
+    assert count_tag_bytes(means)["qkv_linear"] - count_tag_bytes(normed)["qkv_linear"] == sum_bytes(PART_ROWS, *rows)
+
+
+def test_an_activation_without_a_gate_has_half_the_input():
+    dense = LayerShape(**UNEQUAL, ffn_hidden_size=26, is_gated=False)
+    assert count_tag_bytes(dense)["mlp_act"] == count_tag_bytes(dense)["mlp_fc2"] == sum_bytes((48, 3, 13, "bf16"))
+
+
+def test_experts_without_a_gate_keep_what_they_multiply_by_the_probabilities_too():
+    found = count_tag_bytes(LayerShape(**UNEQUAL, experts=UNEQUAL_EXPERTS, is_gated=False))
+    assert found["moe_act"] == sum_bytes((PERMUTED, 14, "bf16"), (PERMUTED, 14, "bf16"), (PERMUTED, "bf16"))
+    assert found["expert_fc2"] == sum_bytes((PERMUTED, 14, "bf16"))
+    assert found["shared_expert"] == sum_bytes(PART, (48, 3, 11, "bf16"), (48, 3, 11, "bf16"))
+
+
+# Experts that several ranks share, and routing that is not balanced.
+
+
+def test_ranks_that_share_an_expert_gather_their_rows_and_have_a_part_of_its_channels():
+    experts = dataclasses.replace(UNEQUAL_EXPERTS, expert_tensor_parallel_size=2, has_fused_permutation=True)
+    found = count_tag_bytes(LayerShape(**UNEQUAL, experts=experts))
+    assert found["expert_fc1"] == sum_bytes((2 * PERMUTED, 40, "bf16"))
+    assert found["moe_act"] == sum_bytes((2 * PERMUTED, 2 * 7, "bf16"), (2 * PERMUTED, "bf16"))
+    assert found["expert_fc2"] == sum_bytes((2 * PERMUTED, 7, "bf16"))
+    assert found["moe_combine"] == sum_bytes((72, 25, "int32"), (2 * PERMUTED, "int32"))
+
+
+def test_the_rank_with_the_most_tokens_has_as_many_rows_more():
+    experts = dataclasses.replace(UNEQUAL_EXPERTS, expert_parallel_size=4)  # 3 experts a rank
+    skewed = dataclasses.replace(experts, imbalance=1.25)
+    balanced, found = (count_tag_bytes(LayerShape(**UNEQUAL, experts=e, is_deterministic=True)) for e in (experts, skewed))
+    rows = 450  # 1.25 of 72 tokens that go to 5 experts each
+    assert found["expert_fc1"] == sum_bytes((rows, 40, "bf16"))
+    assert found["moe_act"] == sum_bytes((rows, 28, "bf16"), (rows, "bf16"))
+    assert found["expert_fc2"] == sum_bytes((rows, 14, "bf16"))
+    # The router and the way back are of the rank's own tokens, wherever they went.
+    own = ("router", "moe_combine", "shared_expert", "core_attn")
+    assert {tag: found[tag] for tag in own} == {tag: balanced[tag] for tag in own}
+
+
+def test_a_rank_with_all_experts_has_all_rows_however_they_are_routed():
+    skewed = dataclasses.replace(UNEQUAL_EXPERTS, imbalance=2.0)
+    assert count_tag_bytes(LayerShape(**UNEQUAL, experts=skewed)) == count_tag_bytes(
+        LayerShape(**UNEQUAL, experts=UNEQUAL_EXPERTS)
+    )
+
+
+def test_a_rank_gets_each_token_once_for_each_of_its_experts_at_most():
+    experts = dataclasses.replace(UNEQUAL_EXPERTS, expert_parallel_size=4, imbalance=100.0)
+    # 4 ranks of 72 tokens, each of which could go to all 3 experts of the rank.
+    assert count_tag_bytes(LayerShape(**UNEQUAL, experts=experts))["expert_fc1"] == sum_bytes((4 * 72 * 3, 40, "bf16"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    first=st.floats(1, 8),
+    second=st.floats(1, 8),
+    ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    recipe=st.sampled_from([None, "delayed", "blockwise", "mxfp8"]),
+)
+def test_more_imbalance_never_saves_less(first, second, ranks, recipe):
+    found = []
+    for imbalance in sorted([1.0, first, second]):
+        experts = dataclasses.replace(UNEQUAL_EXPERTS, expert_parallel_size=ranks, imbalance=imbalance)
+        shape = LayerShape(**UNEQUAL, experts=experts, fp8_recipe=recipe)
+        found.append(count_bytes(shape, ("expert_fc1", "moe_act", "expert_fc2")))
+    assert found == sorted(found)
+
+
+def test_a_plan_assumes_more_than_balanced_routing():
+    assert 1 < DEFAULT_IMBALANCE < 2
+
+
+# FP8, from the code of Transformer Engine. Two ranks, 96 tokens a rank and 192 of all sequences: h 160, 8 heads, 4 groups, q
+# and k of 24 channels, v of 40.
+
+FP8_SIZES = UNEQUAL | {"seq_length": 64, "hidden_size": 160, "qk_channels": 24, "v_channels": 40}
+FP8_DENSE = LayerShape(**FP8_SIZES, ffn_hidden_size=416)
+FP8_ROWS = (96, "fp32")
+FP8_INPUT = (96, 160, "bf16")
+SCALE = (1, "fp32")
+# An input's channels, over all of its rows, and what scales it: in blocks of 128 rows, of 32 rows, or as a whole.
+SCALES = {
+    "delayed": {"h": (SCALE,), "proj": (SCALE,), "f": (SCALE,)},
+    "tensorwise": {"h": (SCALE,), "proj": (SCALE,), "f": (SCALE,)},
+    "blockwise": {"h": ((1, 160, "fp32"),), "proj": ((2, 160, "fp32"),), "f": ((2, 208, "fp32"),)},
+    "mxfp8": {"h": ((4, 256, "fp8"),), "proj": ((8, 256, "fp8"),), "f": ((8, 256, "fp8"),)},
+}
+
+
+@pytest.mark.parametrize("recipe", SCALES)
+def test_linears_of_a_dense_layer_keep_their_inputs_in_fp8(recipe):
+    scales = SCALES[recipe]
+    found = count_tag_bytes(dataclasses.replace(FP8_DENSE, fp8_recipe=recipe))
+    before = count_tag_bytes(FP8_DENSE)
+    assert found["qkv_linear"] == sum_bytes(FP8_INPUT, FP8_ROWS, (96, 160, "fp8"), *scales["h"])
+    assert found["mlp_fc1"] == found["qkv_linear"]
+    assert found["mlp_fc2"] == sum_bytes((192, 208, "fp8"), *scales["f"])
+    unchanged = ("layer_input", "core_attn", "mlp_act")
+    assert {tag: found[tag] for tag in unchanged} == {tag: before[tag] for tag in unchanged}
+
+
+@pytest.mark.parametrize("recipe", SCALES)
+def test_the_projection_behind_attention_shares_its_input_but_under_delayed_scaling(recipe):
+    shape = dataclasses.replace(FP8_DENSE, fp8_recipe=recipe)
+    output = (64, 3, 4, 40, "bf16")
+    alone = count_tag_bytes(shape)
+    together = count_bytes(shape, ("core_attn", "attn_proj"))
+    if recipe == "delayed":
+        assert alone["attn_proj"] == sum_bytes((192, 160, "fp8"), SCALE)
+        assert together == alone["core_attn"] + alone["attn_proj"]
+    else:
+        assert alone["attn_proj"] == sum_bytes(output)
+        assert together == alone["core_attn"]
+
+
+@pytest.mark.parametrize("recipe", SCALES)
+def test_the_two_linears_of_latent_attention_keep_a_copy_each(recipe):
+    latent = LatentShape(q_lora_rank=96, kv_lora_rank=64, qk_pos_emb_head_dim=8)
+    sizes = FP8_SIZES | {"num_query_groups": 8}
+    shape = LayerShape(**sizes, ffn_hidden_size=416, latent=latent, fp8_recipe=recipe)
+    ranks = {"delayed": 2 * (SCALE,), "tensorwise": 2 * (SCALE,)}
+    ranks |= {"blockwise": ((1, 96, "fp32"), (1, 64, "fp32")), "mxfp8": ((4, 128, "fp8"), (4, 128, "fp8"))}
+    tables = 4 * ((64, 8, "bf16"),)
+    inputs = (*2 * ((96, 160, "fp8"), *SCALES[recipe]["h"]), (96, 96, "fp8"), (96, 64, "fp8"), *ranks[recipe])
+    assert count_tag_bytes(shape)["qkv_linear"] == sum_bytes(*inputs, *tables)
+    normed = dataclasses.replace(shape, latent=dataclasses.replace(latent, has_qk_norm=True))
+    added = ((96, 96, "bf16"), (96, 64, "bf16"), FP8_ROWS, FP8_ROWS)
+    assert count_tag_bytes(normed)["qkv_linear"] == sum_bytes(*inputs, *tables, *added)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "each", "inputs"),
+    [
+        # 480 rows of 4 experts are 120 each: up to a multiple of 16 or 32.
+        ("delayed", 128, (SCALE,)),
+        ("tensorwise", 128, (SCALE,)),
+        ("blockwise", 128, ((1, 160, "fp32"),)),
+        ("mxfp8", 128, ((4, 256, "fp8"),)),
+    ],
+)
+def test_each_expert_pads_its_rows_and_scales_them_by_itself(recipe, each, inputs):
+    experts = ExpertsShape(num_experts=4, topk=2, ffn_hidden_size=48)
+    shape = LayerShape(**FP8_SIZES | {"seq_length": 160}, experts=experts, fp8_recipe=recipe)  # 240 tokens a rank
+    found = count_tag_bytes(shape)
+    assert found["expert_fc1"] == 4 * sum_bytes((each, 160, "fp8"), *inputs)
+    assert found["moe_act"] == 4 * sum_bytes((each, 96, "bf16"), (each, "bf16"))
+    narrow = {"blockwise": ((1, 48, "fp32"),), "mxfp8": ((4, 128, "fp8"),)}.get(recipe, (SCALE,))
+    assert found["expert_fc2"] == 4 * sum_bytes((each, 48, "fp8"), *narrow)
+    assert found["router"] == count_tag_bytes(dataclasses.replace(shape, fp8_recipe=None))["router"]
+
+
+@pytest.mark.parametrize(("recipe", "each"), [("delayed", 112), ("mxfp8", 128)])
+def test_rows_are_padded_to_what_the_recipe_multiplies(recipe, each):
+    experts = ExpertsShape(num_experts=4, topk=2, ffn_hidden_size=48)
+    shape = LayerShape(**FP8_SIZES | {"seq_length": 144}, experts=experts, fp8_recipe=recipe)  # 432 rows: 108 each
+    assert count_tag_bytes(shape)["moe_act"] == 4 * sum_bytes((each, 96, "bf16"), (each, "bf16"))
+
+
+@pytest.mark.parametrize("recipe", SCALES)
+@pytest.mark.parametrize("has_overlap", [True, False])
+def test_shared_experts_keep_what_they_were_given_but_under_delayed_scaling(recipe, has_overlap):
+    experts = ExpertsShape(num_experts=4, topk=2, ffn_hidden_size=48, shared_ffn_hidden_size=64, has_shared_overlap=has_overlap)
+    shape = LayerShape(**FP8_SIZES, experts=experts, fp8_recipe=recipe)
+    inside = ((192, 64, "bf16"), (192, 32, "fp8"))
+    narrow = {"blockwise": ((2, 32, "fp32"),), "mxfp8": ((8, 128, "fp8"),)}.get(recipe, (SCALE,))
+    rows = 192 if has_overlap else 96
+    given = ((rows, 160, "fp8"), SCALE) if recipe == "delayed" else ((rows, 160, "bf16"),)
+    alone = count_tag_bytes(shape)
+    assert alone["shared_expert"] == sum_bytes(*given, *inside, *narrow)
+    shared = 0 if has_overlap or recipe == "delayed" else sum_bytes(FP8_INPUT)
+    assert count_bytes(shape, ("shared_expert", "router")) == alone["shared_expert"] + alone["router"] - shared
 
 
 # Together.
@@ -335,6 +519,12 @@ def test_each_tensor_has_a_name_of_its_own(shape):
             {"latent": MLA.latent, "num_query_groups": 2},
             "num_query_groups 2 differs from num_attention_heads 4, and latent attention has no groups. Give num_query_groups",
         ),
+        (
+            {"latent": MLA.latent, "has_qk_norm": True},
+            "has_qk_norm is of attention in groups, and attention is latent. Give it in latent.",
+        ),
+        ({"latent": MLA.latent, "has_fused_rotary": True}, "has_fused_rotary with latent attention: what its fused"),
+        ({"fp8_recipe": "fp8"}, "fp8_recipe 'fp8' is not known. Give one of: None, 'delayed', 'tensorwise', 'blockwise',"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(fields, message):
@@ -354,6 +544,9 @@ def test_shared_experts_that_ranks_cannot_share_are_refused():
     [
         ({"topk": 9}, "topk 9 is above num_experts 8. Give 8 or less."),
         ({"expert_parallel_size": 3}, "expert_parallel_size 3 does not divide num_experts 8."),
+        ({"expert_tensor_parallel_size": 3}, "expert_tensor_parallel_size 3 does not divide ffn_hidden_size 256."),
+        ({"imbalance": 0.9}, "imbalance 0.9 is not from 1 up and finite, and no mean is above the most. Give 1 for"),
+        ({"imbalance": math.inf}, "imbalance inf is not from 1 up and finite"),
         ({"shared_ffn_hidden_size": -1}, "shared_ffn_hidden_size -1 is below 0."),
         ({"has_shared_overlap": True}, "has_shared_overlap is on and shared_ffn_hidden_size is 0: nothing overlaps."),
     ],
@@ -370,6 +563,10 @@ def test_experts_that_cannot_be_are_refused(fields, message):
         ({"score_function": "tanh"}, "score_function 'tanh' is not known. Give one of: 'softmax', 'sigmoid'."),
         ({"dtype_bytes": 8}, "dtype_bytes 8 is not known. Give one of: 2, 4."),
         ({"has_expert_bias": True}, "has_expert_bias goes with score_function 'sigmoid' alone, and it is 'softmax'."),
+        (
+            {"has_pre_softmax": True, "score_function": "sigmoid"},
+            "has_pre_softmax goes with score_function 'softmax' alone, and it is 'sigmoid'.",
+        ),
     ],
 )
 def test_a_router_that_cannot_be_is_refused(fields, message):
