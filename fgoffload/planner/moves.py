@@ -1,0 +1,130 @@
+"""Small changes to what the layers of a rank do, the most promising first.
+
+One part of one layer chooses otherwise, or a layer another mode; two layers of a kind change places; or two changes at once,
+one that frees memory and one that uses it. What each would do is estimated here, from its bytes and its recompute; whether it
+does, the simulator says.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from fgoffload.planner.choices import Mode
+from fgoffload.planner.placement import Configuration, LayerSlot, State
+
+_MOST_OF_EACH = 48
+"""Changes that free memory, and as many that use it, of which pairs are made: 2304 pairs are more than are ever simulated."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a byte and a second of one microbatch and layer come to in a step, by chunk."""
+
+    in_flight: tuple[int, ...]
+    """Microbatches that are there at the peak."""
+    microbatches: tuple[int, ...]
+    """Of a step."""
+    s_per_byte: float
+    """Seconds that the copies of a byte, out and back, make a step longer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One layer does something else."""
+
+    place: int
+    """Of the layer, in the order of `list_slots`."""
+    part: int | None
+    """The part of its mode that chooses otherwise, or None where the whole layer does."""
+    configuration: Configuration
+    """What it does then."""
+    peak_bytes: float
+    """How much higher the peak would be."""
+    step_s: float
+    """How much longer the step would be."""
+
+
+Move = tuple[Change, ...]
+"""Changes that are made at once."""
+
+
+def list_changes(state: State, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]], prices: Prices) -> list[Change]:
+    """Return every change of one part of one layer, or of its mode."""
+    changes = []
+    for place, (slot, configuration) in enumerate(zip(slots, state, strict=True)):
+        for part, other in _list_others(configuration, modes[slot.layer.kind]):
+            changes.append(_make_change(place, part, slot, configuration, other, prices))
+    return changes
+
+
+def list_swaps(state: State, slots: Sequence[LayerSlot], prices: Prices) -> Iterator[Move]:
+    """Yield every change of places of two layers of a kind that do different things, near ones first."""
+    pairs = itertools.combinations(range(len(slots)), 2)
+    for left, right in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
+        if slots[left].layer.kind == slots[right].layer.kind and state[left] != state[right]:
+            yield (
+                _make_change(left, None, slots[left], state[left], state[right], prices),
+                _make_change(right, None, slots[right], state[right], state[left], prices),
+            )
+
+
+def list_pairs(changes: Sequence[Change]) -> list[Move]:
+    """Return pairs of a change that frees memory and one that uses it, or runs less again, the fastest first."""
+    freeing = sorted((one for one in changes if one.peak_bytes < 0), key=_get_rate)[:_MOST_OF_EACH]
+    using = sorted((one for one in changes if one.peak_bytes >= 0), key=_get_rate)[:_MOST_OF_EACH]
+    pairs = [pair for pair in itertools.product(freeing, using) if _may_pair(*pair)]
+    return sorted(pairs, key=lambda pair: (pair[0].step_s + pair[1].step_s, pair[0].peak_bytes + pair[1].peak_bytes))
+
+
+def apply_move(state: State, move: Move) -> State:
+    """Return `state` after the changes of `move`."""
+    layers = list(state)
+    for change in move:
+        if change.part is None:
+            layers[change.place] = change.configuration
+            continue
+        # What another change did to another part of the layer stays.
+        chosen = list(layers[change.place].chosen)
+        chosen[change.part] = change.configuration.chosen[change.part]
+        layers[change.place] = Configuration(mode=change.configuration.mode, chosen=tuple(chosen))
+    return tuple(layers)
+
+
+def _list_others(configuration: Configuration, modes: Sequence[Mode]) -> Iterator[tuple[int | None, Configuration]]:
+    """Yield what a layer may do instead, with the part that differs."""
+    chosen = configuration.chosen
+    for part, choices in enumerate(configuration.mode.parts):
+        for choice in choices:
+            if choice != chosen[part]:
+                yield part, Configuration(mode=configuration.mode, chosen=(*chosen[:part], choice, *chosen[part + 1 :]))
+    for mode in modes:
+        if mode.base.actions != configuration.mode.base.actions:
+            least = tuple(min(part, key=lambda choice: (choice.kept_bytes, choice.recompute_s)) for part in mode.parts)
+            first = tuple(part[0] for part in mode.parts)
+            for others in dict.fromkeys((first, least)):
+                yield None, Configuration(mode=mode, chosen=others)
+
+
+def _make_change(
+    place: int, part: int | None, slot: LayerSlot, before: Configuration, after: Configuration, prices: Prices
+) -> Change:
+    microbatches = prices.microbatches[slot.chunk]
+    recompute_s = after.recompute_s - before.recompute_s
+    copied_s = (after.moved_bytes - before.moved_bytes) * prices.s_per_byte
+    returned_bytes = after.returned_bytes - before.returned_bytes
+    return Change(
+        place=place,
+        part=part,
+        configuration=after,
+        peak_bytes=(after.kept_bytes - before.kept_bytes) * prices.in_flight[slot.chunk] + returned_bytes,
+        step_s=(recompute_s + copied_s) * microbatches,
+    )
+
+
+def _get_rate(change: Change) -> float:
+    """Return seconds for each byte that a change frees, or, below 0, that it gains for each byte that it uses."""
+    return change.step_s / max(abs(change.peak_bytes), 1.0)
+
+
+def _may_pair(left: Change, right: Change) -> bool:
+    return left.place != right.place or (left.part is not None and right.part is not None and left.part != right.part)

@@ -1,0 +1,267 @@
+"""The best plan of one rank: the program's, placed, simulated, corrected and then bettered one site at a time.
+
+The simulator is the judge of everything. The program is right about most of a plan and wrong about where in a pass a copy is
+waited for; how far its peak was off comes off the budget that it gets next. What is left is found by `moves`.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from fgoffload.errors import ConfigError
+from fgoffload.plan import OffloadPlan
+from fgoffload.planner.choices import Mode, count_configurations
+from fgoffload.planner.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
+from fgoffload.planner.placement import (
+    Configuration,
+    Order,
+    State,
+    free_most,
+    keep_all,
+    list_slots,
+    make_plan,
+    place_counts,
+)
+from fgoffload.planner.program import ProgramResult, solve_program
+from fgoffload.planner.rank_model import RankModel
+from fgoffload.planner.spans import count_backwards, list_moments
+
+_CLOSE_PARTS = 100
+"""A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a simulation says of a plan."""
+
+    step_s: float
+    """How long the step takes."""
+    peak_bytes: int
+    """The most on the device."""
+
+
+Judge = Callable[[OffloadPlan], Verdict]
+"""Simulates a rank under a plan, alone or with its neighbours."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLimits:
+    """How long to look for a plan."""
+
+    exhaustive_plans: int = 5000
+    """Where there are no more plans than this, all of them are simulated and the best is taken. 0 never does that."""
+    simulations: int = 400
+    """Simulations of a rank, over all ranks, where there are more plans than that. When they are used up, the best plan so far
+    is taken: the same one on every machine. Those that place and correct what the program says do not count."""
+    programs: int = 3
+    """Times that the program of a rank is solved at most: again where its peak was off."""
+    gap: float = 1e-3
+    """How far from its best a program may stop, as a part of the time of a step."""
+    doubt: float = 0.02
+    """Which moves are tried: those that keep to the budget by estimate, or exceed it by less than this part of it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no limit.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name, least in (("exhaustive_plans", 0), ("simulations", 0), ("programs", 1)):
+            limit = getattr(self, name)
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < least:
+                raise ConfigError(f"{name} {limit!r} is no whole number from {least}. Give one.")
+        if not 0 <= self.gap < 1:
+            raise ConfigError(f"gap {self.gap!r} is not from 0 to below 1. Give a part of the step, as in 0.001.")
+        if not self.doubt >= 0:
+            raise ConfigError(f"doubt {self.doubt!r} is below 0. Give a part of the budget, as in 0.02.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the search came to on one rank."""
+
+    state: State
+    """What its layers do."""
+    verdict: Verdict
+    """What the judge says of it."""
+    program: ProgramResult | None = None
+    """The last program that it began from, or None where none was needed."""
+    off_bytes: int = 0
+    """How much higher the simulated peak was than that program's."""
+
+
+class RankSearch:
+    """The search for the best plan of one rank.
+
+    Args:
+        rank: The rank.
+        modes: What each kind of its layers may choose from.
+        judge: Says how good a plan is.
+        limits: How long to look.
+        deadline_s: When to stop, by `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        rank: RankModel,
+        modes: Mapping[str, Sequence[Mode]],
+        *,
+        judge: Judge,
+        limits: SearchLimits,
+        deadline_s: float = math.inf,
+    ) -> None:
+        self.rank = rank
+        self.modes = modes
+        self.slots = list_slots(rank)
+        self.simulations = 0
+        """How many were run."""
+        self._judge = judge
+        self._limits = limits
+        self._deadline_s = deadline_s
+        self._verdicts: dict[object, Verdict] = {}
+        self._in_flight = _count_in_flight_at_peak(rank)
+        self._microbatches = tuple(count_backwards(rank.passes, chunk=chunk) for chunk in range(len(rank.chunks)))
+
+    @property
+    def plans(self) -> int:
+        """Return how many plans there are for the rank."""
+        return math.prod(count_configurations(self.modes[slot.layer.kind]) for slot in self.slots)
+
+    def judge(self, state: State) -> Verdict:
+        """Return what the judge says of `state`; the same one is asked about once."""
+        key = tuple(configuration.actions for configuration in state)
+        if key not in self._verdicts:
+            self.simulations += 1
+            self._verdicts[key] = self._judge(make_plan([(self.slots, state)]))
+        return self._verdicts[key]
+
+    def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
+        """Return what a better plan has less of: bytes above the budget, time, bytes that leave, rows."""
+        verdict = self.judge(state)
+        moved_bytes = sum(configuration.moved_bytes for configuration in state)
+        rows = sum(len(configuration.actions) for configuration in state)
+        # Sums of the same times in another order differ in their last digits.
+        return (max(verdict.peak_bytes - budget_bytes, 0), round(verdict.step_s, 9), moved_bytes, rows)
+
+    def find_best(self, budget_bytes: int, *, starts: Sequence[State] = (), simulations: int = 0, off_bytes: int = 0) -> Found:
+        """Return the fastest plan within the budget, or, where none was found, the one with the least peak.
+
+        Args:
+            budget_bytes: Of the device. 0 asks for the least peak.
+            starts: Plans to begin from as well, as of a smaller budget.
+            simulations: How many there may be to better what the program says.
+            off_bytes: How much the program is expected to be off, as on a rank that is much like this one.
+        """
+        if self.plans <= self._limits.exhaustive_plans:
+            best = min(self.list_states(), key=lambda state: self.score(state, budget_bytes))
+            return Found(state=best, verdict=self.judge(best))
+        kept = keep_all(self.slots, self.modes)
+        # Nothing is faster than to keep all, and of plans that are as fast it is the simplest.
+        if self.judge(kept).peak_bytes <= budget_bytes:
+            return Found(state=kept, verdict=self.judge(kept))
+        states = [kept, *starts]
+        program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
+        best = self._pick(states, budget_bytes)
+        if self.judge(best).peak_bytes > budget_bytes:
+            best = self._pick([best, free_most(self.slots, self.modes)], budget_bytes)
+        best = self.improve(best, budget_bytes, simulations=simulations)
+        return Found(state=best, verdict=self.judge(best), program=program, off_bytes=off_bytes)
+
+    def list_states(self) -> Iterator[State]:
+        """Yield everything that the layers of the rank can do."""
+        found = {kind: tuple(_list_all(modes)) for kind, modes in self.modes.items()}
+        return itertools.product(*(found[slot.layer.kind] for slot in self.slots))
+
+    def improve(self, state: State, budget_bytes: int, *, simulations: int) -> State:
+        """Return the best state that moves lead to, until none makes it better or `simulations` more were run."""
+        most = self.simulations + simulations
+        score = self.score(state, budget_bytes)
+        while True:
+            for move in self._list_moves(state, budget_bytes):
+                if self.simulations >= most or time.monotonic() > self._deadline_s:
+                    return state
+                candidate = apply_move(state, move)
+                candidate_score = self.score(candidate, budget_bytes)
+                if candidate_score < score:
+                    state, score = candidate, candidate_score
+                    break
+            else:
+                return state
+
+    def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
+        """Add to `states` what programs come to, each with a budget that is corrected by what the one before was off."""
+        last = None
+        for _ in range(self._limits.programs):
+            result = self._solve(budget_bytes - off_bytes)
+            if result is None or time.monotonic() > self._deadline_s or (last and result.counts == last.counts):
+                break
+            placed = [place_counts(result, self.slots, order) for order in Order]
+            states += placed
+            peak_bytes = self.judge(self._pick(placed, budget_bytes)).peak_bytes
+            last, off_bytes = result, peak_bytes - result.peak_bytes
+            if budget_bytes * (1 - 1 / _CLOSE_PARTS) <= peak_bytes <= budget_bytes:
+                break
+        return last, off_bytes
+
+    def _solve(self, budget_bytes: int) -> ProgramResult | None:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            return None
+        result = solve_program(self.rank, self.modes, budget_bytes=budget_bytes, gap=self._limits.gap, time_limit_s=left_s)
+        if result is not None:
+            return result
+        return solve_program(self.rank, self.modes, budget_bytes=None, gap=self._limits.gap, time_limit_s=left_s)
+
+    def _pick(self, states: Iterable[State], budget_bytes: int) -> State:
+        return min(states, key=lambda state: self.score(state, budget_bytes))
+
+    def _list_moves(self, state: State, budget_bytes: int) -> Iterator[Move]:
+        """Yield the moves from `state` that are worth a simulation, the most promising first."""
+        above_bytes = self.judge(state).peak_bytes - budget_bytes
+        prices = self._make_prices(state)
+        changes = list_changes(state, self.slots, self.modes, prices)
+        yield from self._order(((change,) for change in changes), above_bytes)
+        yield from list_swaps(state, self.slots, prices)
+        yield from self._order(list_pairs(changes), above_bytes)
+
+    def _order(self, moves: Iterable[Move], above_bytes: int) -> list[Move]:
+        """Return those of `moves` that may better a state, whose peak is `above_bytes` above the budget, in order."""
+        dynamic_bytes = max(self.judge(keep_all(self.slots, self.modes)).peak_bytes - self.rank.static_bytes, 1)
+        doubt_bytes = self._limits.doubt * dynamic_bytes
+        found = []
+        for move in moves:
+            peak_bytes = sum(change.peak_bytes for change in move)
+            step_s = sum(change.step_s for change in move)
+            if above_bytes > 0 and peak_bytes < doubt_bytes:
+                found.append((step_s / max(-peak_bytes, 1.0), peak_bytes, move))
+            elif above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt_bytes)):
+                found.append((step_s, peak_bytes, move))
+        return [move for _, _, move in sorted(found, key=lambda row: row[:2])]
+
+    def _make_prices(self, state: State) -> Prices:
+        """Return what bytes and seconds come to, as `state` and a plan that keeps all compare."""
+        moved_bytes = recompute_s = 0.0
+        for slot, configuration in zip(self.slots, state, strict=True):
+            moved_bytes += configuration.moved_bytes * self._microbatches[slot.chunk]
+            recompute_s += configuration.recompute_s * self._microbatches[slot.chunk]
+        longer_s = self.judge(state).step_s - self.judge(keep_all(self.slots, self.modes)).step_s - recompute_s
+        return Prices(
+            in_flight=self._in_flight,
+            microbatches=self._microbatches,
+            s_per_byte=max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0,
+        )
+
+
+def _count_in_flight_at_peak(rank: RankModel) -> tuple[int, ...]:
+    """Return how many microbatches are in flight by chunk where the layers together keep most."""
+    sizes = [sum(layer.model.saved_bytes for layer in chunk.layers) for chunk in rank.chunks]
+    vectors = [moment.in_flight for moment in list_moments(rank.passes, chunks=len(rank.chunks))]
+    return max(vectors, key=lambda vector: sum(count * size for count, size in zip(vector, sizes, strict=True)))
+
+
+def _list_all(modes: Sequence[Mode]) -> Iterator[Configuration]:
+    for mode in modes:
+        for chosen in itertools.product(*mode.parts):
+            yield Configuration(mode=mode, chosen=chosen)

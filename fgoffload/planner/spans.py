@@ -1,0 +1,104 @@
+"""A rank's step in short: which passes there are, beside which others they run, and when how many microbatches are in flight.
+
+A step of hundreds of passes has a few kinds of them: the forward of chunk 0 between two forwards, between a forward and a
+backward, and so on. The solver has variables for each kind and not for each pass.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fgoffload.planner.schedule import Pass, PassKind
+
+Way = tuple[PassKind, int]
+"""Forward or backward, and through which chunk."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Between two passes that follow each other; before the first one, and after the last, one side is None."""
+
+    before: Way | None
+    """What ends."""
+    after: Way | None
+    """What begins."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Passes that are alike, with what is before and behind them."""
+
+    way: Way
+    """What runs."""
+    before: Gap
+    """Where it begins."""
+    after: Gap
+    """Where it ends."""
+    times: int
+    """Passes of a step that are so."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A place of the schedule where memory may be at its peak: between two passes."""
+
+    in_flight: tuple[int, ...]
+    """Microbatches whose forward ended and whose backward did not, by chunk."""
+    gap: Gap
+    """What ended, and what begins."""
+
+
+def list_spans(passes: Sequence[Pass]) -> tuple[Span, ...]:
+    """Return the kinds of passes of a step, in the order in which each is first met."""
+    gaps = _list_gaps(passes)
+    counts = Counter((gaps[place], (one.kind, one.chunk), gaps[place + 1]) for place, one in enumerate(passes))
+    return tuple(Span(way=way, before=before, after=after, times=times) for (before, way, after), times in counts.items())
+
+
+def list_moments(passes: Sequence[Pass], *, chunks: int) -> tuple[Moment, ...]:
+    """Return where memory may be at its peak: behind each kind of forward and before each kind of backward.
+
+    Of moments between the same two passes those are left out that take no more than others, whatever each chunk keeps.
+
+    Args:
+        passes: Of a step, in order.
+        chunks: Of the rank.
+    """
+    current = [0] * chunks
+    by_gap: dict[Gap, set[tuple[int, ...]]] = {}
+    for gap, one in zip(_list_gaps(passes)[1:], passes, strict=True):
+        current[one.chunk] += 1 if one.kind is PassKind.FORWARD else -1
+        # Between a backward and a forward there is less than before the one, and than behind the other.
+        if one.kind is PassKind.FORWARD or (gap.after and gap.after[0] is PassKind.BACKWARD):
+            by_gap.setdefault(gap, set()).add(tuple(current))
+    return tuple(Moment(in_flight=in_flight, gap=gap) for gap, vectors in by_gap.items() for in_flight in list_largest(vectors))
+
+
+def list_largest(vectors: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the vectors of which one has the largest product with any vector of numbers from 0, the largest first."""
+    found = sorted(set(vectors), reverse=True)
+    # Halfway between two others, or below that, none is larger than both: under the interleaved schedule there are whole lines
+    # of them, as one chunk takes over from another. A vector below one other is halfway between that one and itself.
+    return [
+        one
+        for one in found
+        if not any(
+            _exceeds(tuple(a + b for a, b in zip(left, right, strict=True)), tuple(2 * a for a in one))
+            for left, right in itertools.combinations_with_replacement([other for other in found if other != one], 2)
+        )
+    ]
+
+
+def count_backwards(passes: Iterable[Pass], *, chunk: int) -> int:
+    """Return how many microbatches a step takes through `chunk`."""
+    return sum(one.kind is PassKind.BACKWARD and one.chunk == chunk for one in passes)
+
+
+def _list_gaps(passes: Sequence[Pass]) -> list[Gap]:
+    ways: list[Way | None] = [None, *((one.kind, one.chunk) for one in passes), None]
+    return [Gap(before=before, after=after) for before, after in itertools.pairwise(ways)]
+
+
+def _exceeds(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(large, small, strict=True))
