@@ -1,0 +1,108 @@
+"""What kernels, collectives and copies reach of the peaks of a device, where nobody has measured yet.
+
+Kernels were measured by others, on Hopper, as the fields say; on other devices they are a guess. A profile replaces them.
+"""
+
+import dataclasses
+import math
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count, check_rate
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Parts of the peaks, above 0 and at most 1, and what each launch costs."""
+
+    matmul: float = 0.70
+    """Of the bf16 rate, in large matrix products.
+
+    Source: at best 794.5 TFLOP/s on H100 and H200, 0.80, over many shapes (Stas Bekman, Machine Learning Engineering, table of
+    maximum achievable matmul FLOPS). The shapes of a layer are not the best ones.
+    """
+    grouped_matmul: float = 0.62
+    """Of the bf16 rate, in the matrix products of experts.
+
+    Source: on an H100 554 TFLOP/s with 16 experts of 2048 rows and 628 with 8 of 4096, by Transformer Engine 2.7's streams of
+    cuBLAS (pull request 2045 of Transformer Engine): 0.56 and 0.63. With few rows an expert it is less.
+    """
+    fp8_matmul: float = 0.60
+    """Of the fp8 rate, in large matrix products, without what it takes to have their inputs in fp8.
+
+    Source: at best 1403 TFLOP/s on H100, 0.71 (the same table). That of a layer's shapes is assumed.
+    """
+    grouped_fp8_matmul: float = 0.50
+    """The same, in the matrix products of experts. Assumed."""
+    attention_forward: float = 0.53
+    """Of the bf16 rate, counted without what the causal mask leaves out.
+
+    Source: on an H100, causal, 128 channels of a head, sequences of 4096: cuDNN 518 and FlashAttention-3 579 TFLOP/s, 0.52 and
+    0.59 (Shah et al., FlashAttention-3, arXiv 2407.08608, figure 5). With 64 channels, or shorter sequences, it is less.
+    """
+    attention_backward: float = 0.48
+    """The same, of backward.
+
+    Source: the same, figure 6: cuDNN 499 and FlashAttention-3 542 TFLOP/s, without a mask: 0.50 and 0.55.
+    """
+    memory: float = 0.80
+    """Of the bandwidth of device memory. Assumed: a little less than the 0.90 that copies within an H100 reach."""
+    kernel_start_s: float = 3e-6
+    """Seconds from one kernel to the next on the device. Assumed."""
+    host_s_per_launch: float = 10e-6
+    """Seconds that the host needs for each kernel. A layer that launches more than the device runs in that time takes that.
+
+    Assumed, for a fast host. On the host of docs/results/tiny_moe_h200_202611.md small models need about five times as much.
+    """
+    collective_start_s: float = 20e-6
+    """Seconds before the bytes of a collective move. Assumed."""
+
+    def __post_init__(self) -> None:
+        """Refuse parts that are none, and seconds below 0.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"{field.name} {value!r} is no number. Give one like {field.default}.")
+            if field.name in _SECONDS and not 0 <= value < math.inf:
+                raise ConfigError(f"{field.name} {value} is not from 0 on and finite. Give seconds like {field.default}.")
+            if field.name not in _SECONDS and not 0 < value <= 1:
+                raise ConfigError(f"{field.name} {value} is not above 0 and at most 1. Give a part like {field.default}.")
+
+
+_SECONDS = ("kernel_start_s", "host_s_per_launch", "collective_start_s")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """How fast ranks send to each other, each way. The defaults are for nodes of 8 H100 or H200."""
+
+    nvlink_bytes_per_s: float = 360e9
+    """Of a rank, to ranks of its node.
+
+    Source: all-gather 361 and reduce-scatter 363 GB/s of 450 on 8 H200, by nccl-tests (Stas Bekman, Machine Learning
+    Engineering, network). H800, with less NVLink, has 160.
+    """
+    network_bytes_per_s: float = 45e9
+    """Of a rank, to ranks of other nodes.
+
+    Source: a ConnectX-7 for each rank has 400 Gbit/s, 50 GB/s; DeepEP's first release names 43 to 58 GB/s for dispatch and
+    combine over 16 to 64 ranks, in which traffic within the node counts too.
+    """
+    nvlink_ranks: int | None = None
+    """Ranks that reach each other at the rate of NVLink; None for the devices of a node. 72 in a GB200 NVL72."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no rate.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name in ("nvlink_bytes_per_s", "network_bytes_per_s"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} is None, and ranks that send need it. Give bytes a second, or leave it out.")
+            check_rate(name, getattr(self, name))
+        if self.nvlink_ranks is not None:
+            check_count("nvlink_ranks", self.nvlink_ranks)
