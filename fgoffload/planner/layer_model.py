@@ -57,7 +57,7 @@ class UnitModel:
     extra_s: float = 0.0
     """Seconds of compute beside the forward of its stretches: what ran again is copied to where others look for it."""
     extra_bytes: int = 0
-    """Device bytes beside what was dropped, from running again to the end of the backward of its last stretch."""
+    """Device bytes beside what was dropped, from running again until the backward of all its stretches is over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

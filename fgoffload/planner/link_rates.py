@@ -25,8 +25,8 @@ COPY_LATENCY_S = 5e-6
 bytes are 1.3 at the rate of large copies; those of 256 KiB at 36 GB/s lost 2."""
 
 COMPUTE_SLOWDOWN = 0.06
-"""What a matrix product takes longer beside copies, as a part. Source: measured on the same H100. Over a step kernels of the compute
-stream took no longer with copies (docs/results/megatron_h200_202611.md), so this is on the safe side."""
+"""What a matrix product takes longer beside copies, as a part. Source: measured on the same H100. Kernels of the compute stream
+took no longer over a step with copies (docs/results/megatron_h200_202611.md), so this is on the safe side."""
 
 
 def make_link_model(
