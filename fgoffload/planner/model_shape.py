@@ -25,16 +25,10 @@ from typing import TYPE_CHECKING, Literal
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
-from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape
+from fgoffload.planner.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe, LatentShape, LayerShape
 
 if TYPE_CHECKING:
     from fgoffload.planner.parallelism import Parallelism
-
-Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-"""As in `--fp8-recipe`."""
-
-FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
-"""Those that are known here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +98,12 @@ class ModelShape:
     """Multi-latent attention, or None where queries come in groups."""
     rotary_percent: float = 1.0
     """The part of a head that rotary embeddings turn; 0 without them. Not for latent attention, which says it in channels."""
+    has_fused_rotary: bool = True
+    """One kernel turns a head, unless `--no-rope-fusion`. Of latent attention it is not known what that saves: it has none."""
     learned_positions: int = 0
     """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
     experts: ExpertsShape | None = None
-    """Of a layer with experts, with expert parallel size 1: how ranks share them is in Parallelism. None in a dense model."""
+    """Of a layer with experts, with parallel sizes 1: how ranks share them is in Parallelism. None in a dense model."""
     moe_layers: tuple[bool, ...] | None = None
     """For each layer of the decoder whether it has experts: see `list_moe_layers`. None is all, if there are experts."""
     mtp_num_layers: int = 0
@@ -116,6 +112,8 @@ class ModelShape:
     """Tokens before itself that a query sees under sliding-window attention, as in `--window-size`. None is all of them."""
     window_layers: tuple[bool, ...] | None = None
     """For each layer of the decoder whether it has the window. None is all of them, where there is a window."""
+    has_hidden_dropout: bool = False
+    """With `--hidden-dropout` above 0, which Megatron has unless told not to."""
     fp8_recipe: Fp8Recipe | None = None
     """As in `--fp8-recipe`, or None for linear layers in the type of the activations."""
     activation_dtype_bytes: int = 2
@@ -240,11 +238,12 @@ class ModelShape:
                 raise ConfigError(
                     f"{name} has {len(flags)} entries for num_layers {self.num_layers}. Give one for each layer of the decoder."
                 )
-        if self.experts is not None and self.experts.expert_parallel_size != 1:
-            raise ConfigError(
-                f"experts.expert_parallel_size {self.experts.expert_parallel_size} belongs to the ranks, not to the model. "
-                "Give 1 here, and expert_parallel_size in Parallelism."
-            )
+        for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
+            if self.experts is not None and getattr(self.experts, name) != 1:
+                raise ConfigError(
+                    f"experts.{name} {getattr(self.experts, name)} belongs to the ranks, not to the model. "
+                    f"Give 1 here, and {name} in Parallelism."
+                )
         dense = [number for number in range(self.num_layers) if not self.has_experts(number)]
         if dense and not self.ffn_hidden_size:
             raise ConfigError(
@@ -297,17 +296,18 @@ def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_
 def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int) -> LayerShape:
     """Return layer `number` of `model` as a rank under `parallelism` runs it.
 
-    A layer of multi-token prediction gives the transformer layer in it.
+    One of multi-token prediction is the transformer layer in it, with `has_mtp_projection`.
 
     Raises:
-        ConfigError: There is no such layer, ranks cannot share it, or nothing here knows what such a layer saves.
+        ConfigError: There is no such layer, ranks cannot share it, or nobody knows what such a layer saves.
     """
     has_experts = model.has_experts(number)
-    _check_known(model, parallelism, has_experts=has_experts)
     parallelism.check_model(model)
-    experts = None
-    if has_experts and model.experts is not None:
-        experts = dataclasses.replace(model.experts, expert_parallel_size=parallelism.expert_parallel_size)
+    if model.activation_dtype_bytes != 2:
+        raise ConfigError(
+            f"activation_dtype_bytes {model.activation_dtype_bytes}: what a layer saves is only known for 2, that of bf16. "
+            "Give --bf16."
+        )
     return LayerShape(
         micro_batch_size=parallelism.micro_batch_size,
         seq_length=model.seq_length // parallelism.context_parallel_size,
@@ -317,11 +317,27 @@ def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int)
         qk_channels=model.qk_channels,
         v_channels=model.v_channels,
         ffn_hidden_size=0 if has_experts else model.ffn_hidden_size,
-        experts=experts,
+        experts=_make_experts(model, parallelism) if has_experts else None,
         latent=_make_latent(model),
         tensor_parallel_size=parallelism.tensor_parallel_size,
         normalization=model.normalization,
         rotary_channels=model.rotary_channels,
+        has_fused_rotary=model.has_fused_rotary and model.rotary_channels > 0,
+        has_qk_norm=model.has_qk_norm and model.latent is None,
+        is_gated=model.is_gated,
+        has_hidden_dropout=model.has_hidden_dropout,
+        has_mtp_projection=number >= model.num_layers,
+        fp8_recipe=model.fp8_recipe,
+    )
+
+
+def _make_experts(model: ModelShape, parallelism: "Parallelism") -> ExpertsShape | None:
+    if model.experts is None:
+        return None
+    return dataclasses.replace(
+        model.experts,
+        expert_parallel_size=parallelism.expert_parallel_size,
+        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
     )
 
 
@@ -334,21 +350,3 @@ def _make_latent(model: ModelShape) -> LatentShape | None:
         qk_pos_emb_head_dim=model.latent.qk_pos_emb_head_dim,
         has_qk_norm=model.has_qk_norm,
     )
-
-
-def _check_known(model: ModelShape, parallelism: "Parallelism", *, has_experts: bool) -> None:
-    """Refuse layers whose bytes no formula here gives."""
-    if not model.is_gated:
-        raise ConfigError(
-            "is_gated False: what an MLP saves is only known for gated activations here. Give a model with --swiglu."
-        )
-    if model.activation_dtype_bytes != 2:
-        raise ConfigError(
-            f"activation_dtype_bytes {model.activation_dtype_bytes}: what a layer saves is only known for 2, that of bf16. "
-            "Give --bf16."
-        )
-    if has_experts and parallelism.expert_tensor_parallel_size > 1:
-        raise ConfigError(
-            f"expert_tensor_parallel_size {parallelism.expert_tensor_parallel_size}: what experts save is only known for 1. "
-            "Give --expert-tensor-parallel-size 1, and more --expert-model-parallel-size instead."
-        )

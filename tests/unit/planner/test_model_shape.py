@@ -109,12 +109,18 @@ def test_a_vocabulary_is_padded_to_what_ranks_can_share(vocab_size, divisible_by
 
 def test_a_layer_is_given_as_a_rank_runs_it():
     parallelism = Parallelism(
-        tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=4, data_parallel_size=2, micro_batch_size=3
+        tensor_parallel_size=2,
+        context_parallel_size=2,
+        expert_parallel_size=4,
+        expert_tensor_parallel_size=2,
+        data_parallel_size=2,
+        micro_batch_size=3,
     )
     layer = make_layer_shape(DEEPSEEK, parallelism, 3)
     assert (layer.micro_batch_size, layer.seq_length, layer.tensor_parallel_size) == (3, 2048, 2)
     assert (layer.qk_channels, layer.v_channels, layer.num_query_groups) == (192, 128, 128)
-    assert (layer.experts.num_experts, layer.experts.expert_parallel_size, layer.ffn_hidden_size) == (256, 4, 0)
+    assert (layer.experts.num_experts, layer.ffn_hidden_size) == (256, 0)
+    assert (layer.experts.expert_parallel_size, layer.experts.expert_tensor_parallel_size) == (4, 2)
     assert (layer.latent.q_lora_rank, layer.latent.kv_lora_rank, layer.latent.qk_pos_emb_head_dim) == (1536, 512, 64)
     assert layer.latent.has_qk_norm
     dense = make_layer_shape(DEEPSEEK, parallelism, 0)
@@ -129,9 +135,7 @@ def test_a_layer_with_queries_in_groups_has_the_rotary_embedding_of_the_model():
 @pytest.mark.parametrize(
     ("model", "parallelism", "message"),
     [
-        (dataclasses.replace(LLAMA, is_gated=False), Parallelism(), "is_gated False"),
         (dataclasses.replace(LLAMA, activation_dtype_bytes=4), Parallelism(), "activation_dtype_bytes 4"),
-        (DEEPSEEK, Parallelism(expert_tensor_parallel_size=2, data_parallel_size=2), "expert_tensor_parallel_size 2"),
         (LLAMA, Parallelism(tensor_parallel_size=16), "num_query_groups 8 of llama is not a multiple of 16"),
     ],
 )
@@ -140,9 +144,30 @@ def test_a_layer_whose_bytes_nobody_knows_is_refused(model, parallelism, message
         make_layer_shape(model, parallelism, 4)
 
 
-def test_a_dense_layer_does_not_mind_how_experts_are_shared():
-    parallelism = Parallelism(expert_tensor_parallel_size=2, data_parallel_size=2)
-    assert make_layer_shape(DEEPSEEK, parallelism, 0).ffn_hidden_size == 18432
+def test_what_the_model_says_of_all_layers_reaches_each_of_them():
+    fields = {"has_qk_norm": True, "is_gated": False, "has_hidden_dropout": True, "fp8_recipe": "blockwise"}
+    layer = make_layer_shape(dataclasses.replace(LLAMA, **fields), Parallelism(), 1)
+    assert {name: getattr(layer, name) for name in fields} == fields
+    plain = make_layer_shape(LLAMA, Parallelism(), 1)
+    expected = {"has_qk_norm": False, "is_gated": True, "has_hidden_dropout": False, "fp8_recipe": None}
+    assert {name: getattr(plain, name) for name in fields} == expected
+
+
+def test_norms_of_compressed_queries_are_not_those_of_heads():
+    layer = make_layer_shape(DEEPSEEK, Parallelism(), 0)
+    assert (layer.has_qk_norm, layer.latent.has_qk_norm) == (False, True)
+
+
+def test_a_layer_of_multi_token_prediction_has_a_projection():
+    shapes = [make_layer_shape(DEEPSEEK, Parallelism(), number) for number in DEEPSEEK.numbers]
+    assert [shape.has_mtp_projection for shape in shapes] == [False] * 5 + [True]
+
+
+def test_rotary_embeddings_are_fused_where_there_are_any_and_it_is_known_what_they_save():
+    assert make_layer_shape(LLAMA, Parallelism(), 0).has_fused_rotary
+    assert not make_layer_shape(dataclasses.replace(LLAMA, has_fused_rotary=False), Parallelism(), 0).has_fused_rotary
+    assert not make_layer_shape(dataclasses.replace(LLAMA, rotary_percent=0.0), Parallelism(), 0).has_fused_rotary
+    assert not make_layer_shape(DEEPSEEK, Parallelism(), 0).has_fused_rotary
 
 
 @pytest.mark.parametrize(
@@ -168,6 +193,10 @@ def test_a_dense_layer_does_not_mind_how_experts_are_shared():
         (
             {"experts": ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=64, expert_parallel_size=2)},
             r"experts.expert_parallel_size 2 belongs to the ranks",
+        ),
+        (
+            {"experts": ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=64, expert_tensor_parallel_size=2)},
+            r"experts.expert_tensor_parallel_size 2 belongs to the ranks",
         ),
     ],
 )
