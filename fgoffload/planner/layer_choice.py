@@ -47,6 +47,8 @@ class Take:
 
     before: int
     """The stretch before whose backward it does."""
+    unit: str | None
+    """The unit that asks, which runs again there. None where it is the backward of that stretch."""
     group: int | None
     """The group of the site that asks, which tells the engine that backward has come there. None where that site stays."""
 
@@ -309,16 +311,16 @@ def _list_takes(
     # What a unit covers asks for what the unit makes, and not for what was saved.
     covered = {tag for unit in units for tag in _list_covered(unit.name)}
     tags = [tag for tag in one.tensor.tags if tag not in covered]
-    askers = {(places.find(tag), tag) for tag in tags}
-    askers |= {(rerun.before, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
-    for unit, rerun in ((unit, rerun) for unit in units for rerun in reruns if unit.name == rerun.unit):
-        if any(kept.name == one.tensor.name for kept in unit.keeps):
-            askers.add((rerun.before, one.tensor.tags[0]))
-    ordered = sorted(askers, key=lambda asker: (-asker[0], -places.find(asker[1]), asker[1]))
+    askers: set[tuple[int, str, str]] = {(places.find(tag), "", tag) for tag in tags}
+    askers |= {(rerun.before, rerun.unit, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
+    keepers = [unit.name for unit in units if any(kept.name == one.tensor.name for kept in unit.keeps)]
+    askers |= {(rerun.before, rerun.unit, one.tensor.tags[0]) for rerun in reruns if rerun.unit in keepers}
+    # What runs again before a stretch does so before that stretch's own backward.
+    ordered = sorted(askers, key=lambda asker: (-asker[0], not asker[1], -places.find(asker[2]), asker))
     # What a unit keeps may have a tag without a stretch: it is gone when the unit's own backward is over.
     return tuple(
-        Take(before=place, group=offloaded.index(tag) if tag in offloaded else None)
-        for place, tag in ordered
+        Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)
+        for place, unit, tag in ordered
         if place >= one.freed_after
     )
 

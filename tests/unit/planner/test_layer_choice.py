@@ -57,14 +57,14 @@ def test_a_tensor_of_two_offloaded_tags_leaves_once_with_the_first_and_returns_f
     assert get_group(resolved, "attn_proj").size_bytes == 0
     output = get_leaving(resolved, "attention output")
     assert (output.leaves_with, output.returns_for) == (0, 1)
-    assert output.takes == (Take(before=3, group=1), Take(before=2, group=0))
+    assert output.takes == (Take(before=3, unit=None, group=1), Take(before=2, unit=None, group=0))
     assert get_group(resolved, "attn_proj").asked_before == 3
     assert get_group(resolved, "core_attn").asked_before == 2
 
 
 def test_a_site_that_stays_asks_for_what_it_shares_with_one_that_left():
     output = get_leaving(resolve(core_attn=O), "attention output")
-    assert output.takes == (Take(before=3, group=None), Take(before=2, group=0))
+    assert output.takes == (Take(before=3, unit=None, group=None), Take(before=2, unit=None, group=0))
     assert output.returns_for == 0
 
 
@@ -147,7 +147,7 @@ def test_what_a_unit_has_beside_is_there_until_the_backward_of_its_last_stretch(
 def test_the_input_of_what_runs_again_may_leave_and_is_back_for_it(unit, name, before):
     resolved = resolve(**{unit: B})
     leaving = get_leaving(resolved, name)
-    assert leaving.takes[0] == Take(before=before, group=0)
+    assert leaving.takes[0] == Take(before=before, unit=unit, group=0)
     assert leaving.freed_after == STRETCHES.index(unit)
     assert resolved.groups[0].asked_before == before
     assert resolved.kept_bytes == resolve(**{unit: R}).kept_bytes - leaving.tensor.size_bytes
@@ -161,7 +161,7 @@ def test_a_layer_that_runs_again_keeps_its_input_which_may_leave_as_a_row_of_its
     assert (left.kept_bytes, left.moved_bytes) == (0, 100)
     (group,) = left.groups
     assert (group.ends_after, group.asked_before) == (COMBINE, COMBINE)
-    assert get_leaving(left, "layer input").takes[0] == Take(before=COMBINE, group=0)
+    assert get_leaving(left, "layer input").takes[0] == Take(before=COMBINE, unit="layer", group=0)
 
 
 def test_a_unit_keeps_its_input_instead_of_what_it_drops():
@@ -184,7 +184,7 @@ def test_a_tag_that_no_unit_covers_may_leave_beside_it():
     resolved = resolve(core_attn=R, attn_proj=O)
     assert list_names(one.tensor for one in resolved.leaving) == ["attention output"]
     # Attention makes its output anew where it runs again, so only the projection asks for the one that left.
-    assert get_leaving(resolved, "attention output").takes == (Take(before=3, group=0),)
+    assert get_leaving(resolved, "attention output").takes == (Take(before=3, unit=None, group=0),)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""What a rank does in one pass through a model chunk under a plan, step by step.
+
+`chunk_compiler` makes it, once for all microbatches. Stretches of compute without anything between them are one step; its parts
+are looked at one by one only where the step may have the peak, or where a timeline is recorded.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One stretch of compute."""
+
+    label: str
+    """For people: `layers.12.expert_fc1`."""
+    seconds: float
+    """With nothing beside it."""
+    extra_bytes: int
+    """Device bytes while it runs."""
+    net_bytes: int
+    """Device bytes that are there when it is over, and were not before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComputeStep:
+    """Stretches of compute, one after the other, with nothing between them."""
+
+    parts: tuple[Part, ...]
+    """In order."""
+    seconds: float
+    """Of all."""
+    net_bytes: int
+    """Of all."""
+    rise_bytes: int
+    """The most device bytes in it beyond those before it."""
+    peak_label: str
+    """Where that is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostWaitStep:
+    """The host waits for a few bytes that take the copy engine to it, and compute has nothing to do until they are through."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SubmitStep:
+    """A group leaves."""
+
+    group: int
+    """In the chunk."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakeStep:
+    """Backward asks for tensors."""
+
+    group: int | None
+    """The group of the site that asks, in the chunk; None where that site stays."""
+    parcels: tuple[int, ...]
+    """What it asks for; nothing where all that the group saved stayed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FreeStep:
+    """Backward no longer wants tensors that left."""
+
+    parcels: tuple[int, ...]
+    """Which."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PollStep:
+    """The engine looks for copies that are done: backward has passed the mark before the first group of the chunk."""
+
+
+Step = ComputeStep | HostWaitStep | SubmitStep | TakeStep | FreeStep | PollStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parcel:
+    """Tensors of a layer that leave, return and go together."""
+
+    size_bytes: int
+    """Of all."""
+    label: str
+    """For people: `layers.12.core_attn`, the site that it leaves with."""
+    tag: str
+    """Of that site."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """A group among those of a chunk."""
+
+    label: str
+    """For people: `layers.12.core_attn`."""
+    tag: str
+    """Its tag."""
+    parcels: tuple[int, ...]
+    """What leaves with it."""
+    members: tuple[int, ...]
+    """What it saved and somebody took away: its own, and what it shares with others."""
+    end_position: int
+    """How many groups of the chunk began before it ended."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkProgram:
+    """What a chunk does under a plan."""
+
+    forward: tuple[Step, ...]
+    """Of a microbatch."""
+    backward: tuple[Step, ...]
+    """Of a microbatch."""
+    groups: tuple[GroupPlace, ...]
+    """In the order in which forward reaches their sites."""
+    parcels: tuple[Parcel, ...]
+    """What leaves."""
+    base_bytes: int
+    """Device bytes of a microbatch from the start of its forward to the end of its backward, whatever the plan says."""
+    recompute_s: float
+    """Seconds of compute that backward has more than without a plan."""

@@ -1,0 +1,171 @@
+"""What a simulated step came to: the numbers of each rank, and the lanes over time where they were asked for."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+
+class Detail(enum.Enum):
+    """How much a simulation notes."""
+
+    TOTALS = "totals"  # numbers of the step alone
+    TIMELINE = "timeline"  # also what each lane did when, and the memory over time
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Seconds in which compute had nothing to do, by cause."""
+
+    window_s: float = 0.0
+    """More than the window was on its way to the host."""
+    reload_s: float = 0.0
+    """What backward asked for was not back."""
+    host_s: float = 0.0
+    """The host waited for a few bytes behind copies."""
+    neighbours_s: float = 0.0
+    """What another rank computes was not there; with the filling and draining of the pipeline."""
+
+    @property
+    def copies_s(self) -> float:
+        """Seconds for copies: all but those for neighbours."""
+        return self.window_s + self.reload_s + self.host_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TagTraffic:
+    """What one tag moved in a step on a rank."""
+
+    tag: str
+    """The tag. What several tags save counts for the one that it left with."""
+    d2h_bytes: int = 0
+    """Bytes to the host."""
+    h2d_bytes: int = 0
+    """Bytes back."""
+    recalled_bytes: int = 0
+    """Of `d2h_bytes`: still on the device when backward wanted them, so that nothing had to come back."""
+    kept_bytes: int = 0
+    """Bytes that were to leave and stayed, since the host budget was used up."""
+    d2h_s: float = 0.0
+    """Seconds of copies to the host."""
+    h2d_s: float = 0.0
+    """Seconds of copies to the device."""
+    exposed_s: float = 0.0
+    """Of both: seconds while compute waited for that direction."""
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of copies beside which compute ran, or waited for something else."""
+        return self.d2h_s + self.h2d_s - self.exposed_s
+
+
+class LaneName(enum.Enum):
+    """What does something over time."""
+
+    COMPUTE = "compute"
+    D2H = "to host"
+    H2D = "to device"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A lane was busy, or compute waited."""
+
+    lane: LaneName
+    """Which."""
+    label: str
+    """What it did: `F3 layers.12.expert_fc1`, `wait for the window`."""
+    start_s: float
+    """Of the step."""
+    end_s: float
+    """Of the step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """Bytes from a moment on."""
+
+    at_s: float
+    """Of the step."""
+    device_bytes: int
+    """On the device."""
+    host_bytes: int
+    """Offloaded, on the host."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeline:
+    """A rank over time."""
+
+    spans: tuple[Span, ...]
+    """In no particular order."""
+    memory: tuple[MemorySample, ...]
+    """In the order of time; each holds until the next."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """A step on one rank."""
+
+    rank: int
+    """Of the pipeline."""
+    step_s: float
+    """From the start of the step to the end of this rank's work, what comes after the last pass included."""
+    peak_bytes: int
+    """The most device bytes at any time."""
+    peak_at: str
+    """Where that was first: `B3 layers.12.expert_fc1`, the pass and the stretch."""
+    static_bytes: int
+    """Device bytes that are there all the time."""
+    end_bytes: int
+    """Device bytes when the step is over and its copies are done: the static ones, where every microbatch had its backward."""
+    host_peak_bytes: int
+    """The most host bytes at any time."""
+    d2h_bytes: int
+    """Bytes to the host."""
+    h2d_bytes: int
+    """Bytes back."""
+    recalled_bytes: int
+    """Of `d2h_bytes`: called back before the engine had let go of them, so that nothing had to come back."""
+    kept_bytes: int
+    """Bytes that were to leave and stayed, since the host budget was used up."""
+    waits: Waits
+    """Seconds in which compute had nothing to do."""
+    compute_s: float
+    """Seconds in which compute ran."""
+    recompute_s: float
+    """Seconds of compute that runs again, with nothing beside it."""
+    d2h_s: float
+    """Seconds in which copies to the host ran."""
+    h2d_s: float
+    """Seconds in which copies to the device ran."""
+    tags: tuple[TagTraffic, ...]
+    """By tag, in the order in which they were first submitted."""
+    timeline: RankTimeline | None = None
+    """With `Detail.TIMELINE`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A step on all ranks."""
+
+    ranks: tuple[RankResult, ...]
+    """By number."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds until the last rank is through."""
+        return max(rank.step_s for rank in self.ranks)
+
+    @property
+    def worst_rank(self) -> RankResult:
+        """Return the rank with the highest peak; the first of those."""
+        return _find_worst(self.ranks)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of any rank."""
+        return self.worst_rank.peak_bytes
+
+
+def _find_worst(ranks: Sequence[RankResult]) -> RankResult:
+    return max(ranks, key=lambda rank: rank.peak_bytes)
