@@ -19,12 +19,17 @@ DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024
 """Elements, as Megatron counts. Source: `TransformerConfig.min_offloaded_tensor_size`, megatron-core 0.16.1."""
 
 
+AUTO = "auto"
+"""In place of tags: measure the first step, and plan."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """Fine-grained activation offload, switched on. Off is `None` where a config is expected."""
 
     offload_modules: tuple[str, ...]
-    """Tags whose saved tensors leave, as in `--offload-modules core_attn attn_proj`. Empty takes those of the plan."""
+    """Tags whose saved tensors leave, as in `--offload-modules core_attn attn_proj`. Empty takes those of the plan; `auto`
+    measures the first step and plans for the budget."""
     min_offloaded_tensor_size: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Elements. What a group saves of one storage stays on the device when it is smaller."""
     activation_offload_fraction: float = 1.0
@@ -36,7 +41,7 @@ class OffloadConfig:
     offload_plan: Path | None = None
     """A plan file; it says keep, recompute or offload for every site, in place of the fraction."""
     offload_memory_budget_bytes: int | None = None
-    """Device bytes to plan for. Refused: this version has no planner."""
+    """Device bytes to plan for, as the device's allocator counts them. For `auto` alone."""
     offload_host_budget_bytes: int | None = None
     """The most host bytes of this rank; what does not fit stays on the device. None takes a share of what the machine has."""
     offload_window_bytes: int = DEFAULT_WINDOW_BYTES
@@ -57,7 +62,7 @@ class OffloadConfig:
                 "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would leave. "
                 f"Name at least one of: {' '.join(self.tags.names)}."
             )
-        if self.offload_modules and self.offload_modules != ("auto",):
+        if self.offload_modules and AUTO not in self.offload_modules:
             self.tags.check(self.offload_modules)
         if isinstance(self.min_offloaded_tensor_size, bool) or not isinstance(self.min_offloaded_tensor_size, int):
             raise ConfigError(
@@ -79,8 +84,14 @@ class OffloadConfig:
         if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
             raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Give a size like 64GiB.")
         self._check_choice()
+        self._check_auto()
         _ = self.transfer_policy  # checks the window and prefetch sizes
         self._refuse_what_is_not_built()
+
+    @property
+    def is_auto(self) -> bool:
+        """Return whether the first step is measured, and a plan made of that."""
+        return self.offload_modules == (AUTO,)
 
     @property
     def transfer_policy(self) -> TransferPolicy:
@@ -97,6 +108,13 @@ class OffloadConfig:
             ConfigError: A tag and a recompute module exclude each other.
         """
         recomputed = set(recompute_modules)
+        if self.is_auto:
+            if not recomputed:
+                return
+            raise ConfigError(
+                f"--offload-modules auto chooses what runs again, layer by layer, and --recompute-modules "
+                f"{' '.join(sorted(recomputed))} does so for all layers alike. Leave Megatron's recompute flags out."
+            )
         for name in self.offload_modules:
             for module in self.tags.get(name).excluded_by:
                 if module in recomputed:
@@ -119,15 +137,39 @@ class OffloadConfig:
                 if is_given:
                     raise ConfigError(f"--offload-plan and {other} both choose what leaves. Give one of them.")
 
-    def _refuse_what_is_not_built(self) -> None:
-        # A flag that is accepted and does nothing is worse than one that is refused.
-        for flag, is_given, instead in (
-            ("--offload-modules auto", self.offload_modules == ("auto",), "name the tags"),
-            ("--delay-offload-until-cuda-graph", self.delay_offload_until_cuda_graph, "leave it out"),
-            ("--offload-memory-budget", self.offload_memory_budget_bytes is not None, "set --activation-offload-fraction"),
+    def _check_auto(self) -> None:
+        """Refuse `auto` without a budget or beside another choice, and a budget without `auto`."""
+        flag, budget_bytes = "--offload-memory-budget", self.offload_memory_budget_bytes
+        if budget_bytes is not None and check_bytes(budget_bytes, name=flag) <= 0:
+            raise ConfigError(f"{flag} {budget_bytes} leaves no device memory. Give a size like 60GiB.")
+        if AUTO in self.offload_modules and not self.is_auto:
+            others = " ".join(name for name in self.offload_modules if name != AUTO)
+            raise ConfigError(f"--offload-modules names {AUTO} and {others}: auto chooses among all tags. Give auto alone.")
+        if not self.is_auto:
+            if budget_bytes is not None:
+                raise ConfigError(
+                    f"{flag} {budget_bytes} is for --offload-modules {AUTO}, which plans for it, and would do nothing here. "
+                    f"Give --offload-modules {AUTO}, or leave it out."
+                )
+            return
+        if budget_bytes is None:
+            raise ConfigError(
+                f"--offload-modules {AUTO} plans for a budget, and there is none. Give {flag} too, with a size like 60GiB."
+            )
+        for other, is_given in (
+            ("--offload-plan", self.offload_plan is not None),
+            ("--activation-offload-fraction", self.activation_offload_fraction != 1.0),
+            ("--delta-offload-bytes-across-pp-ranks", self.delta_offload_bytes_across_pp_ranks != 0),
         ):
             if is_given:
-                raise ConfigError(f"{flag} is not built yet in this version, and would do nothing: {instead}.")
+                raise ConfigError(f"--offload-modules {AUTO} and {other} both choose what leaves. Give one of them.")
+
+    def _refuse_what_is_not_built(self) -> None:
+        # A flag that is accepted and does nothing is worse than one that is refused.
+        if self.delay_offload_until_cuda_graph:
+            raise ConfigError(
+                "--delay-offload-until-cuda-graph is not built yet in this version, and would do nothing: leave it out."
+            )
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, *, tags: TagRegistry | None = None) -> "OffloadConfig | None":

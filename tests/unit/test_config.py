@@ -77,7 +77,28 @@ REFUSALS = [
     ),
     (
         {"offload_modules": ("auto",)},
-        "--offload-modules auto is not built yet in this version, and would do nothing: name the tags.",
+        "--offload-modules auto plans for a budget, and there is none. Give --offload-memory-budget too, with a size like "
+        "60GiB.",
+    ),
+    (
+        {"offload_modules": ("auto", "core_attn"), "offload_memory_budget_bytes": 1},
+        "--offload-modules names auto and core_attn: auto chooses among all tags. Give auto alone.",
+    ),
+    (
+        {"offload_modules": ("auto",), "offload_memory_budget_bytes": 1, "offload_plan": Path("plan.json")},
+        "--offload-modules auto and --offload-plan both choose what leaves. Give one of them.",
+    ),
+    (
+        {"offload_modules": ("auto",), "offload_memory_budget_bytes": 1, "activation_offload_fraction": 0.5},
+        "--offload-modules auto and --activation-offload-fraction both choose what leaves. Give one of them.",
+    ),
+    (
+        {"offload_modules": ("auto",), "offload_memory_budget_bytes": 1, "delta_offload_bytes_across_pp_ranks": 1},
+        "--offload-modules auto and --delta-offload-bytes-across-pp-ranks both choose what leaves. Give one of them.",
+    ),
+    (
+        {"offload_modules": ("auto",), "offload_memory_budget_bytes": 0},
+        "--offload-memory-budget 0 leaves no device memory. Give a size like 60GiB.",
     ),
     (
         {"delay_offload_until_cuda_graph": True},
@@ -89,7 +110,8 @@ REFUSALS = [
     ),
     (
         {"offload_memory_budget_bytes": 2**30},
-        "--offload-memory-budget is not built yet in this version, and would do nothing: set --activation-offload-fraction.",
+        "--offload-memory-budget 1073741824 is for --offload-modules auto, which plans for it, and would do nothing here. "
+        "Give --offload-modules auto, or leave it out.",
     ),
 ]
 
@@ -188,3 +210,11 @@ def test_a_size_that_cannot_be_read_is_refused_with_its_flag(flag):
 
 def test_the_default_minimum_size_is_megatrons():
     assert DEFAULT_MIN_OFFLOADED_TENSOR_SIZE == 1024 * 1024
+
+
+def test_auto_excludes_megatrons_recompute_flags():
+    config = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=2**30)
+    assert config.is_auto
+    config.check_recompute(())
+    with pytest.raises(ConfigError, match="--offload-modules auto chooses what runs again, layer by layer, and --recompute-m"):
+        config.check_recompute(("moe", "core_attn"))

@@ -19,7 +19,8 @@ from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.model_config import list_accepted
 from fgoffload.integrations.megatron.offload import LayerSites, MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.regions import GetOffload
+from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
+from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags, switch_off_later
 from fgoffload.integrations.megatron.waits import has_held_wait
 
@@ -82,6 +83,8 @@ def _list_existing(paths: Sequence[str]) -> Iterator[str]:
 
 def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("forward_only", False):
+            get_offload().begin_step(ScheduleCall.read(kwargs))
         result = original(*args, **kwargs)
         # Where Megatron's own flag is on, its schedule has said so already; ours alone may be on.
         if not kwargs.get("forward_only", False):
@@ -94,7 +97,8 @@ def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
 def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         registrar.begin_forward(self)
-        return original(self, *args, **kwargs)
+        with registrar.get_offload().watch_model(getattr(self, "vp_stage", None) or 0):
+            return original(self, *args, **kwargs)
 
     return forward
 
@@ -177,8 +181,10 @@ class _Registrar:
             number = get_number(layer)
             for unit in offload.list_recomputed(chunk, number):
                 recompute.switch_on(self._patches, self._inputs, layer, unit)
-            add_own_sites(self._patches, self.get_offload, layer, offload.list_offloaded(chunk, number))
+            add_own_sites(self._patches, self.get_offload, layer, offload.list_sited(chunk, number))
             switch_off_later(self._patches, layer)
+            if offload.measurement is not None:
+                offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)
         offload.remember(new)  # only now: what is refused once is refused the next time too
 
 
@@ -215,9 +221,9 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
             if not torch.is_grad_enabled():
                 offload.pass_layer(get_number(self))
             return original(self, *args, **kwargs)
-        lane = offload.enter_layer(get_number(self))
+        lane, hidden = offload.enter_layer(get_number(self)), find_tensor(args, kwargs)
         try:
-            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), offload.engine.watch(lane):
+            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), offload.watch_layer(lane, hidden):
                 return original(self, *args, **kwargs)
         except BaseException:
             offload.abandon_microbatch()
@@ -257,6 +263,16 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             "move the same tensors. Leave one of them out."
         )
     granularity = getattr(config, "recompute_granularity", None)
+    if granularity is not None and offload.measurement is not None:
+        raise IntegrationError(
+            f"--offload-modules auto chooses what runs again, layer by layer, and --recompute-granularity {granularity} does so "
+            "for all layers alike. Leave Megatron's recompute flags out."
+        )
+    if offload.measurement is not None and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise IntegrationError(
+            "--overlap-moe-expert-parallel-comm runs the pieces of two microbatches in turns, and --offload-modules auto measures "
+            "layer by layer. Leave one of them out, or give the tags or a plan."
+        )
     if granularity is not None and offload.recomputes:
         raise IntegrationError(
             f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,10 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
 from fgoffload.units import format_bytes
+
+if TYPE_CHECKING:
+    from fgoffload.integrations.megatron.profiling import StepMeasurement
+    from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +56,11 @@ class MegatronOffload:
         self.engine = engine
         self.last_step: StepStats | None = None
         """The numbers of the last whole step on this rank; None before the first."""
+        self.measurement: StepMeasurement | None = None
+        """Measures steps, in which nothing leaves; None where nothing is to be measured."""
         self._undo = undo
         self._plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
-        self.selected = tuple(dict.fromkeys((*config.offload_modules, *_list_offloaded_tags(self._plan))))
+        self.selected = tuple(dict.fromkeys((*_list_named_tags(config), *_list_offloaded_tags(self._plan))))
         """The tags whose tensors may leave: those that users named, and those of the plan."""
         self._actions: dict[Site, Action] = {}
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -121,6 +128,20 @@ class MegatronOffload:
         """The layer that forward reached last, from 0 over the whole model; -1 before the first."""
         return self._layer
 
+    def watch_model(self, chunk: int) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the forward of model chunk `chunk`."""
+        if self.measurement is None or is_inert():
+            return contextlib.nullcontext()
+        return self.measurement.watch_model(chunk)
+
+    def watch_layer(self, lane: Lane, hidden: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the forward of the layer that was entered last, whose input is `hidden`."""
+        if self.measurement is not None and self.measurement.is_recording:
+            recorded = self.measurement.find_layer(self._chunk, self._layer, hidden)
+            if recorded is not None:
+                return recorded
+        return self.engine.watch(lane)
+
     def watch(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
@@ -177,6 +198,12 @@ class MegatronOffload:
         """Return the tags of a registered layer whose tensors leave."""
         return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].offloads)
 
+    def list_sited(self, chunk: int, layer: int) -> tuple[str, ...]:
+        """Return the tags of a registered layer that need a site: those whose tensors leave, or may when they are measured."""
+        if self.measurement is None:
+            return self.list_offloaded(chunk, layer)
+        return tuple(site.tag for site in self._list_layer(chunk, layer))
+
     def list_recomputed(self, chunk: int, layer: int) -> tuple[str, ...]:
         """Return the units of a registered layer that run again in backward."""
         return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].recomputes)
@@ -199,6 +226,8 @@ class MegatronOffload:
         if tag not in self.selected or self._lane is None or is_inert():
             return None
         site = Site(chunk=self._chunk, layer=self._layer, tag=tag)
+        if self.measurement is not None and self.measurement.is_recording:
+            return self.measurement.find_region(site, self._lane)
         if site not in self._actions:
             self._actions[site] = self._get_action_of_unlisted(site)
         if not self._actions[site].offloads:
@@ -251,6 +280,22 @@ class MegatronOffload:
 
     # Steps.
 
+    def begin_step(self, call: "ScheduleCall") -> None:
+        """A schedule begins a step.
+
+        Raises:
+            PlanError: No plan fits the budget.
+        """
+        if self.measurement is not None:
+            self.measurement.begin_step(call)
+
+    def use_plan(self, plan: OffloadPlan) -> None:
+        """Do as `plan` says from the next microbatch on. What runs again is switched by whoever planned."""
+        self._plan = plan
+        planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self._layers}
+        sites = [site for site in self._actions if site.tag in self.selected and site.tag != "layer_input"]
+        self._actions = dict.fromkeys(sites, Action.KEEP) | planned
+
     def finish_open_step(self) -> None:
         """Finish the step that is under way, if one is; where Megatron's own flag is on, its schedule has done so already.
 
@@ -276,6 +321,10 @@ class MegatronOffload:
         logger.debug(
             "step: %s to the host, %s back", format_bytes(self.last_step.d2h_bytes), format_bytes(self.last_step.h2d_bytes)
         )
+        if self.measurement is not None:
+            # A plan that was made of measurements names what was there.
+            self.measurement.finish_step()
+            return
         if not self._is_first_step_over:
             self._is_first_step_over = True
             check_alike(self.selected, self._plan)
@@ -307,6 +356,17 @@ class MegatronOffload:
         )
 
 
+def _list_named_tags(config: OffloadConfig) -> tuple[str, ...]:
+    """Return the tags that users named; for `auto` all that may have a site of their own in any layer."""
+    if not config.is_auto:
+        return config.offload_modules
+    return tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO)
+
+
+_NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
+"""Modules of which no run compared the bits."""
+
+
 def _list_offloaded_tags(plan: OffloadPlan | None) -> tuple[str, ...]:
     actions = {} if plan is None else plan.actions
     return tuple(sorted({site.tag for site, action in actions.items() if action.offloads}))
@@ -319,7 +379,7 @@ def _check_named_tags(config: OffloadConfig, plan: OffloadPlan | None) -> None:
         PlanError: With the tag and the fix.
         ConfigError: The plan offloads an unknown tag, or one without what it requires.
     """
-    if plan is None:
+    if plan is None or config.is_auto:
         return
     planned = _list_offloaded_tags(plan)
     config.tags.check(planned, flag="--offload-plan")

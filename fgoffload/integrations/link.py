@@ -1,0 +1,133 @@
+"""Measures the link between a device and its host: copies each way, both ways at once, and beside a matrix product."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fgoffload.engine import Device
+from fgoffload.planner.profile import CopyRate, LinkProfile
+from fgoffload.units import KIB, MIB
+
+SIZES = tuple(size * KIB for size in (64, 256)) + tuple(size * MIB for size in (1, 4, 16, 64, 256))
+"""Bytes of a copy, from what starting it costs most of to what the link alone limits."""
+
+QUICK_SIZES = (64 * KIB, 16 * MIB)
+"""Enough for a plan at the start of a training: 16 MiB reach nearly the rate of larger copies, and need little memory."""
+
+_BATCH_BYTES = 64 * MIB
+"""Copied at least for one time, so that events, which take microseconds, do not count."""
+_MOST_COPIES = 256
+_REPEATS = 3
+"""The best counts: what else the machine does can only lower it."""
+
+_PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
+"""Rows of the square matrices. On an H100 one product of 4096 in bf16 takes a quarter of a millisecond."""
+_PRODUCTS = 40
+
+
+def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile:
+    """Return what copies between `device` and its host reach.
+
+    Args:
+        device: With nothing else on it, or the rates are those that are left.
+        sizes: Bytes of a copy, from the smallest to the largest.
+
+    Streams:
+        Copies on the device's two copy streams, products on the current one. The host waits for each batch.
+
+    Raises:
+        StateError: The system refuses the host memory.
+    """
+    buffers = _Buffers(device, max(sizes))
+    try:
+        copies = tuple(_measure_size(buffers, size_bytes) for size_bytes in sizes)
+        return LinkProfile(copies=copies, compute_slowdown=_measure_slowdown(buffers, max(sizes)))
+    finally:
+        buffers.close()
+
+
+class _Buffers:
+    """Memory on both sides, for each direction its own."""
+
+    def __init__(self, device: Device, size_bytes: int) -> None:
+        self.device = device
+        self._slabs = [device.allocate_host(size_bytes) for _ in range(2)]
+        self._on_device = [device.allocate_device(size_bytes) for _ in range(2)]
+        for buffer in (*self._on_device, *(slab.buffer for slab in self._slabs)):
+            buffer.zero_()  # pages that nobody has written yet are not there, and would be made while they are copied
+        device.synchronize(device.record_event(device.current_stream()))
+
+    def close(self) -> None:
+        for slab in self._slabs:
+            slab.close()
+
+    def copy(self, size_bytes: int, *, to_host: bool) -> None:
+        """Queue one copy on the stream of its direction."""
+        device = self.device
+        index, stream = (0, device.d2h_stream) if to_host else (1, device.h2d_stream)
+        on_host, on_device = self._slabs[index].buffer[:size_bytes], self._on_device[index][:size_bytes]
+        with device.on(stream):
+            if to_host:
+                device.copy_bytes(destination=on_host, source=on_device, stream=stream)
+            else:
+                device.copy_bytes(destination=on_device, source=on_host, stream=stream)
+
+    def time_copies(self, size_bytes: int, count: int, directions: Sequence[bool]) -> float:
+        """Return the seconds of `count` copies in each of `directions`, begun together: of the slower one."""
+        device = self.device
+        streams = [device.d2h_stream if to_host else device.h2d_stream for to_host in directions]
+        starts = [device.record_event(stream, is_timed=True) for stream in streams]
+        for _ in range(count):
+            for to_host in directions:
+                self.copy(size_bytes, to_host=to_host)
+        ends = [device.record_event(stream, is_timed=True) for stream in streams]
+        for end in ends:
+            device.synchronize(end)
+        return max(device.measure_seconds(start, end) for start, end in zip(starts, ends, strict=True))
+
+
+def _measure_size(buffers: _Buffers, size_bytes: int) -> CopyRate:
+    count = max(2, min(_MOST_COPIES, _BATCH_BYTES // size_bytes))
+
+    def measure(*directions: bool) -> float:
+        buffers.time_copies(size_bytes, 1, directions)  # warms up
+        return count * size_bytes / min(buffers.time_copies(size_bytes, count, directions) for _ in range(_REPEATS))
+
+    return CopyRate(
+        size_bytes=size_bytes,
+        d2h_bytes_per_s=measure(True),  # noqa: FBT003 - a direction
+        h2d_bytes_per_s=measure(False),  # noqa: FBT003 - a direction
+        duplex_bytes_per_s=measure(True, False),  # noqa: FBT003 - both directions
+    )
+
+
+def _measure_slowdown(buffers: _Buffers, size_bytes: int) -> float:
+    """Return what matrix products take longer while copies run both ways, as a part."""
+    device = buffers.device
+    size = _PRODUCT_SIZE.get(device.type, 4096)
+    matrix = torch.ones(size, size, dtype=torch.bfloat16, device=device.type)
+    out = torch.empty_like(matrix)
+
+    def time_products() -> float:
+        stream = device.current_stream()
+        start = device.record_event(stream, is_timed=True)
+        for _ in range(_PRODUCTS):
+            torch.mm(matrix, matrix, out=out)
+        end = device.record_event(stream, is_timed=True)
+        device.synchronize(end)
+        return device.measure_seconds(start, end)
+
+    alone_s = min(time_products() for _ in range(1 + _REPEATS))
+    copy_s = buffers.time_copies(size_bytes, 2, (True, False)) / 2
+    count = 2 + int(2 * alone_s / copy_s)  # to be under way for longer than the products take
+    if device.has_blocking_copies:
+        return 0.0  # copies are done before a product begins
+    beside_s = float("inf")
+    for _ in range(_REPEATS):
+        for _ in range(count):
+            buffers.copy(size_bytes, to_host=True)
+            buffers.copy(size_bytes, to_host=False)
+        beside_s = min(beside_s, time_products())
+        for stream in (device.d2h_stream, device.h2d_stream):
+            device.synchronize(device.record_event(stream))
+    return max(0.0, beside_s / alone_s - 1)

@@ -1,0 +1,64 @@
+"""Device bytes as the allocator counts them, and what stands in for that where there is none."""
+
+import abc
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+
+class MemoryReading(NamedTuple):
+    """Device bytes at one moment."""
+
+    allocated_bytes: int
+    """Now."""
+    peak_bytes: int
+    """The most since the reading before."""
+
+
+class DeviceMemory(abc.ABC):
+    """Counts the device bytes of this process."""
+
+    @abc.abstractmethod
+    def read(self) -> MemoryReading:
+        """Return the bytes now and at peak since the last call. The host does not block."""
+
+
+class CudaMemory(DeviceMemory):
+    """What PyTorch's allocator has handed out on the current CUDA device. It starts the allocator's own peak anew."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._peak_bytes = 0
+
+    def read(self) -> MemoryReading:  # noqa: D102
+        counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+        reading = MemoryReading(allocated_bytes=int(counted["current"]), peak_bytes=int(counted["peak"]))
+        self._peak_bytes = max(self._peak_bytes, reading.peak_bytes)
+        return reading
+
+    def take_peak(self) -> int:
+        """Return the most of all readings since the last call."""
+        peak_bytes, self._peak_bytes = max(self._peak_bytes, self.read().peak_bytes), 0
+        return peak_bytes
+
+
+def find_device_memory(device_type: str) -> CudaMemory | None:
+    """Return what counts the bytes of devices of this type, or None where nobody does, as on a CPU."""
+    return CudaMemory() if device_type == "cuda" else None
+
+
+def count_parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
+    """Return the bytes of all parameters of `models` and of their gradients, each storage once: what stays where nobody counts.
+
+    What an optimizer holds is not among them.
+    """
+    found: dict[int, int] = {}
+    for model in models:
+        for parameter in model.parameters():
+            for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

@@ -1,0 +1,265 @@
+"""Models of layers for the planner, made from what a recorder saw."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, keeps_bits
+from fgoffload.integrations.megatron.recorder import Run, SavedRecord, StepRecorder, Stretch
+from fgoffload.planner.layer_model import HostWait, LayerModel, Segment, UnitModel
+from fgoffload.planner.rank_model import ChunkModel, NumberedLayer
+from fgoffload.planner.saved_bytes import SavedTensor
+
+LAYER_INPUT = "layer input"
+"""The name of that tensor."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """What a layer is, as its modules say."""
+
+    chunk: int
+    number: int
+    kind: str
+    """For people: `dense`, `moe`."""
+    tags: tuple[str, ...]
+    """Those that have a site there."""
+    units: tuple[str, ...]
+    """What can run again by itself."""
+    watched: tuple[WatchedUnit, ...]
+    """Those of them that are modules."""
+    wait: HostWait | None
+    """What the host waits for before it launches the experts."""
+
+
+class _Storages:
+    """Which storages of a chunk's runs count, and in which layer."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._microbatches: dict[int, set[int]] = {}
+        numbers: dict[int, set[int]] = {}
+        for run in runs:
+            for key in run.saved:
+                self._microbatches.setdefault(key, set()).add(run.microbatch)
+                numbers.setdefault(key, set()).add(run.number)
+        layers = {run.number for run in runs if run.number >= 0}
+        self._shared = {key for key, found in numbers.items() if len(layers) > 1 and layers <= found}
+        self._owners: dict[tuple[int, int], Run] = {}
+        for run in runs:
+            for key in run.saved:
+                self._owners.setdefault((key, run.microbatch), run)
+
+    def is_static(self, key: int) -> bool:
+        """Return whether several microbatches saved it: a table or a buffer, which is there whatever is saved."""
+        return len(self._microbatches[key]) > 1
+
+    def is_in_all_layers(self, key: int) -> bool:
+        """Return whether all layers of the chunk saved it."""
+        return key in self._shared
+
+    def is_owned(self, key: int, run: Run) -> bool:
+        """Return whether `run` is the one that counts it: the first of its microbatch that saved it, or each."""
+        return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
+
+
+def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts]) -> ChunkModel:
+    """Return the model of a chunk from the microbatches that were recorded.
+
+    Args:
+        recorder: Of a step that is over.
+        chunk: Its number.
+        facts: Of its layers, in the order of forward. A layer that was not recorded is taken for the next one before it, or
+            else behind it, that has the same tags and units.
+
+    Returns:
+        Each layer of a kind of its own, but for those that were not recorded.
+    """
+    runs = [run for run in recorder.runs if run.chunk == chunk]
+    storages = _Storages(runs)
+    measured = {}
+    for one in facts:
+        own = [run for run in runs if run.number == one.number]
+        if own:
+            measured[one.number] = _LayerBuilder(recorder, storages, own, one).build()
+    layers = []
+    for one in facts:
+        model = measured.get(one.number) or _find_alike(one, facts, measured)
+        if model is not None:
+            layers.append(NumberedLayer(number=one.number, model=model))
+    outer = [run for run in runs if run.number < 0]
+    segments = _build_segments(recorder, outer)
+    return ChunkModel(
+        layers=tuple(layers), first=segments[:1], last=segments[1:], saved_bytes=_count_outer_bytes(runs, storages)
+    )
+
+
+def _find_alike(one: LayerFacts, facts: Sequence[LayerFacts], measured: Mapping[int, LayerModel]) -> LayerModel | None:
+    alike = [other.number for other in facts if (other.tags, other.units) == (one.tags, one.units) and other.number in measured]
+    nearest = min(alike, key=lambda number: (number > one.number, abs(number - one.number)), default=None)
+    return None if nearest is None else measured[nearest]
+
+
+def _count_outer_bytes(runs: Sequence[Run], storages: _Storages) -> int:
+    """Return what a microbatch saves outside of the layers, and what others hold of what layers save: the most of any."""
+    found: dict[int, int] = {}
+    for run in runs:
+        size_bytes = sum(
+            record.size_bytes
+            for key, record in run.saved.items()
+            if not storages.is_static(key) and storages.is_owned(key, run) and (run.number < 0 or record.is_held)
+        )
+        found[run.microbatch] = found.get(run.microbatch, 0) + size_bytes
+    return max(found.values(), default=0)
+
+
+def _build_segments(
+    recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
+) -> tuple[Segment, ...]:
+    """Return the stretches of some runs of the same place, with the median of their times."""
+    first = min((run.microbatch for run in runs), default=0)
+    # The first microbatch of a process warms up, and device bytes are read in it.
+    timed = [run for run in runs if run.microbatch > first] or runs
+    names = list(dict.fromkeys(name for run in runs for name in run.stretches))
+
+    def measure(get_spans: Callable[[Stretch], object], name: str) -> float:
+        stretches = [run.stretches[name] for run in timed if name in run.stretches]
+        return statistics.median(recorder.measure_seconds(get_spans(one)) for one in stretches) if stretches else 0.0  # type: ignore[arg-type]
+
+    return tuple(
+        Segment(
+            name=name,
+            forward_s=measure(lambda one: one.forward, name),
+            backward_s=measure(lambda one: one.backward, name),
+            forward_extra_bytes=max(run.stretches[name].forward_extra_bytes for run in runs if name in run.stretches),
+            backward_extra_bytes=max(run.stretches[name].backward_extra_bytes for run in runs if name in run.stretches),
+            host_wait=wait[1] if wait is not None and wait[0] == name else None,
+        )
+        for name in names
+    )
+
+
+class _LayerBuilder:
+    """Makes the model of one layer from its microbatches."""
+
+    def __init__(self, recorder: StepRecorder, storages: _Storages, runs: Sequence[Run], facts: LayerFacts) -> None:
+        self._recorder = recorder
+        self._storages = storages
+        self._runs = runs
+        self._facts = facts
+        # Experts save more tensors where more of them have tokens.
+        self._run = max(runs, key=lambda run: len(run.saved))
+        self._names = self._name_tensors(self._run)
+
+    def build(self) -> LayerModel:
+        """Return the model."""
+        kind = f"{self._facts.kind} (layer {self._facts.number})"
+        segments = _build_segments(self._recorder, self._runs, self._find_wait())
+        return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=self._build_units(segments))
+
+    def _name_tensors(self, run: Run) -> dict[int, str]:
+        """Return by key what the tensors of a run are called: by the stretch that saves them first, and their number there."""
+        counts: dict[str, int] = {}
+        names = {}
+        for key, record in run.saved.items():
+            if self._storages.is_static(key) or not self._storages.is_owned(key, run) or record.is_held:
+                continue
+            if key == run.input_key:
+                names[key] = LAYER_INPUT
+                continue
+            stretch = next(iter(record.stretches))
+            counts[stretch] = counts.get(stretch, 0) + 1
+            names[key] = f"{stretch} {counts[stretch]}"
+        return names
+
+    def _build_tensors(self) -> tuple[SavedTensor, ...]:
+        most: dict[str, int] = {}
+        for run in self._runs:
+            for key, name in self._name_tensors(run).items():
+                most[name] = max(most.get(name, 0), run.saved[key].size_bytes)
+        return tuple(
+            SavedTensor(
+                name=name,
+                # The input leaves as `layer_input` where the layer runs again as a whole.
+                tags=("layer_input", *self._run.saved[key].tags) if name == LAYER_INPUT else tuple(self._run.saved[key].tags),
+                size_bytes=most[name],
+                is_same_in_all_layers=self._storages.is_in_all_layers(key),
+            )
+            for key, name in self._names.items()
+        )
+
+    def _build_units(self, segments: Sequence[Segment]) -> tuple[UnitModel, ...]:
+        units = [self._build_watched(unit, segments) for unit in self._facts.watched]
+        if "layer" in self._facts.units:
+            units.insert(0, self._build_whole(segments))
+        if "moe_act" in self._facts.units:
+            units.append(self._build_activation())
+        return tuple(unit for unit in units if unit is not None and unit.drops)
+
+    def _build_whole(self, segments: Sequence[Segment]) -> UnitModel:
+        is_saved = LAYER_INPUT in self._names.values()
+        is_held = self._run.input_key in self._run.saved and not is_saved
+        own = SavedTensor(name=LAYER_INPUT, tags=("layer_input",), size_bytes=self._run.input_bytes)
+        return UnitModel(
+            name="layer",
+            segments=tuple(segment.name for segment in segments),
+            drops=tuple(
+                name for key, name in self._names.items() if name != LAYER_INPUT and not self._storages.is_in_all_layers(key)
+            ),
+            keeps=() if is_saved or is_held else (own,),
+            before=segments[-1].name,
+        )
+
+    def _build_watched(self, unit: WatchedUnit, segments: Sequence[Segment]) -> UnitModel | None:
+        record = self._run.modules.get(unit.name)
+        if record is None or not record.stretches or not keeps_bits(unit, record):
+            return None
+        inside = tuple(record.stretches)
+        dropped = {key for key, saved in self._run.saved.items() if unit.name in saved.modules and key not in record.inputs} | (
+            record.outputs if unit.form is UnitForm.REFILL else frozenset()
+        )
+        output_bytes = sum(saved.size_bytes for key, saved in self._run.saved.items() if key in record.outputs)
+        is_refilled = unit.form is UnitForm.REFILL
+        return UnitModel(
+            name=unit.name,
+            segments=inside,
+            drops=tuple(name for key, name in self._names.items() if key in dropped),
+            keeps=tuple(
+                SavedTensor(name=f"input of {unit.name}", tags=(), size_bytes=size_bytes)
+                for key, size_bytes in record.input_bytes.items()
+                if key not in self._run.saved
+            ),
+            before=self._find_end(unit.name) if is_refilled else inside[-1],
+            # What ran again is copied to where others look for it: about as many bytes read and written as by the norm itself.
+            extra_s=sum(segment.forward_s for segment in segments if segment.name in inside) if is_refilled else 0.0,
+            extra_bytes=output_bytes if is_refilled else 0,
+        )
+
+    def _build_activation(self) -> UnitModel | None:
+        if not {"moe_act", "expert_fc2"} <= self._run.stretches.keys():
+            return None
+        outputs = {key: saved for key, saved in self._run.saved.items() if next(iter(saved.tags), None) == "expert_fc2"}
+        return UnitModel(
+            name="moe_act",
+            segments=("moe_act",),
+            drops=tuple(name for key, name in self._names.items() if key in outputs),
+            before="expert_fc2",
+            extra_bytes=sum(saved.size_bytes for saved in outputs.values()),
+        )
+
+    def _find_end(self, norm: str) -> str:
+        """Return the stretch at whose backward Megatron fills a norm's output again: the end of what the norm is for."""
+        names = list(self._run.stretches)
+        tagged = [name for name in names if self._run.stretches[name].tag is not None]
+        if norm == "mlp_norm":
+            return (tagged or names)[-1]
+        before_mlp = [name for name in tagged if name in ("qkv_linear", "core_attn", "attn_proj")]
+        return before_mlp[-1] if before_mlp else names[-1]
+
+    def _find_wait(self) -> tuple[str, HostWait] | None:
+        if self._facts.wait is None:
+            return None
+        name = next((name for name in ("expert_fc1", "after router") if name in self._run.stretches), None)
+        return None if name is None else (name, self._facts.wait)
+
+
+__all__ = ["LAYER_INPUT", "LayerFacts", "SavedRecord", "build_chunk"]

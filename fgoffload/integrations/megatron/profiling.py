@@ -1,0 +1,192 @@
+"""Measures a step of a training that runs through Megatron-Core's schedules: what each rank of a profile says.
+
+A measurement is given to the integration before the model's first forward, so that every tag has its sites. While a step is
+recorded nothing leaves and nothing runs again, and the step computes the bits that it computes without offload.
+"""
+
+import contextlib
+import enum
+import weakref
+from typing import Any
+
+import torch
+
+from fgoffload.engine import Device, Lane, Region
+from fgoffload.engine.device import Event
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron import recompute
+from fgoffload.integrations.megatron.device_memory import count_parameter_bytes, find_device_memory
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.layer_inputs import LayerInputs
+from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
+from fgoffload.integrations.megatron.measured_units import list_watched, watch_units
+from fgoffload.integrations.megatron.recorder import StepRecorder
+from fgoffload.integrations.megatron.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.waits import has_held_wait
+from fgoffload.plan import Site
+from fgoffload.planner.layer_model import HostWait
+from fgoffload.planner.profile import RankProfile
+from fgoffload.planner.rank_model import ChunkModel
+from fgoffload.planner.schedule import Pipeline
+
+
+class MeasurementState(enum.Enum):
+    """How far a measurement has come."""
+
+    IDLE = enum.auto()  # steps are not looked at
+    WANTED = enum.auto()  # the next step is recorded
+    RECORDING = enum.auto()  # between the beginning and the end of a schedule
+    RECORDED = enum.auto()  # a schedule is over, and its profile can be taken
+
+
+class StepMeasurement:
+    """Measures the steps that it is asked for.
+
+    Args:
+        device: Where the model lives.
+        min_offloaded_numel: Elements. What is smaller will stay, whatever a plan says.
+    """
+
+    def __init__(self, device: Device, *, min_offloaded_numel: int) -> None:
+        self._device = device
+        self._min_offloaded_numel = min_offloaded_numel
+        self._memory = find_device_memory(device.type)
+        self.state = MeasurementState.IDLE
+        self.call: ScheduleCall | None = None
+        """Of the schedule that was recorded last."""
+        self._recorder: StepRecorder | None = None
+        self._facts: dict[tuple[int, int], LayerFacts] = {}
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._hooks: list[Any] = []
+        self._config: Any = None
+        self._started: Event = None
+        self._ended: Event = None
+
+    def request(self) -> None:
+        """Record the next step."""
+        self.state = MeasurementState.WANTED
+
+    def close(self) -> None:
+        """Take the hooks out of the model. A second call does no harm."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._recorder = None
+        self.state = MeasurementState.IDLE
+
+    # What the integration tells.
+
+    @property
+    def is_recording(self) -> bool:
+        """Return whether a step is being recorded."""
+        return self.state is MeasurementState.RECORDING
+
+    def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: LayerInputs) -> None:
+        """Learn what a layer has, and watch what of it could run again.
+
+        Args:
+            layer: A Megatron layer.
+            chunk: The virtual pipeline stage that it is in.
+            tags: Those that have a site in it.
+            inputs: Makes regions around checkpoints of layers.
+        """
+        units = recompute.find_units(layer)
+        watched = list_watched(layer, units)
+        number = int(layer.layer_number) - 1
+        self._facts[chunk, number] = LayerFacts(
+            chunk=chunk,
+            number=number,
+            kind="dense" if getattr(layer.mlp, "experts", None) is None else "moe",
+            tags=tags,
+            units=units,
+            watched=tuple(watched),
+            wait=_find_wait(layer),
+        )
+        self._models.add(layer)
+        self._config = layer.config
+        self._hooks += watch_units(lambda: self._recorder, watched)
+
+    def begin_step(self, call: ScheduleCall) -> None:
+        """A schedule begins."""
+        if self.state is MeasurementState.WANTED:
+            self.call = call
+            self._recorder = StepRecorder(self._device, memory=self._memory)
+            self._started = self._mark()
+            self.state = MeasurementState.RECORDING
+
+    def finish_step(self) -> None:
+        """A schedule is over."""
+        if self.state is MeasurementState.RECORDING:
+            self._ended = self._mark()
+            self.state = MeasurementState.RECORDED
+
+    def watch_model(self, chunk: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the forward of a model chunk."""
+        if self._recorder is None or not self.is_recording:
+            return contextlib.nullcontext()
+        return self._recorder.model(chunk)
+
+    def find_layer(self, chunk: int, number: int, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None] | None:
+        """Return a context for the forward of a layer with the input `hidden`, or None where the engine has to watch it."""
+        return None if self._recorder is None else self._recorder.layer(chunk, number, hidden)
+
+    def find_region(self, site: Site, lane: Lane) -> Region | None:
+        """Return a region of the step that is recorded, for a site in the layer that forward is in."""
+        return None if self._recorder is None else self._recorder.find_region(site, lane)
+
+    # What comes of it.
+
+    def take_profile(self) -> RankProfile:
+        """Return what the recorded step ran, and forget its records. The host blocks until the step is done.
+
+        What is on the device now counts as always there: call it when the graphs of the step are gone.
+
+        Raises:
+            StateError: No step was recorded since the last call.
+        """
+        recorder = self._recorder
+        if self.state is not MeasurementState.RECORDED or recorder is None or self.call is None:
+            raise StateError("no step was recorded. Call `request`, run a step through Megatron's schedules, and ask again.")
+        now = self._mark()
+        self._device.synchronize(now)
+        static_bytes = count_parameter_bytes(self._models) if self._memory is None else self._memory.read().allocated_bytes
+        profile = RankProfile(
+            rank=int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank()),
+            pipeline=self._find_pipeline(self.call),
+            chunks=self._build_chunks(recorder),
+            static_bytes=static_bytes,
+            peak_bytes=None if self._memory is None else self._memory.take_peak(),
+            step_s=self._device.measure_seconds(self._started, now),
+            step_end_s=self._device.measure_seconds(self._ended, now),
+            min_offloaded_bytes=self._min_offloaded_numel * self._get_element_bytes(),
+        )
+        self._recorder = None
+        self.state = MeasurementState.IDLE
+        return profile
+
+    def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
+        numbers = sorted({chunk for chunk, _ in self._facts})
+        return tuple(
+            build_chunk(recorder, number, [self._facts[key] for key in sorted(self._facts) if key[0] == number])
+            for number in numbers
+        )
+
+    def _find_pipeline(self, call: ScheduleCall) -> Pipeline:
+        state = load_module("megatron.core.parallel_state")
+        stages = int(state.get_pipeline_model_parallel_world_size())
+        chunks = int(state.get_virtual_pipeline_model_parallel_world_size() or 1)
+        group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
+        return Pipeline(microbatches=call.microbatches, stages=stages, chunks=chunks, group_size=group_size)
+
+    def _get_element_bytes(self) -> int:
+        dtype = getattr(self._config, "params_dtype", torch.float32)
+        return int(dtype.itemsize)
+
+    def _mark(self) -> Event:
+        return self._device.record_event(self._device.current_stream(), is_timed=True)
+
+
+def _find_wait(layer: Any) -> HostWait | None:
+    """Return what the host waits for in the forward of a layer, with the remedies that this integration has for it."""
+    if getattr(layer.mlp, "token_dispatcher", None) is None:
+        return None
+    return HostWait.HOLD if has_held_wait(layer) else HostWait.KERNEL

@@ -1,0 +1,375 @@
+"""What a measured step runs and saves: stretches of forward and backward with their times, and every saved storage.
+
+While a step is measured nothing leaves. The hooks of a recorder stand where the engine's would: around each model, each layer,
+and each site. A stretch is a site's region, or what runs between two of them. Forward is in one stretch at a time; where
+backward is, the saved tensors tell that it takes. Between two stretches there is one timed event on the compute stream, so
+that the host waits for nothing, and what is computed stays the same to the bit.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+
+from fgoffload.engine import Device, Lane, Region, Saving
+from fgoffload.engine.device import Event
+from fgoffload.engine.identity import StorageRef, get_key, has_bytes
+from fgoffload.engine.place import Place
+from fgoffload.engine.region import is_in_backward
+from fgoffload.engine.saved import Handle, KeptHandle
+from fgoffload.integrations.megatron.device_memory import DeviceMemory
+from fgoffload.plan import Site
+
+FIRST, LAST = "first", "last"
+"""Stretches of a model chunk: what is before its layers, and what is behind them."""
+
+
+class Stretch:
+    """What runs in one place of one microbatch's forward, and its backward."""
+
+    __slots__ = (
+        "backward",
+        "backward_extra_bytes",
+        "born_bytes",
+        "forward",
+        "forward_extra_bytes",
+        "is_sampled",
+        "name",
+        "tag",
+    )
+
+    def __init__(self, name: str, *, tag: str | None, is_sampled: bool) -> None:
+        self.name = name
+        self.is_sampled = is_sampled
+        """Whether device bytes are read when it begins and ends."""
+        self.tag = tag
+        """None between the regions."""
+        self.forward: list[tuple[Event, Event]] = []
+        """Start and end, each time that forward was here."""
+        self.backward: list[tuple[Event, Event]] = []
+        """The same of backward."""
+        self.born_bytes = 0
+        """Of storages that were saved here first, until backward has left."""
+        self.forward_extra_bytes = 0
+        """Device bytes at peak, beside what was there all the time and what was saved. 0 where they were not measured."""
+        self.backward_extra_bytes = 0
+        """The same of backward."""
+
+
+class SavedRecord:
+    """One storage that autograd saved in a layer, or in a model outside of its layers."""
+
+    __slots__ = ("is_held", "modules", "size_bytes", "storage", "stretches", "tags")
+
+    def __init__(self, storage: StorageRef, size_bytes: int, modules: frozenset[str]) -> None:
+        self.storage = storage
+        """Not its memory. As long as it is referred to, no other storage has its key."""
+        self.is_held = False
+        """Whether something else holds it until backward, as the schedule does with what came from another pipeline rank."""
+        self.size_bytes = size_bytes
+        self.tags: dict[str, None] = {}
+        """Those that save it, in the order of forward."""
+        self.stretches: dict[str, None] = {}
+        """The same, with what is between the regions."""
+        self.modules = modules
+        """The watched modules that all its saves are inside of."""
+
+
+@dataclasses.dataclass(slots=True)
+class ModuleRecord:
+    """One execution of a module that could run again by itself."""
+
+    inputs: frozenset[int] = frozenset()
+    """Keys of the storages of its input tensors."""
+    input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By key, of those that need a gradient."""
+    outputs: frozenset[int] = frozenset()
+    """Keys of the storages of its output tensors."""
+    stretches: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Names of those that began inside, in the order of forward."""
+    input_edges: int = 0
+    """How often the graph inside reaches the input."""
+
+
+class Run:
+    """One microbatch through one layer, or through what a model chunk has outside of its layers."""
+
+    __slots__ = (
+        "chunk",
+        "current",
+        "input_bytes",
+        "input_key",
+        "is_sampled",
+        "microbatch",
+        "modules",
+        "number",
+        "open_modules",
+        "saved",
+        "stretches",
+    )
+
+    def __init__(self, *, chunk: int, microbatch: int, number: int, is_sampled: bool) -> None:
+        self.chunk = chunk
+        self.microbatch = microbatch
+        self.number = number
+        """Of the layer in the whole model, from 0; -1 outside of layers."""
+        self.is_sampled = is_sampled
+        """Whether device bytes are read when its stretches begin and end."""
+        self.input_key: int | None = None
+        """Of the storage of a layer's input."""
+        self.input_bytes = 0
+        """Of the same."""
+        self.stretches: dict[str, Stretch] = {}
+        """By name, in the order of forward."""
+        self.saved: dict[int, SavedRecord] = {}
+        """By key of the storage, in the order of forward."""
+        self.modules: dict[str, ModuleRecord] = {}
+        """By the unit that would run the module again."""
+        self.current: Stretch | None = None
+        """The stretch that forward came to last."""
+        self.open_modules: frozenset[str] = frozenset()
+        """Those that forward is in."""
+
+    def get_stretch(self, name: str, *, tag: str | None = None) -> Stretch:
+        """Return the stretch called `name`, which begins now if it is new."""
+        stretch = self.stretches.get(name)
+        if stretch is None:
+            stretch = self.stretches[name] = Stretch(name, tag=tag, is_sampled=self.is_sampled)
+        for unit in self.open_modules:
+            self.modules[unit].stretches[name] = None
+        self.current = stretch
+        return stretch
+
+
+class RecordedHandle(KeptHandle):
+    """What autograd gets for a tensor that it saves in a measured step."""
+
+    __slots__ = ("stretch",)
+
+    def __init__(self, tensor: torch.Tensor, place: Place, stretch: Stretch) -> None:
+        super().__init__(tensor, place)
+        self.stretch = stretch
+
+
+class RecordedRegion(Region):
+    """A site in a measured step: it answers as a region of the engine does, and nothing leaves."""
+
+    __slots__ = ("_place", "_recorder", "_run", "_tag")
+
+    def __init__(self, recorder: "StepRecorder", run: Run, lane: Lane, site: Site) -> None:  # no group: nothing leaves
+        self.lane = lane
+        self._recorder = recorder
+        self._run = run
+        self._place = Place(site, str(lane.place))
+        self._tag = site.tag
+
+    def __call__(self, tensor: torch.Tensor) -> KeptHandle:
+        """Return the handle from which autograd gets the tensor back."""
+        return self._recorder.save(tensor, self._run, self._place)
+
+    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:  # noqa: D102
+        return self._recorder.take(handle)
+
+    def __enter__(self) -> None:
+        """Begin to save, and begin the stretch."""
+        self._recorder.enter(self._run.get_stretch(self._tag, tag=self._tag))
+        super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop, on an exception too."""
+        super().__exit__(kind, error, trace)
+        self._recorder.leave(self._run)
+
+    def enter(self, tensor: torch.Tensor) -> None:
+        """Put no mark: what backward takes tells where it is."""
+
+    def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
+        """Let nothing leave."""
+
+
+class _RecordedWatch(Saving):
+    """A layer, or a model, in a measured step: what is saved between its regions belongs to the stretch that forward is in."""
+
+    __slots__ = ("_recorder", "_run")
+
+    def __init__(self, recorder: "StepRecorder", run: Run) -> None:  # no lane and no engine: nothing leaves
+        self._recorder = recorder
+        self._run = run
+
+    def __call__(self, tensor: torch.Tensor) -> KeptHandle:
+        """Return the handle from which autograd gets the tensor back."""
+        return self._recorder.save(tensor, self._run, Place(None, f"mb={self._run.microbatch}"))
+
+    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+        """Return the tensor of `handle`."""
+        return self._recorder.take(handle)
+
+
+class StepRecorder:
+    """Records one step.
+
+    Args:
+        device: Whose events tell the time.
+        memory: Counts device bytes; None where nobody does.
+    """
+
+    def __init__(self, device: Device, *, memory: DeviceMemory | None) -> None:
+        self._device = device
+        self._memory = memory
+        self.runs: list[Run] = []
+        """Of layers and of models, in the order of forward."""
+        self.live_bytes = 0
+        """Saved bytes that backward has not come to, as far as this step recorded them."""
+        self.largest_layer_bytes = 0
+        """The most that one layer saved."""
+        self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
+        self._stack: list[Stretch] = []
+        self._layer: Run | None = None
+        self._model: Run | None = None
+        self._forwards: dict[int, int] = {}
+        """By chunk."""
+        self._open: tuple[Stretch, bool] | None = None
+        """The stretch that runs now, and whether it is in backward."""
+        self._opened_at: Event = None
+        self._live_at_start = 0
+        self._graph_task = -1
+        self._known: set[int] = set()
+        """Keys of the storages that were saved in this step."""
+
+    # Forward.
+
+    @contextlib.contextmanager
+    def model(self, chunk: int) -> Iterator[None]:
+        """Record the forward of a model chunk; its layers are inside."""
+        self._forwards[chunk] = self._forwards.get(chunk, 0) + 1
+        run = self._model = self._add_run(chunk, number=-1)
+        self._switch(run.get_stretch(FIRST), is_backward=False)
+        try:
+            with _RecordedWatch(self, run):
+                yield
+        finally:
+            self._model = None
+            self._stack.clear()
+            self._switch(None, is_backward=False)
+
+    @contextlib.contextmanager
+    def layer(self, chunk: int, number: int, hidden: torch.Tensor) -> Iterator[None]:
+        """Record the forward of a layer, whose input is `hidden`; its sites are inside."""
+        run = self._add_run(chunk, number=number)
+        run.input_key, run.input_bytes = get_key(hidden), hidden.untyped_storage().nbytes()
+        outer, self._layer = self._layer, run
+        self._switch(run.get_stretch("start"), is_backward=False)
+        try:
+            with _RecordedWatch(self, run):
+                yield
+        finally:
+            self._layer = outer
+            size_bytes = sum(record.size_bytes for record in run.saved.values())
+            self.largest_layer_bytes = max(self.largest_layer_bytes, size_bytes)
+            self._switch(None if self._model is None else self._model.get_stretch(LAST), is_backward=False)
+
+    @property
+    def current_layer(self) -> Run | None:
+        """The layer that forward is in."""
+        return self._layer
+
+    def find_region(self, site: Site, lane: Lane) -> Region | None:
+        """Return what stands for a region of the engine, or None outside of a recorded layer."""
+        run = self._layer
+        return None if run is None or run.number != site.layer else RecordedRegion(self, run, lane, site)
+
+    def enter(self, stretch: Stretch) -> None:
+        """Forward enters a region."""
+        self._stack.append(stretch)
+        self._switch(stretch, is_backward=False)
+
+    def leave(self, run: Run) -> None:
+        """Forward leaves the region that it entered last."""
+        left = self._stack.pop()
+        stretch = run.current = self._stack[-1] if self._stack else run.get_stretch(f"after {left.name}")
+        self._switch(stretch, is_backward=False)
+
+    # What autograd saves and takes.
+
+    def save(self, tensor: torch.Tensor, run: Run, place: Place) -> KeptHandle:
+        """Return the handle for a tensor that autograd saves in `run`."""
+        stretch = self._open[0] if self._open is not None else run.get_stretch(FIRST)
+        if self._is_activation(tensor):
+            storage = StorageRef(tensor)
+            record = run.saved.get(storage.key)
+            if record is None:
+                size_bytes = tensor.untyped_storage().nbytes()
+                record = run.saved[storage.key] = SavedRecord(storage, size_bytes, run.open_modules)
+                if storage.key not in self._known:
+                    self._known.add(storage.key)
+                    self.live_bytes += size_bytes
+                    stretch.born_bytes += size_bytes
+            record.modules &= run.open_modules
+            record.is_held |= tensor.is_leaf and tensor.requires_grad
+            record.stretches[stretch.name] = None
+            if stretch.tag is not None:
+                record.tags[stretch.tag] = None
+        return RecordedHandle(tensor, place, stretch)
+
+    def take(self, handle: Handle | KeptHandle) -> torch.Tensor:
+        """Return a saved tensor; in backward it tells where backward is."""
+        if isinstance(handle, RecordedHandle) and is_in_backward():
+            task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public name
+            if task != self._graph_task:
+                self._graph_task = task
+                # Runs when this backward is through, on the thread that called it.
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001 - no public name
+            if self._open != (handle.stretch, True):
+                self._switch(handle.stretch, is_backward=True)
+        return handle.take()
+
+    def measure_seconds(self, spans: list[tuple[Event, Event]]) -> float:
+        """Return the seconds of some spans that are over. The host blocks until the device has come so far."""
+        for _, end in spans:
+            self._device.synchronize(end)
+        return sum(self._device.measure_seconds(start, end) for start, end in spans)
+
+    def _is_activation(self, tensor: torch.Tensor) -> bool:
+        """Return whether the bytes of `tensor` are there because autograd saves them: no parameter, and in this memory."""
+        base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public name
+        if isinstance(base, torch.nn.Parameter):
+            return False
+        return has_bytes(tensor) and self._device.owns(tensor) and tensor.numel() > 0
+
+    def _add_run(self, chunk: int, *, number: int) -> Run:
+        microbatch = max(0, self._forwards.get(chunk, 0) - 1)
+        # Bytes are read in the first microbatch alone, whose times do not count where there are others: to read the counters
+        # takes the host longer than to launch a small kernel.
+        is_sampled = self._memory is not None and microbatch == 0
+        run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
+        self.runs.append(run)
+        return run
+
+    def _end_backward(self) -> None:
+        self._graph_task = -1
+        self._switch(None, is_backward=True)
+
+    def _switch(self, stretch: Stretch | None, *, is_backward: bool) -> None:
+        """What runs now is over, and `stretch` runs from now on, if any."""
+        now = self._device.record_event(self._device.current_stream(), is_timed=True)
+        was_sampled = self._open is not None and self._open[0].is_sampled
+        peak_bytes = 0
+        if self._memory is not None and (was_sampled or (stretch is not None and stretch.is_sampled)):
+            peak_bytes = self._memory.read().peak_bytes - self._start_bytes
+        if self._open is not None:
+            self._close(*self._open, now, peak_bytes if was_sampled else 0)
+        self._open = None if stretch is None else (stretch, is_backward)
+        self._opened_at = now
+        self._live_at_start = self.live_bytes
+
+    def _close(self, stretch: Stretch, is_backward: bool, now: Event, peak_bytes: int) -> None:  # noqa: FBT001 - of a tuple
+        if is_backward:
+            stretch.backward.append((self._opened_at, now))
+            stretch.backward_extra_bytes = max(stretch.backward_extra_bytes, peak_bytes - self._live_at_start)
+            self.live_bytes -= stretch.born_bytes
+            stretch.born_bytes = 0
+        else:
+            stretch.forward.append((self._opened_at, now))
+            stretch.forward_extra_bytes = max(stretch.forward_extra_bytes, peak_bytes - self.live_bytes)
