@@ -265,13 +265,13 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     granularity = getattr(config, "recompute_granularity", None)
     if granularity is not None and offload.measurement is not None:
         raise IntegrationError(
-            f"--offload-modules auto chooses what runs again, layer by layer, and --recompute-granularity {granularity} does so "
-            "for all layers alike. Leave Megatron's recompute flags out."
+            f"--offload-modules auto chooses what runs again, layer by layer, and --recompute-granularity {granularity} does "
+            "so for all layers alike. Leave Megatron's recompute flags out."
         )
     if offload.measurement is not None and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise IntegrationError(
-            "--overlap-moe-expert-parallel-comm runs the pieces of two microbatches in turns, and --offload-modules auto measures "
-            "layer by layer. Leave one of them out, or give the tags or a plan."
+            "--overlap-moe-expert-parallel-comm runs the pieces of two microbatches in turns, and --offload-modules auto "
+            "measures layer by layer. Leave one of them out, or give the tags or a plan."
         )
     if granularity is not None and offload.recomputes:
         raise IntegrationError(
