@@ -264,12 +264,23 @@ def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[b
     if isinstance(pattern, int):
         check_count("moe_layer_freq", pattern)
         return tuple(number % pattern == 0 for number in range(num_layers))
-    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
-        raise ConfigError(
-            f"moe_layer_freq has {len(pattern)} entries, of which {sum(one in (0, 1) for one in pattern)} are 0 or 1, for "
-            f"num_layers {num_layers}. Give one entry a layer: 1 for experts, 0 for dense."
-        )
-    return tuple(bool(one) for one in pattern)
+    return _read_flags("moe_layer_freq", pattern, num_layers)
+
+
+def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has sliding-window attention, from what `--window-attn-skip-freq` says.
+
+    Args:
+        pattern: N for full attention in every N-th layer and a window in the others, or 1 and 0 for each layer.
+        num_layers: Of the decoder.
+
+    Raises:
+        ConfigError: The pattern is none, or not for so many layers.
+    """
+    if isinstance(pattern, int):
+        check_count("window_attn_skip_freq", pattern)
+        return tuple(number % pattern != 0 for number in range(1, num_layers + 1))
+    return _read_flags("window_attn_skip_freq", pattern, num_layers)
 
 
 def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_size: int = 1) -> int:
@@ -350,3 +361,12 @@ def _make_latent(model: ModelShape) -> LatentShape | None:
         qk_pos_emb_head_dim=model.latent.qk_pos_emb_head_dim,
         has_qk_norm=model.has_qk_norm,
     )
+
+
+def _read_flags(name: str, pattern: Sequence[int], num_layers: int) -> tuple[bool, ...]:
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ConfigError(
+            f"{name} has {len(pattern)} entries, of which {sum(one in (0, 1) for one in pattern)} are 0 or 1, for "
+            f"num_layers {num_layers}. Give one entry a layer, 1 or 0."
+        )
+    return tuple(bool(one) for one in pattern)

@@ -6,7 +6,14 @@ import pytest
 from fgoffload.errors import ConfigError
 from fgoffload.planner import model_shape
 from fgoffload.planner.layer_shape import ExpertsShape
-from fgoffload.planner.model_shape import LatentAttention, ModelShape, list_moe_layers, make_layer_shape, pad_vocab_size
+from fgoffload.planner.model_shape import (
+    LatentAttention,
+    ModelShape,
+    list_moe_layers,
+    list_window_layers,
+    make_layer_shape,
+    pad_vocab_size,
+)
 from fgoffload.planner.parallelism import Parallelism
 
 LLAMA = ModelShape(
@@ -96,6 +103,28 @@ def test_a_frequency_or_a_list_says_which_layers_have_experts(pattern, expected)
 def test_a_pattern_of_another_model_is_refused(pattern, message):
     with pytest.raises(ConfigError, match=message):
         list_moe_layers(pattern, num_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (1, (False,) * 4),
+        (2, (True, False, True, False)),
+        (4, (True, True, True, False)),
+        ([0, 1, 1, 0], (False, True, True, False)),
+    ],
+)
+def test_a_frequency_or_a_list_says_which_layers_have_the_window(pattern, expected):
+    assert list_window_layers(pattern, num_layers=4) == expected
+    theirs = pytest.importorskip("megatron.core.transformer.utils").is_layer_window_attention
+    assert tuple(theirs((128, 0), pattern, number) for number in range(1, 5)) == expected
+
+
+def test_a_pattern_of_windows_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match="window_attn_skip_freq has 2 entries, of which 2 are 0 or 1, for num_layers 4"):
+        list_window_layers([0, 1], num_layers=4)
+    with pytest.raises(ConfigError, match="window_attn_skip_freq 0 is below 1"):
+        list_window_layers(0, num_layers=4)
 
 
 @pytest.mark.parametrize(
