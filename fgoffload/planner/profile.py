@@ -26,9 +26,9 @@ FORMAT = 1
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
 
 DEFAULT_TOLERANCE = 0.1
-"""Part by which forward, backward and each saved tensor of two layers may differ and the layers still be of one kind. Times of
-one layer differ by a few percent from microbatch to microbatch, and the tokens of experts by more than the tolerance only where
-routing is far out of balance."""
+"""Part by which forward, backward and what each tag saves of two layers may differ and the layers still be of one kind. Times
+of one layer differ by a few percent from microbatch to microbatch, and the tokens of experts by more than the tolerance only
+where routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +256,9 @@ def make_rank_model(
 def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, LayerModel]:
     """Return for the kind of each of `layers` the model of all that are like it.
 
-    Layers are alike where they have the same stretches, tensors and units, and where forward, backward and each tensor of the
-    one differ from those of the first of the kind by no more than `tolerance`. Their times are averaged, so that together they
-    take what was measured; of bytes the most counts, since a plan must fit the largest.
+    Layers are alike where they have the same stretches, tensors and units, and where forward, backward and what each set of
+    tags saves differ from those of the first of the kind by no more than `tolerance`. Their times are averaged, so that
+    together they take what was measured; the tensors are those of the layer with the most bytes, since a plan must fit it.
 
     Args:
         layers: Each of a kind of its own.
@@ -274,6 +274,43 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
     return {layer.kind: merged for group in groups for merged in [_merge(group)] for layer in group}
 
 
+def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
+    """Return one profile for each pipeline rank, from those of its processes: other data, tensor and expert parallel ranks.
+
+    Times are averaged and of bytes the most counts, as in `merge_alike`; of layers that differ in what they save the one with
+    the most bytes counts.
+
+    Args:
+        profiles: In any order of ranks; those of one rank in the same order wherever the result is to be the same to the bit.
+    """
+    by_rank: dict[int, list[RankProfile]] = {}
+    for profile in profiles:
+        by_rank.setdefault(profile.rank, []).append(profile)
+    return tuple(_merge_process(by_rank[rank]) for rank in sorted(by_rank))
+
+
+def _merge_process(profiles: Sequence[RankProfile]) -> RankProfile:
+    peaks = [profile.peak_bytes for profile in profiles if profile.peak_bytes is not None]
+    return dataclasses.replace(
+        profiles[0],
+        chunks=tuple(_merge_chunks(alike) for alike in zip(*(profile.chunks for profile in profiles), strict=True)),
+        static_bytes=max(profile.static_bytes for profile in profiles),
+        peak_bytes=max(peaks, default=None),
+        step_s=max(profile.step_s for profile in profiles),
+        step_end_s=max(profile.step_end_s for profile in profiles),
+    )
+
+
+def _merge_chunks(alike: Sequence[ChunkModel]) -> ChunkModel:
+    layers = []
+    for same in zip(*(chunk.layers for chunk in alike), strict=True):
+        models = [layer.model for layer in same]
+        if any(_list_structure(model) != _list_structure(models[0]) for model in models):
+            models = [max(models, key=lambda model: model.saved_bytes)]
+        layers.append(dataclasses.replace(same[0], model=_merge(models)))
+    return dataclasses.replace(alike[0], layers=tuple(layers), saved_bytes=max(chunk.saved_bytes for chunk in alike))
+
+
 def count_tag_bytes(layer: LayerModel) -> dict[str, int]:
     """Return the bytes that each tag of a layer saves, each counted alone, in the order of forward."""
     tags = dict.fromkeys(tag for tensor in layer.tensors for tag in tensor.tags)
@@ -284,9 +321,8 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
     if _list_structure(first) != _list_structure(other):
         return False
     pairs: list[tuple[float, float]] = [(first.forward_s, other.forward_s), (first.backward_s, other.backward_s)]
-    pairs += [
-        (one.size_bytes, another.size_bytes) for one, another in zip(_list_tensors(first), _list_tensors(other), strict=True)
-    ]
+    # Not tensor by tensor: local experts save one for each of them, and their tokens differ more than those of all together.
+    pairs += zip(_count_by_tags(first).values(), _count_by_tags(other).values(), strict=True)
     return all(abs(one - another) <= tolerance * max(one, another) for one, another in pairs)
 
 
@@ -302,18 +338,17 @@ def _list_tensors(layer: LayerModel) -> list[SavedTensor]:
     return [*layer.tensors, *(tensor for unit in layer.units for tensor in unit.keeps)]
 
 
+def _count_by_tags(layer: LayerModel) -> dict[tuple[str, ...], int]:
+    found: dict[tuple[str, ...], int] = {}
+    for tensor in _list_tensors(layer):
+        found[tensor.tags] = found.get(tensor.tags, 0) + tensor.size_bytes
+    return found
+
+
 def _merge(group: Sequence[LayerModel]) -> LayerModel:
-    first = group[0]
-    if len(group) == 1:
-        return first
-    units = tuple(
-        dataclasses.replace(unit, keeps=_merge_tensors([layer.units[index].keeps for layer in group]))
-        for index, unit in enumerate(first.units)
-    )
+    first, largest = group[0], max(group, key=lambda layer: layer.saved_bytes)
     segments = tuple(_merge_segments(alike) for alike in zip(*(layer.segments for layer in group), strict=True))
-    return LayerModel(
-        kind=first.kind, segments=segments, tensors=_merge_tensors([layer.tensors for layer in group]), units=units
-    )
+    return LayerModel(kind=first.kind, segments=segments, tensors=largest.tensors, units=largest.units)
 
 
 def _merge_segments(alike: Sequence[Segment]) -> Segment:
@@ -323,11 +358,4 @@ def _merge_segments(alike: Sequence[Segment]) -> Segment:
         backward_s=statistics.fmean(segment.backward_s for segment in alike),
         forward_extra_bytes=max(segment.forward_extra_bytes for segment in alike),
         backward_extra_bytes=max(segment.backward_extra_bytes for segment in alike),
-    )
-
-
-def _merge_tensors(layers: Iterable[Sequence[SavedTensor]]) -> tuple[SavedTensor, ...]:
-    return tuple(
-        dataclasses.replace(alike[0], size_bytes=max(tensor.size_bytes for tensor in alike))
-        for alike in zip(*layers, strict=True)
     )

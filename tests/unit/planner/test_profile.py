@@ -9,7 +9,16 @@ import pytest
 
 from fgoffload import ConfigError, TransferPolicy
 from fgoffload.planner.layer_model import HostWait, LayerModel, Segment, UnitModel
-from fgoffload.planner.profile import CopyRate, LinkProfile, Profile, RankProfile, count_tag_bytes, make_rank_model, merge_alike
+from fgoffload.planner.profile import (
+    CopyRate,
+    LinkProfile,
+    Profile,
+    RankProfile,
+    count_tag_bytes,
+    make_rank_model,
+    merge_alike,
+    merge_processes,
+)
 from fgoffload.planner.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.saved_bytes import SavedTensor
 from fgoffload.planner.schedule import Pipeline
@@ -221,3 +230,27 @@ def test_merging_changes_no_sum_of_times(seconds, tolerance):
 
 def test_a_tensor_of_two_tags_counts_for_both():
     assert count_tag_bytes(make_layer("a", size_bytes=4)) == {"attn_norm": 4, "core_attn": 10, "attn_proj": 10}
+
+
+def test_processes_of_one_pipeline_rank_are_merged_with_mean_times_and_most_bytes():
+    first, second = (
+        dataclasses.replace(make_profile(make_layer("a", forward_s=seconds, size_bytes=size_bytes)).ranks[0], **fields)
+        for seconds, size_bytes, fields in (
+            (1.0, 100, {"static_bytes": 7, "step_s": 3.0, "peak_bytes": None}),
+            (3.0, 90, {"static_bytes": 9, "step_s": 2.0, "peak_bytes": 50}),
+        )
+    )
+    other = make_profile(make_layer("b"), rank=1).ranks[0]
+    merged, alone = merge_processes([first, other, second])
+    assert alone == other
+    assert (merged.static_bytes, merged.step_s, merged.peak_bytes) == (9, 3.0, 50)
+    (layer,) = merged.layers
+    assert (layer.model.forward_s, layer.model.tensors[0].size_bytes) == (2.0, 100)
+
+
+def test_of_layers_that_save_other_tensors_the_larger_one_counts():
+    # An expert without tokens saves nothing on one process.
+    small, large = make_layer("a", size_bytes=5), make_layer("a", size_bytes=500)
+    small = dataclasses.replace(small, tensors=small.tensors[:1])
+    profiles = [make_profile(layer).ranks[0] for layer in (small, large)]
+    assert merge_processes(profiles)[0].layers[0].model == large

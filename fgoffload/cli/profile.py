@@ -1,0 +1,118 @@
+"""`fgoffload profile`: measures the link of this machine and, with an argument file, one step of its model."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fgoffload.cli.errors import TRACEBACK_VARIABLE
+from fgoffload.cli.launch import Launch, find_launch
+from fgoffload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fgoffload.planner.profile import Profile
+
+NAME = "profile"
+SUMMARY = "measure the link to the host, and one step of a model"
+DESCRIPTION = (
+    "Measures copies to the host and back, by size, both ways at once and beside a matrix product. With a Megatron argument "
+    "file also one step of its model, after one that warms up: the time of each module forward and backward, and the bytes "
+    "that each saves. Nothing is offloaded meanwhile."
+)
+USAGE = "fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH] [MEGATRON FLAGS]"
+EXAMPLE = "fgoffload profile arguments/tiny_moe.sh"
+EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
+RUNS_A_SCRIPT = False
+_MEASURED_STEPS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to `parser`."""
+    parser.add_argument(
+        "arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file; without one, the link alone"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the profile, for `fgoffload plan --profile FILE`")
+    parser.add_argument("--data", metavar="PATH", help="text file or folder to train on (default: Python's standard library)")
+    parser.epilog = (
+        "Any other flag goes to Megatron, after those of the file. "
+        f"Errors are one line; set {TRACEBACK_VARIABLE}=1 to see their traceback."
+    )
+
+
+def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
+    """Measure, show the tables, write the file, and return 0. Under `torchrun` the first process shows and writes."""
+    launch = find_launch()
+    launch.silence_library()
+    with launch.one_voice():
+        _check_options(options, megatron_flags)
+        from fgoffload.integrations.megatron.imports import require_torch
+
+        require_torch()
+    profile = _measure(options, megatron_flags, launch)
+    if launch.is_first:
+        try:
+            _show(profile)
+        finally:
+            # Also when nobody reads the tables to their end, as after `| head -2`.
+            if options.json is not None:
+                profile.save(Path(options.json))
+        if options.json is not None:
+            print(f"Profile: {options.json}")
+    return 0
+
+
+def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> None:
+    """Refuse what cannot be, before anything heavy is imported.
+
+    Raises:
+        ConfigError: With the option and the fix.
+    """
+    name = options.arguments_file
+    if name is None and megatron_flags:
+        raise ConfigError(f"{megatron_flags[0]!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
+    if name is None and options.data is not None:
+        raise ConfigError(f"--data {options.data!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
+    # os.path: Path.is_file raises where a name is too long.
+    if name is not None and not os.path.isfile(name):
+        why = "is a folder" if os.path.isdir(name) else "does not exist"
+        raise ConfigError(f"argument file {name!r} {why}. Give a file, before any Megatron flag.")
+    if options.json is not None and (os.path.isdir(options.json) or not os.path.isdir(Path(options.json).absolute().parent)):
+        raise ConfigError(f"--json {options.json!r} is no file in a folder that exists. Give one, as in profile.json.")
+
+
+def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":
+    from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
+
+    if options.arguments_file is None:
+        return profile_link(get_training_device())
+    from fgoffload.cli.measurement import TrainingSource, load_training, process_groups
+    from fgoffload.integrations.megatron.argument_files import read_argument_file
+
+    with launch.one_voice():
+        source = TrainingSource(
+            arguments_file=options.arguments_file,
+            file_flags=read_argument_file(Path(options.arguments_file), variables=os.environ),
+            typed_flags=tuple(megatron_flags),
+            own_flags=tuple(EXAMPLE_VALUES),
+            data=None if options.data is None else Path(os.path.expanduser(options.data)),
+            steps=_MEASURED_STEPS,
+            world_size=launch.world_size,
+        )
+        training = load_training(source)
+    with process_groups(training, launch):
+        link = profile_link(get_training_device()).link
+        return profile_training(training.arguments, training.text, link)
+
+
+def _show(profile: "Profile") -> None:
+    from fgoffload.cli.console import PipeConsole
+    from fgoffload.cli.profile_tables import build_tables, describe_rank
+
+    console = PipeConsole()
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    console.print(f"{profile.device}, {versions}, {profile.date}", soft_wrap=True)
+    for table in build_tables(profile):
+        console.print(table)
+    for rank in profile.ranks:
+        console.print(describe_rank(rank), soft_wrap=True)

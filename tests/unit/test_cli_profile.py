@@ -1,0 +1,70 @@
+"""`fgoffload profile`: what it shows, the file that it writes, and bad input."""
+
+from pathlib import Path
+
+import pytest
+from support.command import ARGUMENTS
+
+from fgoffload.cli import main
+from fgoffload.integrations import link as link_module
+from fgoffload.planner.profile import Profile, make_rank_model
+
+
+@pytest.fixture(autouse=True)
+def _work_in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def _quick(monkeypatch):
+    sizes = link_module.QUICK_SIZES
+    monkeypatch.setattr(link_module.measure_link, "__kwdefaults__", {"sizes": sizes})
+
+
+@pytest.mark.usefixtures("_quick")
+def test_without_a_file_the_link_alone_is_measured(capsys):
+    assert main(["profile", "--json", "link.json"]) == 0
+    out = capsys.readouterr().out
+    assert "link to the host, GB/s" in out
+    assert "Profile: link.json" in out
+    assert "stretch" not in out
+
+    profile = Profile.load(Path("link.json"))
+    assert profile.ranks == ()
+    assert [copy.size_bytes for copy in profile.link.copies] == [64 * 1024, 16 * 1024**2]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
+    assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
+    out = capsys.readouterr().out
+    for text in ("core_attn", "expert_fc1", "rank 0: step", "there all the time"):
+        assert text in out
+    profile = Profile.load(tmp_path / "profile.json")
+    (rank,) = profile.ranks
+    assert [layer.number for layer in rank.layers] == [0, 1]
+    assert rank.pipeline.microbatches == 4
+    # Hidden states of 256 tokens and 128 channels in fp32: the norm's output.
+    assert {t.size_bytes for t in rank.layers[0].model.tensors if t.tags == ("qkv_linear",)} == {256 * 128 * 4}
+    assert rank.min_offloaded_bytes == 1024 * 4  # elements of the file, in fp32
+    assert len(make_rank_model(profile, rank=0).passes) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.sh"], "argument file 'none.sh' does not exist. Give a file, before any Megatron flag."),
+        (["."], "argument file '.' is a folder. Give a file, before any Megatron flag."),
+        (["--swiglu"], "is for a model, and there is none. Give an argument file first"),
+        (["--data", "x"], "--data 'x' is for a model, and there is none. Give an argument file first"),
+        (["--json", "none/profile.json"], "--json 'none/profile.json' is no file in a folder that exists. Give one"),
+        (["--json", "."], "--json '.' is no file in a folder that exists. Give one"),
+        (["--json"], "--json expected one argument. Give it after the flag, as in --json"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
+    assert main(["profile", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
