@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from fgoffload.cli.comparison import Comparison, RunRecord
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
+from fgoffload.cli.options import check_argument_file, read_count, say_why_no_file
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,22 +72,15 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], la
     Raises:
         ConfigError: An option cannot be what it is.
     """
-    if not options.arguments_file:
-        raise ConfigError(
-            "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload train arguments/x.sh."
-        )
-    # os.path here and below: Path.is_file raises where a name is too long.
-    if not os.path.isfile(options.arguments_file):
-        raise ConfigError(
-            f"argument file {options.arguments_file!r} {_say_why_no_file(options.arguments_file)}. "
-            "Give a file, before any Megatron flag."
-        )
+    arguments_file = check_argument_file(options.arguments_file, example="fgoffload train arguments/x.sh")
     if options.data == "":
         raise ConfigError("--data '' names nothing. Give a text file or a folder of them, or leave --data out.")
     return TrainOptions(
-        arguments_file=Path(options.arguments_file),
+        arguments_file=arguments_file,
         megatron_flags=tuple(megatron_flags),
-        steps=None if options.steps is None else _read_steps(options.steps),
+        steps=None
+        if options.steps is None
+        else read_count(options.steps, flag="--steps", example=10, hint="; 3 or more to see a step time"),
         data=None if options.data is None else Path(os.path.expanduser(options.data)),
         plot=_check_plot(os.path.expanduser(options.plot)) if launch.is_first else None,
     )
@@ -184,16 +177,6 @@ def _find_exit_code(records: dict[str, RunRecord]) -> int:
     return EXIT_EQUAL if Comparison(without=records[WITHOUT], with_offload=records[WITH]).is_equal else EXIT_DIFFERENT
 
 
-def _read_steps(text: str) -> int:
-    # Not int() alone, which takes ` 1_0 ` too, and refuses thousands of digits in its own words.
-    if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
-        raise ConfigError(f"--steps {text!r} is not a whole number. Give one from 1, as in 10.")
-    steps = int(text)
-    if steps < 1:
-        raise ConfigError(f"--steps {steps} is below 1. Give 1 or more; 3 or more to see a step time.")
-    return steps
-
-
 def _check_plot(name: str) -> Path:
     """Return where the plot goes, after checking that it can be written there: it is written only after all training."""
     path = Path(name)
@@ -201,7 +184,7 @@ def _check_plot(name: str) -> Path:
         raise ConfigError(f"--plot {name!r} is no picture's name. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
     existed = os.path.exists(name)
     if existed and not os.path.isfile(name):
-        raise ConfigError(f"--plot {name!r} {_say_why_no_file(name)}. Give a file, as in memory.png.")
+        raise ConfigError(f"--plot {name!r} {say_why_no_file(name)}. Give a file, as in memory.png.")
     if not os.path.isdir(path.absolute().parent):
         raise ConfigError(f"--plot {name!r}: folder {str(path.parent)!r} does not exist. Make it or give another.")
     try:
@@ -215,9 +198,3 @@ def _check_plot(name: str) -> Path:
             f"--plot {name!r} cannot be written: {error.strerror}. Give a file in a folder that you may write to."
         ) from error
     return path
-
-
-def _say_why_no_file(name: str) -> str:
-    if os.path.isdir(name):
-        return "is a folder"
-    return "is no regular file" if os.path.exists(name) else "does not exist"

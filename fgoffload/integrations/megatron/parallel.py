@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 
 import torch
 
@@ -12,15 +13,15 @@ from fgoffload.integrations.megatron.limits import has_transformer_engine, refus
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
 
-def join_processes(*, rank: int, world_size: int, local_rank: int) -> None:
+def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
     """Make the process group of all processes that a launcher has started, and choose this one's GPU.
-
-    They meet where `MASTER_ADDR` and `MASTER_PORT` say, which `torchrun` sets.
 
     Args:
         rank: Of this process, from 0.
         world_size: Processes of the training.
         local_rank: Of this process among those of its machine, from 0: the number of its GPU.
+        store: A file that does not exist yet, by which the processes meet. None lets them meet where `MASTER_ADDR` and
+            `MASTER_PORT` say, which `torchrun` sets.
 
     Raises:
         ConfigError: The machine has no GPU of that number, or the environment does not say where to meet.
@@ -35,7 +36,8 @@ def join_processes(*, rank: int, world_size: int, local_rank: int) -> None:
         # NVLink's own sums may be added in any order; all other algorithms add in one, and bits are compared here.
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
     try:
-        torch.distributed.init_process_group(_choose_backend(), rank=rank, world_size=world_size)
+        shared = None if store is None else torch.distributed.FileStore(str(store), world_size)  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(_choose_backend(), store=shared, rank=rank, world_size=world_size)
     except ValueError as error:
         raise ConfigError(f"the processes cannot meet: {error}. Start them with torchrun, which says where.") from error
 

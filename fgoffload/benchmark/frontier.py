@@ -1,0 +1,116 @@
+"""The frontier of memory against step time: which settings nobody beats in both, and their picture."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fgoffload.benchmark.measurement import Summary
+from fgoffload.benchmark.settings import NOTHING, System
+from fgoffload.units import GIB, MIB
+
+LINES: Mapping[System, tuple[str, str, str]] = {
+    System.NOTHING: ("nothing", "#444444", "*"),
+    System.RECOMPUTE: ("Megatron-Core: recompute", "#8a8f98", "s"),
+    System.MEGATRON: ("Megatron-Core: its own offload", "#d62728", "v"),
+    System.LAYERS: ("Transformer Engine: whole layers", "#9467bd", "D"),
+    System.SAVE_ON_CPU: ("PyTorch: save_on_cpu", "#8c564b", "P"),
+    System.OURS: ("fgoffload: modules", "#2ca02c", "o"),
+    System.PLAN: ("fgoffload: plans", "#1f77b4", "o"),
+    System.BUDGET: ("fgoffload: planner", "#17becf", "o"),
+}
+"""By system: its name, color and marker in the picture."""
+
+
+MOST_RATIO = 1.7
+"""Where the picture ends, if anything is beyond: full recompute is below it, and the differences that matter are."""
+
+
+class Point(NamedTuple):
+    """What one setting takes."""
+
+    peak_bytes: float
+    ratio: float
+    """Step time over `nothing`."""
+
+
+def find_frontier(points: Iterable[Point]) -> list[Point]:
+    """Return the points that no other is better than in both, from the most memory to the least."""
+    frontier: list[Point] = []
+    # From the least time on, and of equal times the least memory first: a point counts if it takes less memory than all before.
+    for point in sorted(points, key=lambda point: (point.ratio, point.peak_bytes)):
+        if not frontier or point.peak_bytes < frontier[-1].peak_bytes:
+            frontier.append(point)
+    return frontier
+
+
+def find_fastest(summaries: Sequence[Summary], *, system: System, budget_bytes: int) -> Summary | None:
+    """Return the fastest setting of a system whose peak is within a budget, or None where there is none."""
+    fitting = [
+        one
+        for one in summaries
+        if one.setting.system is system
+        and one.ratio is not None
+        and one.peak_bytes is not None
+        and one.peak_bytes <= budget_bytes
+    ]
+    return min(fitting, key=lambda one: one.ratio or 0.0, default=None)
+
+
+def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
+    """Return the points of a system; `nothing` has one for each kind of process."""
+    return [
+        Point(one.peak_bytes, one.ratio)
+        for one in summaries
+        if one.setting.system is system and one.ratio is not None and one.peak_bytes is not None
+    ]
+
+
+def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str, bound: Sequence[Point] = ()) -> None:
+    """Write a picture of peak memory against step time, with a line through the frontier of each system.
+
+    Args:
+        path: Of the picture; its suffix says the format.
+        summaries: Of all settings.
+        title: What was run on what.
+        bound: What the simulator says can be reached: a dashed line.
+    """
+    # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    is_allocated = any(one.worst is not None and one.worst.peak_allocated_bytes is not None for one in summaries)
+    # Models that train without a GPU have a peak of some MiB.
+    peaks = [one.peak_bytes for one in summaries if one.peak_bytes is not None]
+    scale, unit = (GIB, "GiB") if max(peaks, default=0) >= GIB else (MIB, "MiB")
+    nothing = list_points(summaries, System.NOTHING)[:1]
+    for system, (label, color, marker) in LINES.items():
+        points = list_points(summaries, system)
+        if not points:
+            continue
+        x, y = [point.peak_bytes / scale for point in points], [min(point.ratio, MOST_RATIO) for point in points]
+        axes.scatter(x, y, color=color, marker=marker, label=label, clip_on=False)
+        for point in points:
+            if point.ratio > MOST_RATIO:
+                place = point.peak_bytes / scale, MOST_RATIO
+                axes.annotate(f"{point.ratio:.1f}", place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=9)
+        if system is not System.NOTHING:
+            # Doing nothing is open to every system.
+            shown = [point for point in points if point.ratio <= MOST_RATIO]
+            _draw_line(axes, find_frontier([*nothing, *shown]), scale, color=color)
+    if bound:
+        _draw_line(axes, sorted(bound), scale, color="#1f77b4", linestyle="--", label="simulated bound")
+    axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
+    if any(one.ratio is not None and one.ratio > MOST_RATIO for one in summaries):
+        axes.set_ylim(top=MOST_RATIO)
+    axes.set_xlabel(f"{'peak allocated' if is_allocated else 'activations at peak'} [{unit}]")
+    axes.set_ylabel(f"step time over {NOTHING.name}")
+    axes.set_title(title, fontsize=11, pad=14)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_line(axes: object, points: Sequence[Point], scale: int, **style: str) -> None:
+    x, y = [point.peak_bytes / scale for point in points], [point.ratio for point in points]
+    axes.plot(x, y, linewidth=1.2, **style)  # type: ignore[attr-defined]

@@ -1,0 +1,128 @@
+"""What the processes of a benchmark are asked to do, and what they say while they do it. All of it can be pickled."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+
+from fgoffload.benchmark.measurement import Measurement
+from fgoffload.benchmark.settings import Setting
+from fgoffload.benchmark.steps import StepRecord
+from fgoffload.benchmark.surroundings import Surroundings
+from fgoffload.integrations.megatron.training_policy import Update
+
+
+class Purpose(enum.Enum):
+    """What a benchmark finds out."""
+
+    TIMES = "times"  # step times and memory, with the fastest kernels
+    BITS = "bits"  # losses and gradients, with deterministic ones
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One setting, to be measured once."""
+
+    setting: Setting
+    repeat: int
+    """Of the whole list, from 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What all settings of a benchmark have in common."""
+
+    source: str
+    """The argument file, as the user named it."""
+    file_flags: tuple[str, ...]
+    """Megatron's flags in that file."""
+    typed_flags: tuple[str, ...] = ()
+    """Megatron's flags on the command line; they win over the file's, and a setting's over both."""
+    world_size: int = 1
+    """Processes of the training."""
+    warmup: int
+    """Steps before the timed ones."""
+    steps: int
+    """Timed steps; where bits are compared, all steps."""
+    purpose: Purpose = Purpose.TIMES
+    """What is found out."""
+    update: Update = Update.NONE
+    """What steps do with their gradients."""
+    plan_folder: Path
+    """Where the plans of the planner go."""
+    trace_folder: Path | None = None
+    """Where a Chrome trace of each setting goes, or None for none."""
+
+    @property
+    def steps_of_run(self) -> int:
+        """Steps that each setting takes."""
+        return self.steps if self.purpose is Purpose.BITS else self.warmup + self.steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What one process does."""
+
+    job: Job
+    """What it measures."""
+    runs: tuple[Run, ...]
+    """In this order."""
+    rank: int
+    """Of this process, from 0."""
+    store: Path
+    """A file by which the ranks meet."""
+    environment: Mapping[str, str | None]
+    """Variables that it sets before anything heavy is imported; None removes one."""
+    log: Path
+    """Where its output goes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """The process has loaded what it needs."""
+
+    surroundings: Surroundings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Began:
+    """A run begins."""
+
+    run: Run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step is over."""
+
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """A run is over, and the process goes on."""
+
+    run: Run
+    measurement: Measurement | None = None
+    """Where times are measured."""
+    bits: tuple[StepRecord, ...] = ()
+    """By step, where bits are compared."""
+    failure: str = ""
+    """Why there is neither."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crashed:
+    """The process is over before its runs are."""
+
+    reason: str
+    """In one line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finished:
+    """All runs are over."""
+
+
+Message = Ready | Began | Stepped | Ended | Crashed | Finished
+"""What a process says."""

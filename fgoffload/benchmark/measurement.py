@@ -1,0 +1,196 @@
+"""What settings measured, and how they compare. Numbers in, numbers out."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting
+from fgoffload.benchmark.steps import StepRecord
+
+CONFIDENCE = 0.95
+"""Of the interval of a ratio."""
+
+FEWEST_REPEATS = 3
+"""An interval from two repeats would be ten times their distance: no number to show."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one setting measured on all ranks: of time and device memory the most of any rank, of the rest the sum."""
+
+    step_seconds: tuple[float, ...]
+    """Of the timed steps, in order."""
+    peak_allocated_bytes: int | None = None
+    """The most that tensors took during the timed steps; None on a device whose allocator does not count."""
+    peak_reserved_bytes: int | None = None
+    """The most that the allocator held for them."""
+    resident_bytes: int | None = None
+    """What tensors take between steps: weights and gradients."""
+    activation_peak_bytes: int | None = None
+    """The most that autograd kept, in a step of its own: measured where no allocator counts."""
+    host_bytes: int | None = None
+    """Page-locked host memory, what is held for later included; None where nothing counts it."""
+    d2h_bytes: int | None = None
+    """What our engine moved to the host in a step; None for all other engines, which do not say."""
+    prefetch_misses: int | None = None
+    """Of a step, by our engine: what started its way back only when backward asked for it."""
+    window_waits: int | None = None
+    """Of a step, by our engine: how often compute waited for copies to the host."""
+
+    @property
+    def seconds(self) -> float:
+        """The median time of a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What a memory budget is compared with: the allocator's peak, or that of activations where it does not count."""
+        return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One setting, measured once."""
+
+    setting: Setting
+    repeat: int
+    """Of the whole list, from 0."""
+    session: int
+    """The process that it ran in, from 0, over all of a benchmark. Only within one are times compared."""
+    measurement: Measurement | None = None
+    """None where it failed, or where bits are compared."""
+    bits: tuple[StepRecord, ...] = ()
+    """What each step computed, where bits are compared."""
+    failure: str = ""
+    """Why it did, in one line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One setting, all repeats together."""
+
+    setting: Setting
+    process: ProcessKind
+    """That it ran in: `nothing` runs in each."""
+    step_seconds: tuple[float, ...] = ()
+    """Of all timed steps of all repeats; empty where it failed in all of them."""
+    ratios: tuple[float, ...] = ()
+    """By repeat: the median step over that of `nothing`, as measured in the same process right before."""
+    worst: Measurement | None = None
+    """The most of each number over all repeats, but for `step_seconds`, which are the first one's."""
+    failure: str = ""
+    """Why it failed in the last repeat in which it did."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of the ratios, or None without any."""
+        return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The median step of all repeats, or None where there is none."""
+        return statistics.median(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What a memory budget is compared with."""
+        return None if self.worst is None else self.worst.peak_bytes
+
+    def find_interval(self) -> tuple[float, float] | None:
+        """Return where the mean ratio is with 95% confidence, or None with fewer repeats than `FEWEST_REPEATS`.
+
+        The repeats are pairs: each has its own `nothing`, so that a machine that drifts drifts for both. Ratios multiply, so
+        the interval is Student's, of their logarithms.
+        """
+        if len(self.ratios) < FEWEST_REPEATS:
+            return None
+        from scipy import stats
+
+        logs = [math.log(ratio) for ratio in self.ratios]
+        mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+        reach = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1))
+        return math.exp(mean - reach), math.exp(mean + reach)
+
+
+def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Return p20, p50 and p80, between the two nearest values where a quantile falls between them."""
+    ordered = sorted(seconds)
+    return _find_quantile(ordered, 0.2), statistics.median(ordered), _find_quantile(ordered, 0.8)
+
+
+def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
+    """Return what all ranks of a training measured in the same steps.
+
+    Args:
+        measurements: By rank.
+    """
+    return Measurement(
+        step_seconds=tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True))),
+        **{name: _combine(max, (getattr(one, name) for one in measurements)) for name in _MOST},
+        **{name: _combine(sum, (getattr(one, name) for one in measurements)) for name in _SUM},
+    )
+
+
+def find_reference(outcomes: Sequence[Outcome], index: int) -> Measurement | None:
+    """Return what `nothing` measured last in the process of the outcome at `index`, up to it; None where it did not run."""
+    outcome = outcomes[index]
+    for one in reversed(outcomes[: index + 1]):
+        if one.session == outcome.session and one.setting == NOTHING:
+            return one.measurement
+    return None
+
+
+def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
+    """Return the step time of the outcome at `index` over that of `nothing`, or None where one of them has none."""
+    measurement, reference = outcomes[index].measurement, find_reference(outcomes, index)
+    return None if measurement is None or reference is None else measurement.seconds / reference.seconds
+
+
+def summarize(outcomes: Sequence[Outcome], processes: Sequence[ProcessKind]) -> tuple[Summary, ...]:
+    """Return one summary for each setting and kind of process, in the order in which they first ran.
+
+    Args:
+        outcomes: In the order in which they ran.
+        processes: By session.
+    """
+    found: dict[tuple[ProcessKind, Setting], list[int]] = {}
+    for index, outcome in enumerate(outcomes):
+        found.setdefault((processes[outcome.session], outcome.setting), []).append(index)
+    return tuple(_summarize(outcomes, indices, process) for (process, _), indices in found.items())
+
+
+def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: ProcessKind) -> Summary:
+    own = [outcomes[index] for index in indices]
+    measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
+    ratios = (find_ratio(outcomes, index) for index in indices)
+    return Summary(
+        setting=own[0].setting,
+        process=process,
+        step_seconds=tuple(seconds for one in measured for seconds in one.step_seconds),
+        ratios=tuple(ratio for ratio in ratios if ratio is not None),
+        worst=_find_worst(measured) if measured else None,
+        failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
+    )
+
+
+def _find_worst(measurements: Sequence[Measurement]) -> Measurement:
+    worst = {name: _combine(max, (getattr(one, name) for one in measurements)) for name in (*_MOST, *_SUM)}
+    return Measurement(step_seconds=measurements[0].step_seconds, **worst)
+
+
+_MOST = ("peak_allocated_bytes", "peak_reserved_bytes", "resident_bytes", "activation_peak_bytes")
+_SUM = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
+"""The fields of a measurement, by what they are over the ranks."""
+
+
+def _combine(function: object, values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return function(known) if known else None  # type: ignore[operator]
+
+
+def _find_quantile(ordered: Sequence[float], part: float) -> float:
+    place = part * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -1,0 +1,162 @@
+"""The processes of a benchmark, from outside: starts them, listens to them, and goes on without a setting that fails.
+
+A session is one process for each rank, in which settings run in turn. A setting that is refused costs a row. One that crashes,
+runs out of memory or falls silent costs its session: what comes after it runs in the next one, which measures `nothing` first,
+since times are compared within a session only.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+
+from fgoffload.benchmark.job import Crashed, Ended, Finished, Job, Message, Run, Task
+from fgoffload.benchmark.measurement import Outcome
+from fgoffload.benchmark.settings import NOTHING, ProcessKind
+from fgoffload.benchmark.worker import run_worker
+
+SILENCE_SECONDS = 300.0
+"""After so long without a message a session is given up. Loading and building a large model from a slow disk takes a minute."""
+
+_JOIN_SECONDS = 10.0
+"""For a process that has said its last word to end."""
+
+
+class Session:
+    """The processes of one session. As a context it ends them, whatever they are doing.
+
+    Args:
+        job: What they measure.
+        runs: In this order.
+        kind: Says their environment.
+        log: Where their output goes; ranks share it.
+    """
+
+    def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, log: Path) -> None:
+        self._log = log
+        self._folder = contextlib.ExitStack()
+        store = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="fgoffload-"))) / "store"
+        self._processes: list[SpawnProcess] = []
+        self._readers: dict[Connection, int] = {}
+        # Spawned and not forked: a process that is forked has what this one has imported, with its switches read.
+        context = multiprocessing.get_context("spawn")
+        for rank in range(job.world_size):
+            task = Task(job=job, runs=tuple(runs), rank=rank, store=store, environment=kind.environment, log=log)
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=run_worker, args=(task, writer), daemon=True)
+            process.start()
+            writer.close()  # so that the pipe ends with the process
+            self._processes.append(process)
+            self._readers[reader] = rank
+
+    def listen(self, silence_seconds: float = SILENCE_SECONDS) -> Iterator[tuple[int, Message]]:
+        """Yield rank and message until all processes have finished, or one is lost: then `Crashed` is the last message."""
+        while self._readers:
+            ready = multiprocessing.connection.wait(list(self._readers), timeout=silence_seconds)
+            if not ready:
+                yield min(self._readers.values()), Crashed(f"nothing was heard of it for {silence_seconds:.0f} s")
+                return
+            for reader, rank in tuple(self._readers.items()):
+                if reader not in ready:
+                    continue
+                message = self._receive(reader, rank)
+                yield rank, message
+                if isinstance(message, Crashed):
+                    return
+                if isinstance(message, Finished):
+                    del self._readers[reader]
+                    reader.close()
+
+    def _receive(self, reader: Connection, rank: int) -> Message:
+        try:
+            message: Message = reader.recv()
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(_JOIN_SECONDS)
+            return Crashed(f"rank {rank} ended with exit code {process.exitcode}; see {self._log}")
+        return message
+
+    def __enter__(self) -> "Session":
+        """Return this session; its processes run already."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """End the processes."""
+        for reader in self._readers:
+            reader.close()
+        for process in self._processes:
+            if kind is not None or self._readers:
+                process.kill()
+            process.join(_JOIN_SECONDS)
+            process.kill()
+            process.join()
+            process.close()
+        self._folder.close()
+
+
+def run_sessions(
+    job: Job,
+    runs: Sequence[Run],
+    *,
+    kind: ProcessKind,
+    first_session: int,
+    log_folder: Path,
+    on_message: Callable[[Message], None] = lambda message: None,
+) -> Iterator[Outcome]:
+    """Run `runs` in sessions of one kind, and yield what came of each as it ends.
+
+    Args:
+        job: What is measured.
+        runs: `nothing` first.
+        kind: Of the processes.
+        first_session: The number of the first session; each further one has the next.
+        log_folder: Where the output of the processes goes.
+        on_message: Called with what rank 0 says.
+    """
+    pending, session = list(runs), first_session
+    while pending:
+        ended, crash = 0, None
+        log = log_folder / f"log_{kind.value}_{session}.txt"
+        with Session(job, pending, kind, log) as processes:
+            for rank, message in processes.listen():
+                if rank == 0:
+                    on_message(message)
+                if isinstance(message, Ended) and rank == 0:
+                    ended += 1
+                    yield _make_outcome(message, session)
+                if isinstance(message, Crashed):
+                    crash = message
+        if crash is None or ended == len(pending):
+            return
+        failed, *rest = pending[ended:]
+        yield Outcome(setting=failed.setting, repeat=failed.repeat, session=session, failure=crash.reason)
+        if failed.setting == NOTHING:
+            for run in rest:
+                reason = f"not measured, since nothing failed: {crash.reason}"
+                yield Outcome(setting=run.setting, repeat=run.repeat, session=session, failure=reason)
+            return
+        pending, session = plan_rest(failed, rest), session + 1
+
+
+def plan_rest(failed: Run, rest: Sequence[Run]) -> list[Run]:
+    """Return what a new session runs after `failed` has ended one: the rest without its setting, `nothing` first."""
+    left = [run for run in rest if run.setting != failed.setting]
+    if left and left[0].setting != NOTHING:
+        left.insert(0, Run(setting=NOTHING, repeat=left[0].repeat))
+    return left
+
+
+def _make_outcome(ended: Ended, session: int) -> Outcome:
+    return Outcome(
+        setting=ended.run.setting,
+        repeat=ended.run.repeat,
+        session=session,
+        measurement=ended.measurement,
+        bits=ended.bits,
+        failure=ended.failure,
+    )

@@ -1,0 +1,311 @@
+"""Shows what a benchmark measured: tables for the terminal and for a page, CSV and JSON."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from fgoffload.benchmark.frontier import LINES, find_fastest
+from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
+from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, System
+from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
+from fgoffload.benchmark.surroundings import Surroundings
+from fgoffload.units import format_bytes
+
+ABSENT = "-"
+"""What is not known or does not apply."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What was trained, for the lines around the numbers and for rates."""
+
+    arguments_file: str
+    """As the user named it."""
+    layers: int
+    """Of the decoder."""
+    dtype: str
+    """Of its parameters, as in `bfloat16`."""
+    tokens: int
+    """Of a step, all ranks together."""
+    model_flop: int
+    """Of a step, all ranks together: see `model_flop`."""
+    world_size: int
+    """Processes of the training."""
+    device_flop_per_s: float | None = None
+    """Dense, in bf16, of one device; None where the table does not have it, or the model is in another type."""
+
+    def find_utilization(self, seconds: float) -> float | None:
+        """Return the part of the devices' rate that the model's own operations come to, or None."""
+        if self.device_flop_per_s is None:
+            return None
+        return self.model_flop / seconds / (self.device_flop_per_s * self.world_size)
+
+
+HEADINGS = (
+    "setting",
+    "step ms (p20 p80)",
+    "over nothing",
+    "peak",
+    "reserved",
+    "host",
+    "to host a step",
+    "tokens/s",
+    "MFU",
+)
+"""Of the table of times."""
+
+
+def list_rows(summaries: Sequence[Summary], workload: Workload) -> list[tuple[str, ...]]:
+    """Return the cells of each setting, under `HEADINGS`; one that failed has its reason in the second cell."""
+    return [_list_cells(summary, workload) for summary in summaries]
+
+
+def build_times_table(summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings) -> Table:
+    """Return the table of step times and memory."""
+    table = Table(
+        title=name_run(workload, surroundings),
+        caption=name_versions(surroundings),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
+    failed = []
+    for summary, cells in zip(summaries, list_rows(summaries, workload), strict=True):
+        if summary.worst is None:
+            failed.append(f"{cells[0]}: {summary.failure}")
+        else:
+            table.add_row(*cells)
+    table.caption = "\n".join((name_versions(surroundings), *failed))
+    return table
+
+
+def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int]) -> Table:
+    """Return for each budget the fastest setting of each system whose peak is within it."""
+    systems = [system for system in LINES if any(one.setting.system is system for one in summaries)]
+    table = Table(title="fastest within each budget: step time over nothing, and the setting", title_justify="left")
+    table.add_column("peak at most", justify="right")
+    for system in systems:
+        table.add_column(LINES[system][0])
+    for budget_bytes in sorted(budgets_bytes, reverse=True):
+        cells = []
+        for system in systems:
+            fastest = find_fastest(summaries, system=system, budget_bytes=budget_bytes)
+            cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}")
+        table.add_row(format_bytes(budget_bytes), *cells)
+    return table
+
+
+def format_markdown(summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings) -> str:
+    """Return the table of times for a page of results."""
+    lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
+    for cells in list_rows(summaries, workload):
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join((name_run(workload, surroundings), "", *lines, "", name_versions(surroundings), ""))
+
+
+def format_csv(outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload) -> str:
+    """Return one row for each setting and repeat, in the order in which they ran."""
+    text = io.StringIO()
+    columns = [*_COLUMNS, *(field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds"), "failure"]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for index, outcome in enumerate(outcomes):
+        row: dict[str, Any] = {
+            "setting": outcome.setting.name,
+            "process": processes[outcome.session].value,
+            "session": outcome.session,
+            "repeat": outcome.repeat,
+            "over_nothing": _round(find_ratio(outcomes, index)),
+            "failure": outcome.failure,
+        }
+        if outcome.measurement is not None:
+            row |= _list_numbers(outcome.measurement, workload)
+        writer.writerow(row)
+    return text.getvalue()
+
+
+def format_json(
+    outcomes: Sequence[Outcome],
+    processes: Sequence[ProcessKind],
+    workload: Workload,
+    surroundings: Surroundings | None,
+    about: Mapping[str, Any],
+) -> str:
+    """Return everything that is known of a benchmark, the time of each step included.
+
+    Args:
+        outcomes: In the order in which they ran.
+        processes: By session.
+        workload: What was trained.
+        surroundings: What it ran on; None before a process has said so.
+        about: Date, command and whatever else.
+    """
+    document = {
+        **about,
+        "surroundings": None if surroundings is None else dataclasses.asdict(surroundings),
+        "workload": dataclasses.asdict(workload),
+        "runs": [
+            {
+                "setting": outcome.setting.name,
+                # Those of a budget are in the plan that was made for it.
+                "flags": None if outcome.setting.system is System.BUDGET else list(outcome.setting.list_flags()),
+                "process": processes[outcome.session].value,
+                "session": outcome.session,
+                "repeat": outcome.repeat,
+                "measurement": None if outcome.measurement is None else dataclasses.asdict(outcome.measurement),
+                "failure": outcome.failure or None,
+            }
+            for outcome in outcomes
+        ],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BitsRow:
+    """Whether one setting computed what `nothing` did."""
+
+    setting: Setting
+    session: int
+    """The process that it ran in."""
+    differences: tuple[str, ...] = ()
+    """Where losses and gradients first differ; empty where all are equal."""
+    failure: str = ""
+    """Why there was nothing to compare."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all losses and all gradients of all steps are equal to the bit."""
+        return not self.differences and not self.failure
+
+
+def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
+    """Return a row for each outcome but the first `nothing` of each process, with which the others are compared.
+
+    A second `nothing` shows whether the training reproduces itself: where it does not, the others say nothing.
+    """
+    references: dict[int, Outcome] = {}
+    rows = []
+    for outcome in outcomes:
+        reference = references.get(outcome.session)
+        if reference is None and outcome.setting == NOTHING:
+            references[outcome.session] = outcome
+            if not outcome.failure:
+                continue
+        failure = outcome.failure or ("" if reference is not None and reference.bits else "nothing to compare with")
+        differences = () if failure or reference is None else tuple(_describe_differences(reference, outcome))
+        rows.append(BitsRow(setting=outcome.setting, session=outcome.session, differences=differences, failure=failure))
+    return rows
+
+
+def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> Table:
+    """Return the table of a comparison of bits."""
+    table = Table(
+        title=f"{name_run(workload, surroundings)}: losses and gradients, to the bit",
+        caption=name_versions(surroundings),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("setting", "equal to nothing", "where not"):
+        table.add_column(heading)
+    for row in rows:
+        name = f"{row.setting.name}, again" if row.setting == NOTHING else row.setting.name
+        answer = "[green]yes" if row.is_equal else "[yellow]not run" if row.failure else "[red]no"
+        table.add_row(name, answer, row.failure or "; ".join(row.differences))
+    return table
+
+
+def name_run(workload: Workload, surroundings: Surroundings) -> str:
+    """Return one line: the model and where it ran."""
+    device = surroundings.device if workload.world_size == 1 else f"{workload.world_size} x {surroundings.device}"
+    layers = "1 layer" if workload.layers == 1 else f"{workload.layers} layers"
+    return f"{workload.arguments_file}: {layers} on {device}"
+
+
+def name_versions(surroundings: Surroundings) -> str:
+    """Return one line: what the run depends on."""
+    driver = f", driver {surroundings.driver}" if surroundings.driver else ""
+    return ", ".join(f"{name} {version}" for name, version in surroundings.packages.items()) + driver
+
+
+_COLUMNS = (
+    "setting",
+    "process",
+    "session",
+    "repeat",
+    "steps",
+    "step_p20_s",
+    "step_p50_s",
+    "step_p80_s",
+    "over_nothing",
+    "tokens_per_s",
+    "model_flop_utilization",
+)
+
+
+def _list_cells(summary: Summary, workload: Workload) -> tuple[str, ...]:
+    process = f" ({summary.process.value})" if summary.setting == NOTHING and summary.process is not ProcessKind.MAIN else ""
+    name = f"{summary.setting.name}{process}"
+    worst, seconds = summary.worst, summary.seconds
+    if worst is None or seconds is None:
+        return name, f"not measured: {summary.failure}", *(ABSENT for _ in HEADINGS[2:])
+    low, middle, high = (f"{1e3 * one:.1f}" for one in find_quantiles(summary.step_seconds))
+    utilization = workload.find_utilization(seconds)
+    return (
+        name,
+        f"{middle} ({low} {high})",
+        _format_ratio(summary),
+        *(
+            ABSENT if size_bytes is None else format_bytes(size_bytes)
+            for size_bytes in (summary.peak_bytes, worst.peak_reserved_bytes, worst.host_bytes, worst.d2h_bytes)
+        ),
+        f"{workload.tokens / seconds:.0f}",
+        ABSENT if utilization is None else f"{utilization:.1%}",
+    )
+
+
+def _format_ratio(summary: Summary) -> str:
+    if summary.ratio is None:
+        return ABSENT
+    if summary.setting == NOTHING:
+        return f"{summary.ratio:.3f}"
+    interval = summary.find_interval()
+    if interval is not None:
+        return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
+    # Of two repeats each is shown: a machine that drifts makes them differ.
+    return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
+
+
+def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any]:
+    low, middle, high = find_quantiles(measurement.step_seconds)
+    numbers = {field.name: getattr(measurement, field.name) for field in dataclasses.fields(measurement)}
+    del numbers["step_seconds"]
+    return numbers | {
+        "steps": len(measurement.step_seconds),
+        "step_p20_s": _round(low),
+        "step_p50_s": _round(middle),
+        "step_p80_s": _round(high),
+        "tokens_per_s": round(workload.tokens / middle, 1),
+        "model_flop_utilization": _round(workload.find_utilization(middle)),
+    }
+
+
+def _round(value: float | None) -> float | None:
+    # A microsecond of a step, and a hundredth of a percent of a ratio, is below anything that repeats.
+    return None if value is None else round(value, 6)
+
+
+def _describe_differences(reference: Outcome, outcome: Outcome) -> Iterable[str]:
+    found: tuple[tuple[str, Difference | None], ...] = (
+        ("losses", find_loss_difference(reference.bits, outcome.bits)),
+        ("gradients", find_gradient_difference(reference.bits, outcome.bits)),
+    )
+    for what, difference in found:
+        if difference is not None:
+            yield f"{what} from step {difference.step}, {difference.what}"

@@ -1,0 +1,107 @@
+"""A whole benchmark: settings in turn, kind of process by kind of process, and files that are up to date after each of them."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fgoffload.benchmark.job import Ended, Job, Message, Purpose, Ready, Run
+from fgoffload.benchmark.measurement import Outcome, Summary, summarize
+from fgoffload.benchmark.processes import run_sessions
+from fgoffload.benchmark.report import Workload, format_csv, format_json
+from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting
+from fgoffload.benchmark.surroundings import Surroundings, find_hardware
+
+CSV_NAME, JSON_NAME, MARKDOWN_NAME, PICTURE_NAME = "results.csv", "run.json", "results.md", "frontier.png"
+"""Of the files in a benchmark's folder."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Results:
+    """What is known of a benchmark so far."""
+
+    workload: Workload
+    """What is trained."""
+    about: Mapping[str, Any]
+    """Date, command and whatever else stands in the JSON file."""
+    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    """In the order in which they ran."""
+    processes: list[ProcessKind] = dataclasses.field(default_factory=list)
+    """By session."""
+    surroundings: Surroundings | None = None
+    """What it runs on; None until a process has said so."""
+
+    def add(self, outcome: Outcome, process: ProcessKind) -> None:
+        """Take note of what came of a run."""
+        while len(self.processes) <= outcome.session:
+            self.processes.append(process)
+        self.outcomes.append(outcome)
+
+    def meet(self, surroundings: Surroundings) -> None:
+        """Take note of what the benchmark runs on."""
+        self.surroundings = surroundings
+        hardware = find_hardware(surroundings.device)
+        rate = hardware.bf16_flop_per_s if hardware is not None and self.workload.dtype == "bfloat16" else None
+        self.workload = dataclasses.replace(self.workload, device_flop_per_s=rate)
+
+    def summarize(self) -> tuple[Summary, ...]:
+        """Return one summary for each setting and kind of process."""
+        return summarize(self.outcomes, self.processes)
+
+    def write(self, folder: Path) -> None:
+        """Write the files that hold what was measured."""
+        rows = format_csv(self.outcomes, self.processes, self.workload)
+        document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, self.about)
+        for name, text in ((CSV_NAME, rows), (JSON_NAME, document)):
+            # Never half a file, also where the machine goes away while it is written.
+            partial = folder / f".{name}"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / name)
+
+
+def list_runs(settings: Iterable[Setting], kind: ProcessKind, *, purpose: Purpose, repeats: int) -> tuple[Run, ...]:
+    """Return what processes of one kind run, in order; nothing where none of the settings is theirs.
+
+    The whole list comes again in each repeat, so that drifts of the machine show, and `nothing` begins each of them. Where bits
+    are compared there is one repeat, and `nothing` comes twice.
+    """
+    own = [setting for setting in settings if setting.process is kind and setting != NOTHING]
+    if not own and kind is not ProcessKind.MAIN:
+        return ()
+    if purpose is Purpose.BITS:
+        return tuple(Run(setting=setting, repeat=0) for setting in (NOTHING, NOTHING, *own))
+    return tuple(Run(setting=setting, repeat=repeat) for repeat in range(repeats) for setting in (NOTHING, *own))
+
+
+def collect_results(
+    results: Results,
+    job: Job,
+    settings: Sequence[Setting],
+    *,
+    repeats: int,
+    folder: Path,
+    on_message: Callable[[Message], None],
+) -> None:
+    """Run all settings, and let `results` and its files have what came of each as soon as it is known.
+
+    Args:
+        results: Filled.
+        job: What is measured.
+        settings: `nothing` needs not be among them.
+        repeats: Of the whole list.
+        folder: For the files, and the logs of the processes.
+        on_message: Called with what rank 0 of each session says.
+    """
+
+    def hear(message: Message) -> None:
+        if isinstance(message, Ready):
+            results.meet(message.surroundings)
+        if not isinstance(message, Ended):
+            on_message(message)
+
+    for kind in ProcessKind:
+        runs = list_runs(settings, kind, purpose=job.purpose, repeats=repeats)
+        first = len(results.processes)
+        for outcome in run_sessions(job, runs, kind=kind, first_session=first, log_folder=folder, on_message=hear):
+            results.add(outcome, kind)
+            results.write(folder)

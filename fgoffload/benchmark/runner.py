@@ -1,0 +1,223 @@
+"""Runs one setting and measures it, on each rank. Loads torch: only the processes of a benchmark import this.
+
+[Note: What every setting has alike]
+Model, seed, tokens and kernels are the same, and so is what Python's garbage collector does: it collects before each step, off
+the clock, and not inside of one, since a collection takes as long as a layer and comes when objects have been counted. What was
+there before the first step is not looked at again. Between settings the model is gone and the allocators are empty.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import re
+import statistics
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fgoffload.benchmark.job import Job, Run
+from fgoffload.benchmark.loading import parse_setting_arguments
+from fgoffload.benchmark.measurement import Measurement, merge_ranks
+from fgoffload.benchmark.planning import plan_for_budget
+from fgoffload.benchmark.settings import NOTHING, Setting, System
+from fgoffload.benchmark.steps import StepRecord, merge_steps
+from fgoffload.benchmark.surroundings import find_hardware
+from fgoffload.engine import ActivationLedger
+from fgoffload.integrations.megatron import parallel
+from fgoffload.integrations.megatron.arguments import TrainingArguments
+from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
+from fgoffload.integrations.megatron.data import RandomTokens
+from fgoffload.integrations.megatron.training import StepResult, Trainer
+from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
+
+OnStep = Callable[[float], None]
+"""Called with the mean loss of each step."""
+
+_SEEN_BY_LEDGER = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
+"""The others put saved-tensor hooks of their own below the ledger's, which then sees nothing."""
+
+
+class Runner:
+    """Measures settings of one job in this process, which has joined the others.
+
+    Args:
+        job: What is measured.
+        on_step: Called after each step.
+    """
+
+    def __init__(self, job: Job, on_step: OnStep) -> None:
+        self._job = job
+        self._on_step = on_step
+        vocab_size = parse_setting_arguments(job, NOTHING, world_size=job.world_size).vocab_size
+        self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
+
+    def measure_times(self, run: Run) -> Measurement:
+        """Return step times and memory of a setting, of all ranks together."""
+        arguments = self._parse(run.setting)
+        with self._train(run.setting, arguments, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+            for _ in range(self._job.warmup):
+                self._run_step(trainer)
+            reset_peaks()
+            resident_bytes = None if needs_cpu_support() else torch.cuda.memory_allocated()
+            seconds = tuple(self._run_step(trainer).seconds for _ in range(self._job.steps))
+            measurement = _read_measurement(trainer, seconds, resident_bytes)
+            if needs_cpu_support() and run.setting.system in _SEEN_BY_LEDGER:
+                measurement = _add_activation_peak(measurement, trainer)
+            if self._job.trace_folder is not None and run.repeat == 0:
+                _write_trace(trainer, self._job.trace_folder / f"trace_{make_file_name(run.setting.name)}.json.gz")
+        return merge_ranks(_gather(measurement))
+
+    def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
+        """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
+        with self._train(run.setting, self._parse(run.setting), Kernels.DETERMINISTIC, Update.NONE) as trainer:
+            steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps)]
+        records = [
+            StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
+        ]
+        return tuple(merge_steps(ranks) for ranks in zip(*_gather(records), strict=True))
+
+    def _parse(self, setting: Setting) -> TrainingArguments:
+        if setting.budget_bytes is None:
+            return self._parse_flags(setting)
+        base = self._parse_flags(NOTHING)
+        plan = plan_for_budget(base, find_hardware(name_device()), budget_bytes=setting.budget_bytes)
+        # One file a rank: all write the same, and none reads what another is writing.
+        rank = torch.distributed.get_rank()
+        folder = self._job.plan_folder
+        path = folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
+        path.write_text(plan.to_json(), encoding="utf-8")
+        return self._parse_flags(setting.with_plan(path))
+
+    def _parse_flags(self, setting: Setting) -> TrainingArguments:
+        return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
+
+    @contextlib.contextmanager
+    def _train(self, setting: Setting, arguments: TrainingArguments, kernels: Kernels, update: Update) -> Iterator[Trainer]:
+        """Hold the trainer of a setting, and leave nothing of it."""
+        empty_caches()
+        engine = Engine.MEGATRON if setting.system is System.MEGATRON else Engine.OURS
+        policy = TrainingPolicy(kernels=kernels, update=update, engine=engine)
+        with contextlib.closing(Trainer(arguments, self._tokens, offload=arguments.offload, policy=policy)) as trainer:
+            if setting.system is System.SAVE_ON_CPU:
+                save_on_cpu(trainer.chunks)
+            yield trainer
+        empty_caches()
+
+    def _run_step(self, trainer: Trainer, *, with_digests: bool = False) -> StepResult:
+        gc.collect()
+        if torch.distributed.get_world_size() > 1:
+            # A stage that begins before the others would count how long it waits for them.
+            torch.distributed.barrier()
+        result = trainer.run_step(with_digests=with_digests)
+        self._on_step(statistics.fmean(result.losses) if result.losses else float("nan"))
+        return result
+
+
+def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let the forward of each model chunk save in host memory, as PyTorch's documentation shows it."""
+    for chunk in chunks:
+        original = chunk.forward
+
+        def forward(self: torch.nn.Module, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return original(*args, **kwargs)
+
+        chunk.forward = types.MethodType(forward, chunk)
+
+
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Keep the garbage collector out of what runs inside. See [Note: What every setting has alike]."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def empty_caches() -> None:
+    """Give back what the allocators hold for later, of device and host, so that the next setting begins like the first."""
+    gc.collect()
+    if not needs_cpu_support():
+        torch.cuda.empty_cache()
+        # Page-locked memory: no public name, and none at all in some versions.
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # noqa: SLF001
+
+
+def reset_peaks() -> None:
+    """Let the allocators' peaks begin here."""
+    if not needs_cpu_support():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def name_device() -> str:
+    """Return what torch calls the device of this process."""
+    return "CPU" if needs_cpu_support() else torch.cuda.get_device_name()
+
+
+def make_file_name(name: str) -> str:
+    """Return the name of a setting as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "_", name)
+
+
+def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_bytes: int | None) -> Measurement:
+    stats = None if trainer.integration is None else trainer.integration.last_step
+    memory: dict[str, int | None] = {}
+    if not needs_cpu_support():
+        memory = {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "resident_bytes": resident_bytes,
+            "host_bytes": _count_torch_host_bytes(),
+        }
+    if stats is not None:
+        memory |= {
+            "host_bytes": (memory.get("host_bytes") or 0) + stats.host_reserved_bytes,
+            "d2h_bytes": stats.d2h_bytes,
+            "prefetch_misses": stats.prefetch_misses,
+            "window_waits": stats.window_waits,
+        }
+    return Measurement(step_seconds=seconds, **memory)
+
+
+def _count_torch_host_bytes() -> int:
+    """Return the page-locked bytes that torch's allocator has: everybody's but our engine's, which has an arena of its own."""
+    # Emptied before each setting, so that what it holds now is what the setting took; blocks are powers of two.
+    stats = torch.cuda.host_memory_stats()
+    return int(max(stats.get("allocated_bytes.current", 0), stats.get("reserved_bytes.current", 0)))
+
+
+def _add_activation_peak(measurement: Measurement, trainer: Trainer) -> Measurement:
+    """Return `measurement` with the activation bytes of one more step, which counting slows."""
+    ledger = ActivationLedger(parameters=trainer.parameters())
+    with trainer.observe(ledger):
+        trainer.run_step(with_digests=False)
+    return dataclasses.replace(measurement, activation_peak_bytes=ledger.peak_bytes)
+
+
+def _write_trace(trainer: Trainer, path: Path) -> None:
+    """Run one more step and write its trace: of rank 0, while all ranks run it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if not needs_cpu_support():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    if torch.distributed.get_rank() != 0:
+        trainer.run_step(with_digests=False)
+        return
+    with torch.profiler.profile(activities=activities) as profiler:
+        trainer.run_step(with_digests=False)
+    profiler.export_chrome_trace(str(path))
+
+
+def _gather(own: Any) -> list[Any]:
+    """Return what every rank has, on every rank."""
+    if torch.distributed.get_world_size() == 1:
+        return [own]
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own)
+    return found

@@ -1,0 +1,284 @@
+"""What a benchmark measures: names that users type, and the Megatron flags behind them.
+
+    nothing
+    recompute:full                      recompute:layernorm+moe_act
+    megatron:core_attn+attn_proj        megatron:expert_fc1/layernorm+moe_act     megatron:expert_fc1@0.5
+    ours:expert_fc1                     ours:layer_input/full
+    te-layers:3                         save_on_cpu
+    plan:plan.json                      budget:18.9GiB
+
+After a colon comes what is offloaded, after @ the part of it (`--activation-offload-fraction`), after / what is recomputed.
+"""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.units import format_bytes, parse_bytes
+
+FULL = "full"
+"""Stands for full recompute where names of recompute modules may stand."""
+
+_FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+_SWITCH = "--fine-grained-activation-offloading"
+_OFF = "--no-fine-grained-activation-offloading"
+
+
+class System(enum.Enum):
+    """Who gives memory back, and how; a line of the picture each."""
+
+    NOTHING = "nothing"  # everything stays on the device
+    RECOMPUTE = "recompute"  # Megatron-Core's own, full or of modules
+    MEGATRON = "megatron"  # Megatron-Core's own offload engine
+    LAYERS = "te-layers"  # Transformer Engine's offload of whole layers
+    SAVE_ON_CPU = "save_on_cpu"  # PyTorch's own, of all saved tensors
+    OURS = "ours"  # this package, by modules
+    PLAN = "plan"  # this package, by a plan file
+    BUDGET = "budget"  # this package, by what the planner says for a memory budget
+
+
+class ProcessKind(enum.Enum):
+    """Settings that can share a process: libraries read some switches once, at import."""
+
+    MAIN = "main"  # everything but the next two
+    MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine wants
+    LAYERS = "te-layers"  # Transformer Engine's offload keeps state for the whole process
+
+    @property
+    def environment(self) -> Mapping[str, str | None]:
+        """The environment variables that such a process sets before anything heavy is imported; None removes one."""
+        return {"NVTE_CPU_OFFLOAD_V1": "1" if self is ProcessKind.MEGATRON else None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row of the benchmark."""
+
+    system: System
+    """Who gives memory back."""
+    modules: tuple[str, ...] = ()
+    """Tags that are offloaded, for `megatron` and `ours`."""
+    fraction: float = 1.0
+    """From 0 to 1: the part of the modules' sites that is offloaded."""
+    recompute: tuple[str, ...] = ()
+    """Megatron's recompute modules, or `full` alone."""
+    layers: int | None = None
+    """Layers that Transformer Engine offloads."""
+    plan: Path | None = None
+    """The plan file of `plan`."""
+    budget_bytes: int | None = None
+    """The device bytes of `budget`."""
+
+    @property
+    def name(self) -> str:
+        """As users type it, but for the folder of a plan file."""
+        recomputed = "+".join(self.recompute)
+        what = {
+            System.RECOMPUTE: recomputed,
+            System.MEGATRON: "+".join(self.modules),
+            System.OURS: "+".join(self.modules),
+            System.LAYERS: str(self.layers),
+            System.PLAN: "" if self.plan is None else self.plan.stem,
+            System.BUDGET: "" if self.budget_bytes is None else format_bytes(self.budget_bytes).replace(" ", ""),
+        }.get(self.system, "")
+        name = f"{self.system.value}:{what}" if what else self.system.value
+        if self.fraction != 1.0:
+            name += f"@{self.fraction:g}"
+        return f"{name}/{recomputed}" if recomputed and self.system is not System.RECOMPUTE else name
+
+    @property
+    def process(self) -> ProcessKind:
+        """The kind of process that it runs in."""
+        own = {System.MEGATRON: ProcessKind.MEGATRON, System.LAYERS: ProcessKind.LAYERS}
+        return own.get(self.system, ProcessKind.MAIN)
+
+    def list_flags(self) -> tuple[str, ...]:
+        """Return the Megatron flags that this setting adds to those of the argument file.
+
+        Those of `budget` are not known before its plan is: see `with_plan`.
+        """
+        return (*self._list_offload_flags(), *self._list_recompute_flags())
+
+    def with_plan(self, plan: Path) -> "Setting":
+        """Return the setting that does what `plan` says, under the name of this one."""
+        return dataclasses.replace(self, plan=plan)
+
+    def _list_offload_flags(self) -> Iterator[str]:
+        if self.system is System.LAYERS:
+            yield from (_OFF, "--cpu-offloading", "--cpu-offloading-num-layers", str(self.layers))
+        elif self.system in (System.MEGATRON, System.OURS):
+            yield from (_SWITCH, "--offload-modules", *self.modules, "--activation-offload-fraction", str(self.fraction))
+        elif self.plan is not None:
+            # The modules are those of the plan, and not those that the argument file names.
+            yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
+        else:
+            yield _OFF
+
+    def _list_recompute_flags(self) -> Iterator[str]:
+        if self.recompute == (FULL,):
+            yield from _FULL_RECOMPUTE
+        elif self.recompute:
+            yield from ("--recompute-granularity", "selective", "--recompute-modules", *self.recompute)
+
+
+NOTHING = Setting(system=System.NOTHING)
+"""What everything is compared with."""
+
+_NAME = re.compile(r"(?P<system>[\w-]+)(?::(?P<what>[^@/]+))?(?:@(?P<fraction>[^/]+))?(?:/(?P<recompute>.+))?")
+
+
+def parse_setting(text: str) -> Setting:
+    """Return the setting that `text` names.
+
+    Raises:
+        ConfigError: It names none, with what is wrong and an example.
+    """
+    if text.startswith(f"{System.PLAN.value}:"):
+        # A path may hold any of the signs that mean something elsewhere.
+        return Setting(system=System.PLAN, plan=Path(text.partition(":")[2]))
+    match = _NAME.fullmatch(text)
+    system = next((one for one in System if match and one.value == match["system"]), None)
+    if match is None or system is None:
+        raise ConfigError(
+            f"--settings {text!r} is no setting. Give one that begins with {', '.join(one.value for one in System)}, "
+            "as in ours:core_attn+attn_proj."
+        )
+    what, fraction = match["what"] or "", match["fraction"]
+    _check_parts(text, system, what, has_fraction=fraction is not None, has_recompute=match["recompute"] is not None)
+    recompute = tuple((match["recompute"] or "").split("+")) if match["recompute"] else ()
+    if system is System.RECOMPUTE:
+        recompute = tuple(what.split("+"))
+    return Setting(
+        system=system,
+        modules=tuple(what.split("+")) if system in (System.MEGATRON, System.OURS) else (),
+        fraction=_read_fraction(text, fraction),
+        recompute=recompute,
+        layers=_read_layers(text, what) if system is System.LAYERS else None,
+        budget_bytes=parse_bytes(what, name="--budgets") if system is System.BUDGET else None,
+    )
+
+
+def list_default_settings(
+    transformer: Mapping[str, Any], *, plans: Sequence[Path] = (), budgets_bytes: Sequence[int] = ()
+) -> tuple[Setting, ...]:
+    """Return the settings that say something about a model, `nothing` first.
+
+    Args:
+        transformer: The fields of Megatron's config that were given.
+        plans: Plan files.
+        budgets_bytes: Device bytes to plan for.
+    """
+    recomputes, modules = _list_recomputes(transformer), tuple(_list_module_sets(transformer))
+    found = [NOTHING, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
+    found.append(Setting(system=System.OURS, modules=("layer_input",), recompute=(FULL,)))
+    found += [Setting(system=System.PLAN, plan=path) for path in plans]
+    found += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in budgets_bytes]
+    found += [Setting(system=System.OURS, modules=one, recompute=also) for one, also in modules]
+    found.append(Setting(system=System.SAVE_ON_CPU))
+    if transformer.get("transformer_impl") == "transformer_engine":
+        found += [Setting(system=System.MEGATRON, modules=one, recompute=also) for one, also in modules]
+        if transformer.get("pipeline_model_parallel_size", 1) == 1:
+            layers = transformer["num_layers"]
+            counts = sorted({max(1, layers // 3), max(1, 2 * layers // 3)} - {layers})
+            found += [Setting(system=System.LAYERS, layers=count) for count in counts]
+    return tuple(found)
+
+
+def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[Setting, ...]:
+    """Return the settings that `words` name, each once, with `nothing` first.
+
+    Args:
+        words: Names of settings; the name of a system takes the default ones of it.
+        defaults: Those of the model.
+
+    Raises:
+        ConfigError: A word names none.
+    """
+    systems = {one.value: one for one in System}
+    chosen = [NOTHING]
+    for word in words:
+        own = [setting for setting in defaults if setting.system is systems.get(word)]
+        chosen += own or [parse_setting(word)]
+    return tuple(dict.fromkeys(chosen))
+
+
+def check_names(settings: Iterable[Setting]) -> None:
+    """Check that no two settings go by one name, as two plan files in different folders do.
+
+    Raises:
+        ConfigError: Two do.
+    """
+    seen: set[str] = set()
+    for setting in settings:
+        if setting.name in seen:
+            raise ConfigError(f"two settings are called {setting.name}. Give their plan files different names.")
+        seen.add(setting.name)
+
+
+def _list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    yield (FULL,)
+    is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
+    norms = ("layernorm",) if has_experts or is_latent else ()  # else they are fused into the linears behind them
+    # The experts' activation is a module of its own in the grouped experts alone.
+    activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
+    latent = ("mla_up_proj",) if is_latent else ()
+    yield from ((one,) for one in (*norms, *activations))
+    if norms and activations:
+        yield (*norms, *activations)
+    yield ("core_attn",)
+    if latent:
+        yield latent
+        yield (*latent, *norms, *activations)
+
+
+def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield sets of modules that Megatron-Core's engine has too, each with what is recomputed beside it."""
+    attention = ("core_attn", "attn_proj")
+    if not transformer.get("num_moe_experts"):
+        yield from ((attention, ()), (("qkv_linear", *attention), ()))
+        return
+    sets: tuple[tuple[str, ...], ...] = (("expert_fc1",), attention, (*attention, "expert_fc1"))
+    yield from ((one, ()) for one in (*sets, ("qkv_linear", *attention, "mlp_norm", "expert_fc1", "moe_act")))
+    if transformer.get("moe_grouped_gemm"):
+        yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
+
+
+def _check_parts(text: str, system: System, what: str, *, has_fraction: bool, has_recompute: bool) -> None:
+    needs = {
+        System.RECOMPUTE: "what runs again, as in recompute:full",
+        System.MEGATRON: "modules, as in megatron:core_attn+attn_proj",
+        System.OURS: "modules, as in ours:core_attn+attn_proj",
+        System.LAYERS: "a number of layers, as in te-layers:3",
+        System.BUDGET: "a size, as in budget:18.9GiB",
+    }
+    if system in needs and not what:
+        raise ConfigError(f"--settings {text!r} lacks {needs[system]}. Add it.")
+    if system in (System.NOTHING, System.SAVE_ON_CPU) and what:
+        raise ConfigError(f"--settings {text!r}: nothing can stand behind {system.value}. Give it alone.")
+    if (has_fraction or has_recompute) and system not in (System.MEGATRON, System.OURS):
+        raise ConfigError(
+            f"--settings {text!r}: a part (@) and recompute (/) go with modules. Give them with megatron or ours."
+        )
+    if system is System.OURS:
+        OffloadConfig(offload_modules=tuple(what.split("+")))  # checks the tags
+
+
+def _read_fraction(text: str, fraction: str | None) -> float:
+    try:
+        value = 1.0 if fraction is None else float(fraction)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise ConfigError(f"--settings {text!r}: {fraction!r} is no part. Give a number above 0 and up to 1, as in @0.5.")
+    return value
+
+
+def _read_layers(text: str, what: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", what):
+        raise ConfigError(f"--settings {text!r}: {what!r} is no number of layers. Give a whole number from 1.")
+    return int(what)

@@ -1,0 +1,103 @@
+"""One process of a benchmark: measures what its task lists, and says so through a pipe.
+
+Nothing heavy may be imported before `run_worker` has set the environment: libraries read their switches at import.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Purpose, Ready, Run, Stepped, Task
+from fgoffload.errors import OffloadError
+
+if TYPE_CHECKING:
+    from fgoffload.benchmark.runner import Runner
+
+LONGEST_REASON = 300
+"""Characters of an error that a table has room for; the log has all of it."""
+
+
+def run_worker(task: Task, connection: Connection) -> None:
+    """Do what `task` says and end the process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the business of the process that shows results
+    _redirect_output(task)
+    _set_environment(task.environment)
+    try:
+        _run_task(task, connection)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the one who waits is told
+        traceback.print_exc()
+        _end(connection, Crashed(describe_error(error)), exit_code=1)
+    _end(connection, Finished(), exit_code=0)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return `error` in one line for a row of a table."""
+    text = " ".join(str(error).split())
+    described = text if isinstance(error, OffloadError) else f"{type(error).__name__}: {text}".rstrip(": ")
+    return described if len(described) <= LONGEST_REASON else f"{described[:LONGEST_REASON]}..."
+
+
+def _run_task(task: Task, connection: Connection) -> None:
+    # Here, since it loads torch and, behind it, Megatron-Core and Transformer Engine.
+    from fgoffload.benchmark.loading import load_arguments
+    from fgoffload.benchmark.runner import Runner, name_device
+    from fgoffload.benchmark.surroundings import find_surroundings
+    from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, join_processes
+
+    job = task.job
+    if job.world_size > 1:
+        join_processes(rank=task.rank, world_size=job.world_size, local_rank=task.rank, store=task.store)
+    initialize_parallel(load_arguments(job, world_size=job.world_size))
+    connection.send(Ready(find_surroundings(device=name_device())))
+    runner = Runner(job, on_step=lambda loss: connection.send(Stepped(loss)))
+    for run in task.runs:
+        connection.send(Began(run))
+        connection.send(_measure(job.purpose, runner, run, is_alone=job.world_size == 1))
+    with contextlib.suppress(Exception):  # all that was measured is known by now
+        destroy_parallel()
+
+
+def _measure(purpose: Purpose, runner: "Runner", run: Run, *, is_alone: bool) -> Ended:
+    try:
+        if purpose is Purpose.BITS:
+            return Ended(run, bits=runner.record_bits(run))
+        return Ended(run, measurement=runner.measure_times(run))
+    except OffloadError as error:
+        # A refusal leaves the process as it was; but another rank may wait for this one now.
+        if not is_alone:
+            raise
+        traceback.print_exc()
+        return Ended(run, failure=describe_error(error))
+
+
+def _redirect_output(task: Task) -> None:
+    """Let everything that this process prints go to its log, what libraries write from C included."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+
+
+def _set_environment(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _end(connection: Connection, message: Crashed | Finished, *, exit_code: int) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        connection.send(message)
+        connection.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: taking torch down may wait for another rank for ever.
+    os._exit(exit_code)

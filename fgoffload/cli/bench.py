@@ -1,0 +1,282 @@
+"""`fgoffload bench`: step time and memory of settings in turn, of this package beside what users would pick instead."""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fgoffload.benchmark.settings import (
+    Setting,
+    System,
+    check_names,
+    choose_settings,
+    list_default_settings,
+    parse_setting,
+)
+from fgoffload.cli.launch import find_launch
+from fgoffload.cli.options import check_argument_file, read_count
+from fgoffload.errors import ConfigError
+from fgoffload.plan import OffloadPlan
+from fgoffload.units import parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fgoffload.benchmark.job import Job
+    from fgoffload.benchmark.results import Results
+    from fgoffload.benchmark.surroundings import Surroundings
+    from fgoffload.cli.progress import TrainingProgress
+
+NAME = "bench"
+SUMMARY = "measure step time and memory of settings side by side"
+DESCRIPTION = (
+    "Trains the model of a Megatron argument file for a few steps in each of many settings, one after the other, and shows "
+    "step time and memory side by side: nothing, recompute, the offload of Megatron-Core, Transformer Engine and PyTorch, ours."
+)
+USAGE = (
+    "fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...] [--budgets SIZE ...] [--steps N] [--warmup N] "
+    "[--repeats N] [--check-bits] [--trace] [--out FOLDER] [MEGATRON FLAGS]"
+)
+EXAMPLE = "fgoffload bench arguments/tiny_moe.sh"
+EXAMPLE_VALUES: Mapping[str, str] = {
+    "--settings": "recompute:full ours:core_attn+attn_proj",
+    "--plans": "plan.json",
+    "--budgets": "18.9GiB",
+    "--warmup": "3",
+    "--repeats": "2",
+    "--out": "bench_w2_moe",
+}
+RUNS_A_SCRIPT = False
+EXIT_MEASURED, EXIT_DIFFERENT = 0, 1
+
+STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
+"""What is taken where no option says so; `BIT_STEPS` for `--steps` with `--check-bits`."""
+
+WIDTH = 170
+"""Characters of a table that goes to no terminal: enough for its rows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of `fgoffload bench`, checked."""
+
+    arguments_file: Path
+    megatron_flags: tuple[str, ...]
+    """As typed after ours; they come after the file's, so they win."""
+    settings: tuple[str, ...]
+    """As typed; empty takes those that say something about the model."""
+    plans: tuple[Path, ...]
+    budgets_bytes: tuple[int, ...]
+    steps: int
+    warmup: int
+    repeats: int
+    compares_bits: bool
+    has_optimizer: bool
+    writes_traces: bool
+    folder: Path
+    """Made when all else is checked."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to `parser`."""
+    add = parser.add_argument
+    # nargs="?" so that its absence is reported by us, with what to do.
+    add("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file, as in arguments/")
+    add("--settings", metavar="NAME", nargs="+", help="settings, or systems for all of theirs (default: what suits the model)")
+    add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
+    add("--budgets", metavar="SIZE", nargs="+", help="device memory to plan for, and to find the fastest of each system within")
+    add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
+    add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP})")
+    add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
+    add("--check-bits", action="store_true", help="compare losses and gradients instead, with deterministic kernels")
+    add("--optimizer", action=argparse.BooleanOptionalAction, default=False, help="update the parameters too (default: no)")
+    add("--trace", action="store_true", help="write a Chrome trace of one step of each setting")
+    add("--out", metavar="FOLDER", help="for tables, picture, traces and logs (default: bench_ and the file's name)")
+    parser.epilog = (
+        "Settings: nothing, recompute:full, recompute:layernorm+moe_act, megatron:core_attn+attn_proj, ours:expert_fc1, "
+        "ours:layer_input/full, te-layers:2, save_on_cpu, plan:FILE, budget:SIZE; @0.5 after modules takes a part of them, "
+        "/layernorm recomputes beside. Any other flag goes to Megatron, after those of the file."
+    )
+
+
+def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> BenchOptions:
+    """Return the options, checked before anything heavy is imported.
+
+    Args:
+        options: What the parser found.
+        megatron_flags: What it does not know.
+
+    Raises:
+        ConfigError: An option cannot be what it is.
+        PlanError: A plan file cannot be read.
+    """
+    arguments_file = check_argument_file(options.arguments_file, example=EXAMPLE)
+    compares_bits = options.check_bits
+    if compares_bits and options.trace:
+        raise ConfigError("--check-bits and --trace exclude each other: a trace is of a timed setting. Give one of them.")
+    counts = {"steps": BIT_STEPS if compares_bits else STEPS, "warmup": WARMUP, "repeats": REPEATS}
+    for name, default in counts.items():
+        if (text := getattr(options, name)) is not None:
+            counts[name] = read_count(text, flag=f"--{name}", example=default)
+    plans = tuple(Path(name) for name in options.plans or ())
+    settings = tuple(options.settings or ())
+    systems = {system.value for system in System}
+    named = [parse_setting(word) for word in settings if word not in systems]
+    for path in (*plans, *(setting.plan for setting in named if setting.plan is not None)):
+        OffloadPlan.load(path)
+    return BenchOptions(
+        arguments_file=arguments_file,
+        megatron_flags=tuple(megatron_flags),
+        settings=settings,
+        plans=plans,
+        budgets_bytes=tuple(parse_bytes(text, name="--budgets") for text in options.budgets or ()),
+        **counts,
+        compares_bits=compares_bits,
+        has_optimizer=options.optimizer,
+        writes_traces=options.trace,
+        folder=Path(os.path.expanduser(options.out or f"bench_{arguments_file.stem}")),
+    )
+
+
+def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
+    """Measure, print the tables, write the files, and return the exit code: 1 where bits that are compared differ."""
+    if (launch := find_launch()).world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {launch.world_size}, and bench starts the processes of a training itself. Leave torchrun out."
+        )
+    checked = check_options(options, megatron_flags)
+    from fgoffload.integrations.megatron.argument_files import read_argument_file
+
+    file_flags = read_argument_file(checked.arguments_file, variables=os.environ)
+    from fgoffload.cli.progress import show_progress
+
+    with show_progress() as progress:
+        results = _measure(checked, file_flags, progress)
+    return _show(checked, results)
+
+
+def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "TrainingProgress") -> "Results":
+    # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
+    from fgoffload.benchmark.job import Began, Message, Stepped
+    from fgoffload.benchmark.results import Results, collect_results
+    from fgoffload.integrations.megatron.imports import require_torch
+
+    require_torch()
+    from fgoffload.benchmark.loading import describe_workload, load_arguments
+
+    job = _make_job(checked, file_flags)
+    arguments = load_arguments(job)
+    job = dataclasses.replace(job, world_size=arguments.world_size)
+    settings = _choose_settings(checked, arguments.transformer)
+    _make_folder(checked.folder)
+    results = Results(workload=describe_workload(arguments), about=_describe(checked))
+    on_step: list[Callable[[float], None]] = []
+
+    def on_message(message: Message) -> None:
+        if isinstance(message, Began):
+            on_step[:] = [progress.start_run(message.run.setting.name, steps=job.steps_of_run)]
+        elif isinstance(message, Stepped):
+            on_step[0](message.loss)
+
+    collect_results(results, job, settings, repeats=checked.repeats, folder=checked.folder, on_message=on_message)
+    return results
+
+
+def _make_job(checked: BenchOptions, file_flags: Sequence[str]) -> "Job":
+    from fgoffload.benchmark.job import Job, Purpose
+    from fgoffload.integrations.megatron.training_policy import Update
+
+    return Job(
+        source=str(checked.arguments_file),
+        file_flags=tuple(file_flags),
+        typed_flags=checked.megatron_flags,
+        warmup=checked.warmup,
+        steps=checked.steps,
+        purpose=Purpose.BITS if checked.compares_bits else Purpose.TIMES,
+        update=Update.ADAMW if checked.has_optimizer else Update.NONE,
+        plan_folder=checked.folder,
+        trace_folder=checked.folder if checked.writes_traces else None,
+    )
+
+
+def _choose_settings(checked: BenchOptions, transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
+    defaults = list_default_settings(transformer, plans=checked.plans, budgets_bytes=checked.budgets_bytes)
+    chosen = defaults
+    if checked.settings:
+        # Plans and budgets that were given are wanted, whatever else is.
+        given = (setting for setting in defaults if setting.system in (System.PLAN, System.BUDGET))
+        chosen = tuple(dict.fromkeys((*choose_settings(checked.settings, defaults), *given)))
+    check_names(chosen)
+    return chosen
+
+
+def _describe(checked: BenchOptions) -> dict[str, Any]:
+    """Return what the JSON file says of a benchmark beside its numbers."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(checked).items()
+            if name != "plans"
+        },
+        "plans": {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in checked.plans},
+    }
+
+
+def _show(checked: BenchOptions, results: "Results") -> int:
+    """Print the tables, write what is written at the end, and return the exit code.
+
+    Raises:
+        ConfigError: There is nothing to show, since `nothing` itself failed.
+    """
+    from fgoffload.benchmark.settings import NOTHING
+    from fgoffload.cli.console import PipeConsole
+
+    first = results.outcomes[0]
+    if results.surroundings is None or (first.setting == NOTHING and first.failure):
+        raise ConfigError(f"{checked.arguments_file}: {first.failure}. The output of the training is in {checked.folder}.")
+    console = PipeConsole()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    if checked.compares_bits:
+        from fgoffload.benchmark.report import build_bits_table, compare_bits
+
+        rows = compare_bits(results.outcomes)
+        console.print(build_bits_table(rows, results.workload, results.surroundings))
+        return EXIT_DIFFERENT if any(row.differences for row in rows) else EXIT_MEASURED
+    _show_times(checked, results, results.surroundings, console)
+    return EXIT_MEASURED
+
+
+def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surroundings", console: "Console") -> None:
+    from fgoffload.benchmark.frontier import write_frontier_plot
+    from fgoffload.benchmark.report import build_budget_table, build_times_table, format_markdown, name_run
+    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME
+
+    summaries, workload = results.summarize(), results.workload
+    page = format_markdown(summaries, workload, surroundings)
+    (checked.folder / MARKDOWN_NAME).write_text(page, encoding="utf-8")
+    write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, surroundings))
+    console.print(build_times_table(summaries, workload, surroundings))
+    if checked.budgets_bytes:
+        console.print(build_budget_table(summaries, checked.budgets_bytes))
+    print(f"Tables, picture and logs: {checked.folder}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(folder)!r} cannot be written to: {error.strerror}. Give a folder that you may write to."
+        ) from error

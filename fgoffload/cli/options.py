@@ -1,0 +1,53 @@
+"""What commands read of their own options alike."""
+
+import os
+import re
+from pathlib import Path
+
+from fgoffload.errors import ConfigError
+
+
+def check_argument_file(name: str | None, *, example: str) -> Path:
+    """Return the path of an argument file.
+
+    Args:
+        name: As typed; None where there is none.
+        example: A whole command line.
+
+    Raises:
+        ConfigError: It is missing, or no file.
+    """
+    if not name:
+        raise ConfigError(f"ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: {example}.")
+    # os.path here and elsewhere: Path.is_file raises where a name is too long.
+    if not os.path.isfile(name):
+        raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}. Give a file, before any Megatron flag.")
+    return Path(name)
+
+
+def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:
+    """Return the whole number from 1 that `text` is.
+
+    Args:
+        text: As typed.
+        flag: That it was typed for.
+        example: A number that would do.
+        hint: What else to say where it is below 1.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    # Not int() alone, which takes ` 1_0 ` too, and refuses thousands of digits in its own words.
+    if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
+        raise ConfigError(f"{flag} {text!r} is not a whole number. Give one from 1, as in {example}.")
+    count = int(text)
+    if count < 1:
+        raise ConfigError(f"{flag} {count} is below 1. Give 1 or more{hint}.")
+    return count
+
+
+def say_why_no_file(name: str) -> str:
+    """Return why `name` is no regular file, as the end of a sentence."""
+    if os.path.isdir(name):
+        return "is a folder"
+    return "is no regular file" if os.path.exists(name) else "does not exist"
