@@ -57,8 +57,11 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
     # What all layers share stays whoever runs again: other layers, and the model, hold it.
     inside = tuple(one.name for one in tensors if "layer_input" not in one.tags and not one.is_same_in_all_layers)
     yield _make_checkpoint("layer", names, inside, extra_bytes=LayerSizes(shape).hidden)
-    # Query, key and value are the checkpoint's input. The output is there once: the projection saved it, and let go of it.
-    yield _make_checkpoint("core_attn", ("core_attn",), _pick(tensors, "log-sum-exp", "random state"), extra_bytes=0)
+    # Query, key and value are the checkpoint's input. The output is there once: the projection saved it, and let go of it. But
+    # with delayed scaling that saved a copy in fp8.
+    made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
+    dropped = _pick(tensors, "log-sum-exp", "random state", *made)
+    yield _make_checkpoint("core_attn", ("core_attn",), dropped, extra_bytes=0)
     yield from _list_mlp_checkpoints(shape, names, tensors)
 
 

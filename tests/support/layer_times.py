@@ -1,0 +1,62 @@
+"""Layers and devices for the tests of times: small enough to work out by hand."""
+
+import dataclasses
+
+from fgoffload.planner.efficiency import Efficiency
+from fgoffload.planner.hardware import Hardware
+from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape
+from fgoffload.planner.op_times import make_layer_model
+
+FAST = 1e40
+"""A rate at which nothing takes any time."""
+
+COMPUTING = Hardware(
+    name="computes",
+    device_memory_bytes=1,
+    device_memory_bytes_per_s=FAST,
+    bf16_flop_per_s=1e12,
+    fp8_flop_per_s=4e12,
+    gpus_per_node=8,
+    source="made up",
+)
+"""It computes, and memory takes no time."""
+
+MOVING = dataclasses.replace(COMPUTING, name="moves", device_memory_bytes_per_s=1e9, bf16_flop_per_s=FAST, fp8_flop_per_s=FAST)
+"""It moves bytes, and operations take no time."""
+
+IDEAL = Efficiency(
+    **dict.fromkeys(
+        ("matmul", "grouped_matmul", "fp8_matmul", "grouped_fp8_matmul", "attention_forward", "attention_backward", "memory"),
+        1.0,
+    ),
+    **dict.fromkeys(("kernel_start_s", "host_s_per_launch", "collective_start_s"), 0.0),
+)
+
+# 2 sequences of 64 tokens, hidden 32, 4 heads of 8 in 2 groups, an MLP of 48: 128 rows.
+ATTENTION = {
+    "micro_batch_size": 2,
+    "seq_length": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "qk_channels": 8,
+    "v_channels": 8,
+}
+DENSE = LayerShape(**ATTENTION, ffn_hidden_size=48)
+EXPERTS = ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=16)
+MOE = LayerShape(**ATTENTION, experts=EXPERTS)
+# Heads of 8 + 4 channels for query and key, and of 8 for values.
+MLA = dataclasses.replace(
+    DENSE, num_query_groups=4, qk_channels=12, latent=LatentShape(q_lora_rank=10, kv_lora_rank=6, qk_pos_emb_head_dim=4)
+)
+
+
+def change_experts(shape=MOE, **fields):
+    """Return `shape` with other experts."""
+    return dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, **fields))
+
+
+def run(shape, hardware=COMPUTING, **settings):
+    """Return the stretches of a layer by name, on a device that reaches its peaks."""
+    settings = {"efficiency": IDEAL, **settings}
+    return {one.name: one for one in make_layer_model(shape, hardware, kind="any", **settings).segments}
