@@ -3,7 +3,7 @@
 A layer is a list of parameters with their counts in the whole model, and with what shares them: tensor-parallel ranks, the
 ranks of the experts, or nobody. Biases and norms count; buffers, like the bias that balances experts, do not.
 
-Source: the modules that megatron-core 0.16.1 builds with Transformer Engine's layers. `tests/unit/planner/test_parameters.py`
+Source: the modules that megatron-core 0.16.1 builds with Transformer Engine's layers. `tests/unit/megatron/test_parameters.py`
 builds models of its local layers and compares.
 """
 
@@ -23,7 +23,6 @@ class Split(enum.Enum):
     NONE = "none"  # each tensor-parallel rank has all of it: norms, the router, what follows a sum over ranks
     TENSOR = "tensor"  # tensor-parallel ranks have a part each
     EXPERT = "expert"  # expert-parallel ranks have some of the experts, and expert-tensor-parallel ranks parts of each
-    EXPERT_WHOLE = "expert_whole"  # expert-parallel ranks have some of the experts, and each of those is whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +86,9 @@ def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int
         raise ConfigError(f"pipeline rank {rank!r} is not one of {len(chunks)}. Give 0 to {len(chunks) - 1}.")
     parameters = [parameter for chunk in chunks[rank] for parameter in _list_chunk(model, chunk)]
     parts = [(parameter, _count_part(parameter, parallelism)) for parameter in parameters]
-    of_experts = (Split.EXPERT, Split.EXPERT_WHOLE)
     return RankParameters(
-        dense_count=sum(count for parameter, count in parts if parameter.split not in of_experts),
-        expert_count=sum(count for parameter, count in parts if parameter.split in of_experts),
+        dense_count=sum(count for parameter, count in parts if parameter.split is not Split.EXPERT),
+        expert_count=sum(count for parameter, count in parts if parameter.split is Split.EXPERT),
         linear_count=sum(count for parameter, count in parts if parameter.is_linear),
     )
 
@@ -141,7 +139,6 @@ def _count_part(parameter: Parameter, parallelism: Parallelism) -> int:
         Split.NONE: 1,
         Split.TENSOR: parallelism.tensor_parallel_size,
         Split.EXPERT: parallelism.expert_parallel_size * parallelism.expert_tensor_parallel_size,
-        Split.EXPERT_WHOLE: parallelism.expert_parallel_size,
     }[parameter.split]
     if parameter.count % parts:
         raise ConfigError(
@@ -216,27 +213,24 @@ def _list_mixture(model: ModelShape, experts: ExpertsShape) -> Iterator[Paramete
     width = _count_gates(model) * channels
     biases = experts.num_experts if model.has_linear_bias else 0
     yield Parameter(name="router", count=hidden * experts.num_experts + biases)
-    yield _make_expert(experts, "experts", hidden * (width + channels), Split.EXPERT, is_linear=True)
+    yield _make_expert(experts, "experts", hidden * (width + channels), is_linear=True)
     if model.has_linear_bias:
-        yield _make_expert(experts, "biases of the experts' first linears", width, Split.EXPERT)
-        yield _make_expert(experts, "biases of the experts' second linears", hidden, Split.EXPERT_WHOLE)
+        # Megatron has them only where each expert is whole on a rank.
+        yield _make_expert(experts, "biases of the experts", width + hidden)
     if experts.shared_ffn_hidden_size:
-        shared = experts.shared_ffn_hidden_size
-        yield _make_linear("shared experts", hidden * (_count_gates(model) + 1) * shared)
-        if model.has_linear_bias:
-            yield Parameter(name="bias of the shared experts", count=_count_gates(model) * shared, split=Split.TENSOR)
-            yield Parameter(name="last bias of the shared experts", count=hidden)
+        # Megatron refuses biases in them.
+        yield _make_linear("shared experts", hidden * (_count_gates(model) + 1) * experts.shared_ffn_hidden_size)
 
 
 def _make_linear(name: str, count: int, split: Split = Split.TENSOR) -> Parameter:
     return Parameter(name=name, count=count, split=split, is_linear=True)
 
 
-def _make_expert(experts: ExpertsShape, name: str, each: int, split: Split, *, is_linear: bool = False) -> Parameter:
+def _make_expert(experts: ExpertsShape, name: str, each: int, *, is_linear: bool = False) -> Parameter:
     return Parameter(
         name=name,
         count=experts.num_experts * each,
-        split=split,
+        split=Split.EXPERT,
         active_count=experts.topk * each,
         is_linear=is_linear,
     )

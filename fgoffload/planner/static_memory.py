@@ -23,11 +23,12 @@ from fgoffload.planner.parameters import (
     count_parameters,
     count_rank_parameters,
 )
-from fgoffload.units import GIB
+from fgoffload.units import GIB, MIB
 
 __all__ = [
     "ADAM",
     "DEFAULT_RESERVE_BYTES",
+    "DEFAULT_WORKSPACE_BYTES",
     "NO_OPTIMIZER",
     "OutputBytes",
     "ParameterState",
@@ -38,14 +39,20 @@ __all__ = [
     "list_static_memory",
 ]
 
+DEFAULT_WORKSPACE_BYTES = 6 * 32 * MIB
+"""Of matrix products, which stay allocated: torch has one, Transformer Engine one and for grouped products four.
+
+Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper. A model with experts on
+one H100 had 11.7 GiB allocated between steps, and its weights and gradients are 11.48.
+"""
+
 DEFAULT_RESERVE_BYTES = 4 * GIB
 """What a device holds that no allocation of the training is: an estimate, and not measured.
 
 CUDA's context and loaded kernels are up to 1 GiB; NCCL's buffers, 4 MiB a channel, are as much again where a rank is in many
-groups; workspaces of matrix products, 32 MiB for each of cuBLAS's streams on Hopper, a quarter of that. The rest is for what
-the caching allocator reserves and cannot use.
+groups. The rest is for what the caching allocator reserves and cannot use.
 
-Source: NCCL's documentation of `NCCL_BUFFSIZE`; `get_cublas_workspace_size_bytes` of Transformer Engine.
+Source: NCCL's documentation of `NCCL_BUFFSIZE`, for its buffers.
 """
 
 _BF16 = 2
@@ -111,8 +118,19 @@ class StaticMemory:
     """Of the hidden states of whole sequences that the output layer gathers, in a buffer that stays."""
     dispatch_buffer_bytes: int = 0
     """Of a token dispatcher that has buffers, like DeepEP's; the all-to-all one has none."""
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    """Of matrix products."""
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    """What the framework does not allocate: CUDA, NCCL, workspaces, and what the allocator cannot use."""
+    """What the training does not allocate: CUDA, NCCL, and what the allocator cannot use."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 0.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for field in dataclasses.fields(self):
+            _check_bytes(field.name, getattr(self, field.name))
 
     @property
     def allocated_bytes(self) -> int:
@@ -144,6 +162,7 @@ def list_static_memory(
     *,
     state: ParameterState = ADAM,
     dispatch_buffer_bytes: int = 0,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
 ) -> StaticMemory:
     """Return what a rank's device holds all the time.
@@ -154,13 +173,12 @@ def list_static_memory(
         rank: Of the pipeline, from 0.
         state: What a parameter has beside its weight.
         dispatch_buffer_bytes: Of a token dispatcher with buffers of its own.
-        reserve_bytes: What the framework does not allocate.
+        workspace_bytes: Of matrix products.
+        reserve_bytes: What the training does not allocate.
 
     Raises:
         ConfigError: There is no such rank, the ranks cannot share the model, or a size is below 0.
     """
-    _check_bytes("dispatch_buffer_bytes", dispatch_buffer_bytes)
-    _check_bytes("reserve_bytes", reserve_bytes)
     parameters = count_rank_parameters(model, parallelism, rank)
     has_output = any(chunk.has_output for chunk in list_chunks(model, parallelism)[rank])
     return StaticMemory(
@@ -170,6 +188,7 @@ def list_static_memory(
         optimizer_bytes=_count_optimizer_bytes(parallelism, parameters, state),
         gather_buffer_bytes=_count_gather_bytes(model, parallelism) if has_output else 0,
         dispatch_buffer_bytes=dispatch_buffer_bytes,
+        workspace_bytes=workspace_bytes,
         reserve_bytes=reserve_bytes,
     )
 

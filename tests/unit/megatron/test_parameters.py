@@ -1,0 +1,232 @@
+"""The parameters that the planner gives each rank, against those of models that Megatron-Core builds on the CPU.
+
+Models are built for any rank in this one process: the groups of ranks are stand-ins with a size and a rank, of which building a
+model asks nothing else.
+"""
+
+import pytest
+import torch
+from support.attention import ReferenceAttention
+
+from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings
+from fgoffload.planner.layer_shape import ExpertsShape
+from fgoffload.planner.model_shape import LatentAttention, ModelShape
+from fgoffload.planner.parallelism import Parallelism, list_chunks
+from fgoffload.planner.parameters import count_parameters, count_rank_parameters
+
+state = pytest.importorskip("megatron.core.parallel_state")
+gpt_model = pytest.importorskip("megatron.core.models.gpt.gpt_model")
+specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+transformer = pytest.importorskip("megatron.core.transformer.transformer_config")
+
+pytestmark = [
+    pytest.mark.usefixtures("parallel"),
+    # Each expert is whole on a rank, and Megatron says so for each of its linears.
+    pytest.mark.filterwarnings("ignore:`sequence_parallel` is set to `True`, but tensor model parallel size is 1"),
+]
+
+SIZES = {
+    "name": "tiny",
+    "num_layers": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 10,
+    "vocab_size": 256,
+    "seq_length": 32,
+}
+EXPERTS = ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=20, shared_ffn_hidden_size=12)
+DENSE = ModelShape(**SIZES, ffn_hidden_size=28)
+BIASED = ModelShape(
+    **SIZES,
+    ffn_hidden_size=28,
+    normalization="LayerNorm",
+    is_gated=False,
+    has_linear_bias=True,
+    has_tied_embeddings=True,
+    has_qk_norm=True,
+    learned_positions=40,
+)
+MIXED = ModelShape(
+    **SIZES, ffn_hidden_size=28, has_qkv_bias=True, experts=EXPERTS, moe_layers=(False, True, True, True), mtp_num_layers=1
+)
+BIASED_EXPERTS = ModelShape(
+    **SIZES,
+    experts=ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=20),
+    has_linear_bias=True,
+    has_tied_embeddings=True,
+    mtp_num_layers=2,
+)
+LATENT = ModelShape(
+    **SIZES | {"num_query_groups": 8, "kv_channels": 0},
+    ffn_hidden_size=28,
+    has_qk_norm=True,
+    latent=LatentAttention(q_lora_rank=14, kv_lora_rank=18, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=7),
+)
+MODELS = {"dense": DENSE, "biased": BIASED, "mixed": MIXED, "biased experts": BIASED_EXPERTS, "latent": LATENT}
+
+
+class Group:
+    """A process group of which only this rank is there."""
+
+    def __init__(self, size, rank=0):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu():
+    with apply_cpu_support(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specs.LocalSpecProvider, "core_attention", lambda _: ReferenceAttention)
+        yield
+
+
+def make_config(model, parallelism):
+    """Return Megatron's config of a model of its local layers."""
+    fields = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+        "normalization": model.normalization,
+        "gated_linear_unit": model.is_gated,
+        "activation_func": torch.nn.functional.silu if model.is_gated else torch.nn.functional.gelu,
+        "add_bias_linear": model.has_linear_bias,
+        "add_qkv_bias": model.has_qkv_bias,
+        "qk_layernorm": model.has_qk_norm,
+        "mtp_num_layers": model.mtp_num_layers or None,
+        "tensor_model_parallel_size": parallelism.tensor_parallel_size,
+        "sequence_parallel": parallelism.tensor_parallel_size > 1,
+        "pipeline_model_parallel_size": parallelism.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallelism.virtual_pipeline_size,
+        "expert_model_parallel_size": parallelism.expert_parallel_size,
+        "expert_tensor_parallel_size": parallelism.expert_tensor_parallel_size,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "cuda_graph_scope": [],
+    }
+    if model.experts is not None:
+        fields |= {
+            "num_moe_experts": model.experts.num_experts,
+            "moe_router_topk": model.experts.topk,
+            "moe_ffn_hidden_size": model.experts.ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": model.experts.shared_ffn_hidden_size or None,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_layer_freq": [int(flag) for flag in model.moe_layers or (True,) * model.num_layers],
+        }
+    if model.latent is None:
+        groups = {"num_query_groups": model.num_query_groups, "kv_channels": model.kv_channels}
+        return transformer.TransformerConfig(**fields, **groups)
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    latent = {name: getattr(model.latent, name) for name in names}
+    return transformer.MLATransformerConfig(**fields, **latent, multi_latent_attention=True, rope_type="rope")
+
+
+def make_spec(model, config, stage):
+    if model.experts is not None:
+        return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+    return specs.get_gpt_layer_local_spec(
+        qk_layernorm=model.has_qk_norm,
+        multi_latent_attention=model.latent is not None,
+        normalization=model.normalization,
+    )
+
+
+def build_rank(model, parallelism, rank):
+    """Return the model chunks that Megatron builds on a pipeline rank."""
+    groups = {
+        "get_tensor_model_parallel_group": Group(parallelism.tensor_parallel_size),
+        "get_pipeline_model_parallel_group": Group(parallelism.pipeline_parallel_size, rank),
+        "get_expert_model_parallel_group": Group(parallelism.expert_parallel_size),
+        "get_expert_tensor_parallel_group": Group(parallelism.expert_tensor_parallel_size),
+    }
+    config = make_config(model, parallelism)
+    with pytest.MonkeyPatch.context() as patch, ignore_expected_warnings():
+        for name, group in groups.items():
+            patch.setattr(state, name, lambda *_, group=group, **__: group)
+        patch.setattr(state, "get_pipeline_model_parallel_rank", lambda: rank)
+        patch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: parallelism.pipeline_parallel_size)
+        patch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda: parallelism.virtual_pipeline_size)
+        chunks = list_chunks(model, parallelism)[rank]
+        return [build_chunk(model, config, chunk, number, parallelism) for number, chunk in enumerate(chunks)]
+
+
+def build_chunk(model, config, chunk, number, parallelism):
+    stage = None if parallelism.virtual_pipeline_size is None else number
+    spec = make_spec(model, config, stage)
+    is_last = any(layer >= model.num_layers for layer in chunk.layers)
+    return gpt_model.GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.learned_positions or model.seq_length,
+        pre_process=chunk.has_embedding,
+        post_process=chunk.has_output,
+        share_embeddings_and_output_weights=model.has_tied_embeddings,
+        position_embedding_type="learned_absolute" if model.learned_positions else "rope",
+        mtp_block_spec=specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage)
+        if is_last
+        else None,
+        vp_stage=stage,
+    )
+
+
+def count(chunks):
+    return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_on_one_rank_has_the_parameters_that_megatron_builds(name):
+    model, alone = MODELS[name], Parallelism()
+    built = count(build_rank(model, alone, 0))
+    assert count_parameters(model) == built
+    assert count_rank_parameters(model, alone, 0).count == built
+
+
+@pytest.mark.parametrize("virtual_size", [None, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_pipeline_rank_has_the_parameters_that_megatron_builds_there(name, virtual_size):
+    model = MODELS[name]
+    parallelism = Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=virtual_size, microbatches=4)
+    for rank in range(2):
+        assert count_rank_parameters(model, parallelism, rank).count == count(build_rank(model, parallelism, rank))
+
+
+@pytest.mark.parametrize("name", ["dense", "biased", "mixed", "biased experts"])
+def test_each_tensor_parallel_rank_has_the_parameters_that_megatron_builds_there(name):
+    model = MODELS[name]
+    parallelism = Parallelism(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=4)
+    for rank in range(2):
+        assert count_rank_parameters(model, parallelism, rank).count == count(build_rank(model, parallelism, rank))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *(("mixed", sizes) for sizes in ((1, 4, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2))),
+        # Megatron has biases only where each expert is whole on a rank.
+        *(("biased experts", sizes) for sizes in ((1, 4, 1), (2, 2, 1))),
+    ],
+    ids=str,
+)
+def test_each_rank_of_the_experts_has_the_parameters_that_megatron_builds_there(name, sizes):
+    model = MODELS[name]
+    tensor, experts, expert_tensor = sizes
+    parallelism = Parallelism(
+        tensor_parallel_size=tensor,
+        expert_parallel_size=experts,
+        expert_tensor_parallel_size=expert_tensor,
+        data_parallel_size=4,
+    )
+    found, built = count_rank_parameters(model, parallelism, 0), build_rank(model, parallelism, 0)
+    # Megatron tells the parameters of experts apart, whose gradients go to other ranks.
+    of_experts = [p.numel() for chunk in built for p in chunk.parameters() if not getattr(p, "allreduce", True)]
+    assert found.count == count(built)
+    if experts > 1:
+        assert found.expert_count == sum(of_experts)
