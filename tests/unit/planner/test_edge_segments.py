@@ -54,6 +54,8 @@ def test_ranks_share_the_vocabulary_and_send_hidden_states():
     assert alone.forward_s == pytest.approx(2 * 128 * 32 * 500 / 1e12)
     sent = make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))[1]
     assert sent.forward_s - alone.forward_s == pytest.approx(2 * 64 * 32 / 1e6)
+    # Gathered again, and its gradient scattered, while the matrix products run.
+    assert sent.backward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6)
     (embedding,) = make_first_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))
     assert embedding.forward_s == pytest.approx(2 * 64 * 32 / 1e6)
 

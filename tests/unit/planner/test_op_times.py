@@ -17,7 +17,7 @@ from fgoffload.planner import op_times
 from fgoffload.planner.efficiency import Efficiency, Network
 from fgoffload.planner.hardware import get_hardware
 from fgoffload.planner.layer_model import HostWait
-from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape
+from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
 from fgoffload.planner.op_times import Clock, make_layer_model, replace_times
 from fgoffload.planner.ops import Execution, Limit, Work
 
@@ -105,13 +105,6 @@ def test_context_parallel_ranks_share_the_pairs_of_the_whole_sequence():
     assert core.forward_s == pytest.approx(2 * (256 * 256 / 2 / 4) * (8 + 8) * 2 * 4 / 1e12)
 
 
-def test_context_parallel_ranks_send_keys_and_values_round_while_they_compute():
-    slow = Network(nvlink_bytes_per_s=1e6)
-    core = run(DENSE, network=slow, execution=Execution(context_parallel_size=4))["core_attn"]
-    # Three times the keys and values of 128 tokens, 2 groups of 8 + 8 channels, in bf16.
-    assert core.forward_s == pytest.approx(3 * 128 * 2 * 16 * 2 / 1e6)
-
-
 def test_experts_compute_the_rows_that_they_get():
     segments = run(MOE)
     # 256 rows, to gate and up of 16 and back.
@@ -129,10 +122,26 @@ def test_an_activation_without_a_gate_halves_the_first_linear():
     assert run(dataclasses.replace(DENSE, is_gated=False))["mlp_fc1"].forward_s == pytest.approx(2 * 128 * 32 * 48 / 1e12)
 
 
+def test_experts_without_a_gate_halve_theirs():
+    found = run(dataclasses.replace(MOE, is_gated=False))["expert_fc1"]
+    assert found.forward_s == pytest.approx(2 * 256 * 32 * 16 / 1e12)
+
+
 def test_linears_in_fp8_run_at_its_rate_and_attention_does_not():
     plain, quantized = run(DENSE), run(dataclasses.replace(DENSE, fp8_recipe="tensorwise"))
     assert quantized["mlp_fc2"].forward_s == pytest.approx(plain["mlp_fc2"].forward_s / 4)
     assert quantized["core_attn"].forward_s == pytest.approx(plain["core_attn"].forward_s)
+
+
+def test_linears_in_fp8_move_half_and_make_it_first():
+    quantized = run(dataclasses.replace(DENSE, fp8_recipe="tensorwise"), MOVING)["mlp_fc2"]
+    inputs, outputs, weights, residual = 128 * 48, 128 * 32, 48 * 32, 2 * 128 * 32
+    # The input is read in bf16 and written twice in fp8; the product reads it and the weights, and writes bf16.
+    forward = 4 * inputs + inputs + weights + 2 * outputs
+    assert quantized.forward_s == pytest.approx((forward + 3 * residual) / 1e9)
+    # So is the gradient of the output. One product writes the input's in bf16, the other adds to a sum in fp32.
+    backward = 4 * outputs + (outputs + weights + 2 * inputs) + (outputs + inputs + 8 * weights)
+    assert quantized.backward_s == pytest.approx((backward + 2 * residual) / 1e9)
 
 
 def test_each_kind_of_kernel_reaches_its_own_share_of_the_peaks():
@@ -202,72 +211,40 @@ def test_rotary_embeddings_read_and_write_query_and_key(is_fused, times):
     assert turned - plain == pytest.approx(times * 2 * 128 * (4 + 2) * 8 / 1e9)
 
 
+def test_norms_of_heads_read_and_write_query_and_key():
+    plain, normed = run(DENSE, MOVING)["qkv_linear"], run(dataclasses.replace(DENSE, has_qk_norm=True), MOVING)["qkv_linear"]
+    turned = 2 * 128 * (4 + 2) * 8
+    assert normed.forward_s - plain.forward_s == pytest.approx(2 * turned / 1e9)
+    assert normed.backward_s - plain.backward_s == pytest.approx(3 * turned / 1e9)
+
+
+def test_norms_of_compressed_tensors_read_and_write_them():
+    normed = dataclasses.replace(MLA, latent=dataclasses.replace(MLA.latent, has_qk_norm=True))
+    difference = run(normed, MOVING)["qkv_linear"].forward_s - run(MLA, MOVING)["qkv_linear"].forward_s
+    assert difference == pytest.approx(2 * 2 * 128 * (10 + 6 + 4) / 1e9)
+
+
+def test_the_router_projects_to_all_experts_and_works_on_their_tables():
+    computing, moving = run(MOE)["router"], run(MOE, MOVING)["router"]
+    assert (computing.forward_s, computing.backward_s) == pytest.approx((2 * 128 * 32 * 8 / 1e12, 4 * 128 * 32 * 8 / 1e12))
+    hidden, tables = 2 * 128 * 32, 4 * 128 * 8
+    assert moving.forward_s == pytest.approx((hidden + 6 * tables) / 1e9)
+    # A copy in fp32 is written and read.
+    copied = run(change_experts(router=RouterShape(dtype_bytes=4)), MOVING)["router"]
+    assert copied.forward_s - moving.forward_s == pytest.approx(2 * 2 * hidden / 1e9)
+
+
+def test_multi_token_prediction_projects_two_hidden_states_to_one():
+    shape = dataclasses.replace(DENSE, has_mtp_projection=True)
+    assert run(shape)["mtp_projection"].forward_s == pytest.approx(2 * 128 * 64 * 32 / 1e12)
+    assert run(shape, MOVING)["mtp_norm"].forward_s == pytest.approx(2 * 2 * 128 * 32 / 1e9)
+    assert run(dataclasses.replace(shape, tensor_parallel_size=2))["mtp_projection"].forward_s > 0
+
+
 def test_the_residual_is_added_by_one_kernel_or_two():
     one, two = run(DENSE, MOVING), run(DENSE, MOVING, execution=Execution(has_fused_dropout_add=False))
     for name in ("attn_proj", "mlp_fc2"):
         assert two[name].forward_s - one[name].forward_s == pytest.approx(2 * 2 * 128 * 32 / 1e9)
-
-
-def test_tensor_parallel_ranks_gather_and_scatter_beside_what_they_share():
-    slow = Network(nvlink_bytes_per_s=1e9)
-    fast = dataclasses.replace(COMPUTING, bf16_flop_per_s=FAST)
-    segments = run(dataclasses.replace(DENSE, tensor_parallel_size=2), fast, network=slow)
-    # The other half of the tokens, 64 of 32 channels.
-    once = 2 * 64 * 32 / 1e9
-    for name in ("qkv_linear", "attn_proj", "mlp_fc1", "mlp_fc2"):
-        assert segments[name].forward_s == pytest.approx(once)
-    # Backward of what gathered gathers again and scatters a gradient, and of what scattered gathers.
-    assert segments["mlp_fc1"].backward_s == pytest.approx(2 * once)
-    assert segments["mlp_fc2"].backward_s == pytest.approx(once)
-    assert segments["core_attn"].forward_s == pytest.approx(0, abs=1e-12)
-
-
-def test_tensor_parallel_backward_hides_what_is_shorter_than_its_matrix_products():
-    shape = dataclasses.replace(DENSE, tensor_parallel_size=2)
-    alone, beside = run(shape, network=Network(nvlink_bytes_per_s=FAST)), run(shape, network=Network(nvlink_bytes_per_s=1e12))
-    assert beside["mlp_fc1"].backward_s == alone["mlp_fc1"].backward_s
-    assert beside["mlp_fc1"].forward_s > alone["mlp_fc1"].forward_s
-
-
-@pytest.mark.parametrize(
-    ("ranks", "seconds"),
-    [
-        (4, 3 / 4 * 16384 / 1e9),  # all within the node: three quarters leave the rank
-        (8, 7 / 8 * 16384 / 1e9),
-        (16, 8 / 16 * 16384 / 1e6),  # 8 of 16 ranks are in the other node, behind the slower network
-    ],
-)
-def test_tokens_are_exchanged_within_the_node_and_beyond_it(ranks, seconds):
-    network = Network(nvlink_bytes_per_s=1e9, network_bytes_per_s=1e6)
-    fast = dataclasses.replace(COMPUTING, bf16_flop_per_s=FAST)
-    segments = run(change_experts(num_experts=16, expert_parallel_size=ranks), fast, network=network)
-    for name in ("dispatch", "moe_combine"):
-        assert (segments[name].forward_s, segments[name].backward_s) == pytest.approx((seconds, seconds))
-
-
-def test_nvlink_may_reach_beyond_the_node():
-    network = Network(nvlink_bytes_per_s=1e9, network_bytes_per_s=1e6, nvlink_ranks=72)
-    segments = run(change_experts(num_experts=16, expert_parallel_size=16), network=network)
-    assert segments["dispatch"].forward_s == pytest.approx(15 / 16 * 16384 / 1e9)
-
-
-def test_ranks_that_share_experts_gather_tokens():
-    fast = dataclasses.replace(COMPUTING, bf16_flop_per_s=FAST)
-    segments = run(change_experts(expert_tensor_parallel_size=2), fast, network=Network(nvlink_bytes_per_s=1e9))
-    assert segments["dispatch"].forward_s == pytest.approx(16384 / 1e9)
-
-
-def test_overlapped_shared_experts_hide_behind_the_exchange_of_tokens():
-    parts = {"shared_ffn_hidden_size": 64, "expert_parallel_size": 8, "has_fused_permutation": True}
-    network = Network(nvlink_bytes_per_s=1e12)
-    # 7/8 of 16384 bytes, to the experts and back.
-    hidden_s = 2 * 7 / 8 * 16384 / 1e12
-    plain = run(change_experts(**parts), network=network)["shared_expert"]
-    beside = run(change_experts(**parts, has_shared_overlap=True), network=network)["shared_expert"]
-    assert beside.forward_s == pytest.approx(plain.forward_s - hidden_s)
-    assert beside.backward_s == pytest.approx(plain.backward_s - hidden_s)
-    slow = run(change_experts(**parts, has_shared_overlap=True), network=Network(nvlink_bytes_per_s=1e3))["shared_expert"]
-    assert (slow.forward_s, slow.backward_s) == (0, 0)
 
 
 def test_the_host_waits_before_tokens_leave_and_nowhere_else():
