@@ -60,8 +60,24 @@ class TransferPolicy:
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may start its way back before backward asks for it.
 
+        Where nothing is ahead one group may, however large: else it would always be waited for, and so would those behind it.
+
         Args:
             ahead_bytes: Bytes that are back on the device, or on the way, for groups that backward has not asked for.
             group_bytes: Bytes of the group in question.
         """
-        return ahead_bytes + group_bytes <= self.prefetch_bytes
+        return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
+
+    def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, let_go_bytes: int) -> bool:
+        """Return whether a group may start its way back while backward is in layers of which nothing left.
+
+        It must not take more than backward has let go of there: else the device would hold more than where forward ended, and
+        that is where most steps have their peak.
+
+        Args:
+            ahead_bytes: As for `may_prefetch`.
+            group_bytes: As for `may_prefetch`.
+            let_go_bytes: Bytes that stayed on the device, and that backward is through with.
+        """
+        may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
+        return may_prefetch and ahead_bytes + group_bytes <= let_go_bytes

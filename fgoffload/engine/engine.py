@@ -6,6 +6,7 @@ where regions are; autograd calls it through the hooks of those regions. How byt
 """
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -220,7 +221,10 @@ class OffloadEngine:
         with self._lock:
             if saved.fault is not None:
                 raise StateError(saved.fault)
-            if group is not None and is_in_backward() and lane.is_news(group, is_away=saved.state is SavedState.OFFLOADED):
+            if group is None:
+                if lane.away and is_in_backward():
+                    self._prefetch_early(lane, saved)
+            elif is_in_backward() and lane.is_news(group, is_away=saved.state is SavedState.OFFLOADED):
                 self.approach_backward(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
@@ -391,12 +395,29 @@ class OffloadEngine:
                 self._call_back(dict.fromkeys(waiting, wanted.place))
         if lane.away == 0 or not self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             return
+        self._call_back_ahead(lane, self._policy.may_prefetch)
+
+    def _prefetch_early(self, lane: Lane, saved: SavedStorage) -> None:
+        """Call back what backward wants later, as far as it fits into what backward has let go of.
+
+        Backward is in a layer of which nothing left, and takes `saved` there. The groups of layers before it would else be
+        called back when backward has come to the first of them, and that one would be waited for.
+        """
+        let_go_bytes = lane.let_go_bytes  # without `saved`, which is still read
+        if not saved.is_let_go and saved.state is SavedState.RESIDENT:
+            saved.is_let_go = True
+            lane.let_go_bytes += saved.size_bytes
+        if self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            self._call_back_ahead(lane, functools.partial(self._policy.may_prefetch_early, let_go_bytes=let_go_bytes))
+
+    def _call_back_ahead(self, lane: Lane, may_prefetch: Callable[..., bool]) -> None:
+        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one."""
         coming: dict[SavedStorage, Place] = {}  # each once, though several groups may want it
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
             waiting = [saved for saved in group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED) if saved not in coming]
             group_bytes = sum(saved.moved_bytes for saved in waiting)
-            if waiting and not self._policy.may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
+            if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
                 break
             lane.away -= 1
             if waiting:

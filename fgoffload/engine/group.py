@@ -77,7 +77,7 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "groups", "place")
+    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "groups", "let_go_bytes", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
@@ -91,6 +91,8 @@ class Lane:
         """The first so many groups have not been called back."""
         self.ahead_bytes = 0
         """Of all groups."""
+        self.let_go_bytes = 0
+        """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
         self._leftover: list[Group] = []
 
     def add(self, site: Site, stats: TagStats) -> Group:
@@ -114,13 +116,16 @@ class Lane:
         """Return whether a tensor of `group` that backward takes shows that backward has come to the group.
 
         Not where it was known already. Of a group that backward has left, what is on the host only shows that another backward
-        of the same graph has begun; ops of other branches take what they want late, and nothing of it is away.
+        of the same graph has begun; ops of other branches take what they want late, and nothing of it is away. The last group
+        of a lane may have been called back while backward was behind all groups.
 
         Args:
             group: In this lane.
             is_away: Whether the tensor is on the host only.
         """
-        return self.end > group.end_position or self.away > group.position or (is_away and group.position >= self.end)
+        if self.end > group.end_position or self.away > group.position:
+            return True
+        return group.position >= self.end if is_away else group.ahead_bytes > 0 and group.position == self.end - 1
 
     def leave(self, position: int) -> list[Group]:
         """Take note that backward has left the groups from `position` on, and return those that it left the time before.

@@ -83,6 +83,7 @@ class SavedStorage:
         "fault",
         "gathered",
         "has_left",
+        "is_let_go",
         "itemsize",
         "lane",
         "moved_bytes",
@@ -137,6 +138,8 @@ class SavedStorage:
         """The compute streams on which its tensors were saved."""
         self.has_left = False
         """Whether a copy to the host was ever made."""
+        self.is_let_go = False
+        """Whether it counts among what backward lets go of in its lane."""
         self.uses = 0
         """The groups that list it and that backward has not left."""
         self.fault: str | None = None

@@ -19,12 +19,29 @@ def test_compute_waits_from_the_first_byte_past_the_window(window_bytes):
     assert policy.must_wait(in_flight_bytes=window_bytes + 1)
 
 
-@given(prefetch_bytes=SIZES, ahead_bytes=SIZES)
-def test_a_group_comes_back_early_when_it_fits_what_is_left_of_the_prefetch(prefetch_bytes, ahead_bytes):
+@given(prefetch_bytes=SIZES, ahead_bytes=st.integers(1, 2**50))
+def test_a_group_comes_back_ahead_when_it_fits_what_is_left_of_the_prefetch(prefetch_bytes, ahead_bytes):
     policy = TransferPolicy(prefetch_bytes=prefetch_bytes)
     left_bytes = prefetch_bytes - ahead_bytes
     assert policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=left_bytes)
     assert not policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=left_bytes + 1)
+
+
+@given(prefetch_bytes=st.integers(1, 2**50), group_bytes=SIZES)
+def test_one_group_comes_back_ahead_however_large_it_is(prefetch_bytes, group_bytes):
+    assert TransferPolicy(prefetch_bytes=prefetch_bytes).may_prefetch(ahead_bytes=0, group_bytes=group_bytes)
+
+
+def test_no_group_comes_back_ahead_without_prefetch():
+    assert not TransferPolicy(prefetch_bytes=0).may_prefetch(ahead_bytes=0, group_bytes=1)
+
+
+@given(ahead_bytes=SIZES, group_bytes=SIZES)
+def test_before_backward_comes_to_a_group_no_more_comes_back_than_it_let_go_of(ahead_bytes, group_bytes):
+    policy = TransferPolicy(prefetch_bytes=2**51)
+    for let_go_bytes, may in ((ahead_bytes + group_bytes, True), (ahead_bytes + group_bytes - 1, False)):
+        found = policy.may_prefetch_early(ahead_bytes=ahead_bytes, group_bytes=group_bytes, let_go_bytes=let_go_bytes)
+        assert found is may
 
 
 @given(prefetch_bytes=SIZES)

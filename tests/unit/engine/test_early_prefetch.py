@@ -1,0 +1,99 @@
+"""Calling back while backward is still in layers of which nothing left."""
+
+import torch
+from support.sites import Sites, check_same_bits, make_engine
+
+from fgoffload import Site, TransferPolicy
+from fgoffload.engine import Lane
+from fgoffload.engine.ledger import ActivationLedger
+from fgoffload.engine.stats import TagStats
+
+NBYTES = 128 * 128 * 4
+
+
+def forward_with_layers_that_stay(sites: Sites, w: torch.Tensor, *, layers: int) -> torch.Tensor:
+    """Return two sites that leave, and behind them `layers` ops that are only watched."""
+    h = w * 2
+    for _ in range(2):
+        h = sites(torch.sin, h)
+    for _ in range(layers):
+        with sites.watched():
+            h = h.sin()
+    return h
+
+
+def run(*, layers: int, prefetch_bytes: int) -> tuple[int, int]:
+    """Return the prefetch misses of a step, and the most that was on the device in backward over where it began."""
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=prefetch_bytes))
+    w, ledger = torch.ones(128, 128, requires_grad=True), ActivationLedger(parameters=())
+    with engine.observe(ledger), ledger.watch():
+        output = forward_with_layers_that_stay(Sites(engine), w, layers=layers)
+        begin = len(ledger.samples)
+        begin_bytes = ledger.samples[-1].resident_bytes
+        output.backward(torch.ones_like(output))
+    peak_bytes = max(sample.resident_bytes for sample in ledger.samples[begin:])
+    misses = engine.finish_step().prefetch_misses
+    engine.close()
+    return misses, peak_bytes - begin_bytes
+
+
+def test_the_first_group_is_back_when_backward_comes_to_it():
+    assert run(layers=4, prefetch_bytes=2 * NBYTES)[0] == 0
+
+
+def test_without_layers_that_stay_the_first_group_is_waited_for():
+    assert run(layers=0, prefetch_bytes=2 * NBYTES)[0] == 1
+
+
+def test_no_more_is_called_back_than_backward_has_let_go_of():
+    # One op that stays: when backward takes what it saved, it has let go of nothing yet.
+    assert run(layers=1, prefetch_bytes=2 * NBYTES)[0] == 1
+    assert run(layers=2, prefetch_bytes=2 * NBYTES)[0] == 0
+
+
+def test_what_several_ops_saved_is_let_go_of_once():
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20))
+    sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
+    h = sites(lambda one, other: one * other, w * 2, w * 3)  # two storages leave
+    with sites.watched():
+        h = h * h + h.sin()  # three saves of one storage
+    h.backward(torch.ones_like(h))
+    assert engine.finish_step().prefetch_misses == 2
+    engine.close()
+
+
+def test_the_device_holds_no_more_than_where_forward_ended():
+    # The gradient that is under way is no activation; what is called back takes the place of what was let go.
+    assert run(layers=6, prefetch_bytes=2 * NBYTES)[1] <= 0
+
+
+def test_nothing_is_called_back_early_without_prefetch():
+    assert run(layers=4, prefetch_bytes=0)[0] == 2
+
+
+def test_a_group_larger_than_the_prefetch_is_called_back_alone():
+    assert run(layers=4, prefetch_bytes=NBYTES // 2)[0] == 0
+
+
+def test_the_last_group_is_news_when_it_was_called_back_before_backward_came_to_it():
+    lane, site = Lane(chunk=0, microbatch=0), Site(chunk=0, layer=0, tag="core_attn")
+    first, last = (lane.add(site, TagStats()) for _ in range(2))
+    lane.away = 1
+    lane.expect(last, NBYTES)
+    assert lane.is_news(last, is_away=False)
+    lane.expect(last, 0)
+    assert not lane.is_news(last, is_away=False)
+    assert lane.is_news(first, is_away=False)
+
+
+def test_bits_are_equal_over_two_backwards_of_one_graph():
+    w = torch.linspace(-2, 2, 128 * 128).view(128, 128).requires_grad_()
+    check_same_bits(lambda sites: forward_with_layers_that_stay(sites, w, layers=3), [w])
+    gradients = []
+    for engine in (None, make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES))):
+        w.grad = None
+        output = forward_with_layers_that_stay(Sites(engine), w, layers=3).sum()
+        output.backward(retain_graph=True)
+        output.backward()
+        gradients.append(w.grad)
+    assert torch.equal(*gradients)
