@@ -153,7 +153,8 @@ class HostArena:
         min_part_bytes: int | None = None,
     ) -> None:
         self._device = device
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
+        """The most bytes of all slabs together."""
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
@@ -272,7 +273,7 @@ class HostArena:
 
     def _grow(self, missing_bytes: int) -> bool:
         reserved_bytes = self.reserved_bytes
-        left_bytes = (self._budget_bytes - reserved_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        left_bytes = (self.budget_bytes - reserved_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if missing_bytes > left_bytes:
             return False
         step_bytes = self._slab_bytes

@@ -79,6 +79,10 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
             host_budget_bytes=config.offload_host_budget_bytes,
         )
         found.append(MegatronOffload(config, engine, undo=patches.remove))
+        if config.is_auto:
+            from fgoffload.integrations.megatron.auto import AutoOffload
+
+            found[0].measurement = AutoOffload(config, engine, use_plan=found[0].use_plan)
         set_flags(patches, found[0].selected)
     except BaseException:
         patches.remove()

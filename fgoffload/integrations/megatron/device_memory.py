@@ -20,6 +20,10 @@ class DeviceMemory(abc.ABC):
     """Counts the device bytes of this process."""
 
     @abc.abstractmethod
+    def count_allocated(self) -> int:
+        """Return the bytes now. The host does not block."""
+
+    @abc.abstractmethod
     def read(self) -> MemoryReading:
         """Return the bytes now and at peak since the last call. The host does not block."""
 
@@ -30,6 +34,9 @@ class CudaMemory(DeviceMemory):
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
         self._peak_bytes = 0
+
+    def count_allocated(self) -> int:  # noqa: D102
+        return int(torch.cuda.memory_allocated(self._device))
 
     def read(self) -> MemoryReading:  # noqa: D102
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]

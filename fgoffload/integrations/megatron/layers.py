@@ -97,7 +97,7 @@ def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
 def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         registrar.begin_forward(self)
-        with registrar.get_offload().watch_model(getattr(self, "vp_stage", None) or 0):
+        with registrar.get_offload().watch_model(self, getattr(self, "vp_stage", None) or 0):
             return original(self, *args, **kwargs)
 
     return forward

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, keeps_bits
 from fgoffload.integrations.megatron.recorder import Run, SavedRecord, StepRecorder, Stretch
@@ -68,23 +68,18 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
     Args:
         recorder: Of a step that is over.
         chunk: Its number.
-        facts: Of its layers, in the order of forward. A layer that was not recorded is taken for the next one before it, or
-            else behind it, that has the same tags and units.
+        facts: Of its layers, in the order of forward.
 
     Returns:
-        Each layer of a kind of its own, but for those that were not recorded.
+        Each layer of a kind of its own.
     """
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
-    measured = {}
+    layers = []
     for one in facts:
         own = [run for run in runs if run.number == one.number]
         if own:
-            measured[one.number] = _LayerBuilder(recorder, storages, own, one).build()
-    layers = []
-    for one in facts:
-        model = measured.get(one.number) or _find_alike(one, facts, measured)
-        if model is not None:
+            model = _LayerBuilder(recorder, storages, own, one).build()
             layers.append(NumberedLayer(number=one.number, model=model))
     outer = [run for run in runs if run.number < 0]
     segments = _build_segments(recorder, outer)
@@ -93,10 +88,9 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
     )
 
 
-def _find_alike(one: LayerFacts, facts: Sequence[LayerFacts], measured: Mapping[int, LayerModel]) -> LayerModel | None:
-    alike = [other.number for other in facts if (other.tags, other.units) == (one.tags, one.units) and other.number in measured]
-    nearest = min(alike, key=lambda number: (number > one.number, abs(number - one.number)), default=None)
-    return None if nearest is None else measured[nearest]
+def _list_tags(record: SavedRecord) -> tuple[str, ...]:
+    """Return the tags that save a storage; where none does, the stretch that does so first, which nobody can select."""
+    return tuple(record.tags) or tuple(record.stretches)[:1]
 
 
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages) -> int:
@@ -119,6 +113,7 @@ def _build_segments(
     first = min((run.microbatch for run in runs), default=0)
     # The first microbatch of a process warms up, and device bytes are read in it.
     timed = [run for run in runs if run.microbatch > first] or runs
+    timed = [run for run in timed if not run.is_leaving] or timed
     names = list(dict.fromkeys(name for run in runs for name in run.stretches))
 
     def measure(get_spans: Callable[[Stretch], object], name: str) -> float:
@@ -180,7 +175,7 @@ class _LayerBuilder:
             SavedTensor(
                 name=name,
                 # The input leaves as `layer_input` where the layer runs again as a whole.
-                tags=("layer_input", *self._run.saved[key].tags) if name == LAYER_INPUT else tuple(self._run.saved[key].tags),
+                tags=(("layer_input",) if name == LAYER_INPUT else ()) + _list_tags(self._run.saved[key]),
                 size_bytes=most[name],
                 is_same_in_all_layers=self._storages.is_in_all_layers(key),
             )
@@ -260,6 +255,3 @@ class _LayerBuilder:
             return None
         name = next((name for name in ("expert_fc1", "after router") if name in self._run.stretches), None)
         return None if name is None else (name, self._facts.wait)
-
-
-__all__ = ["LAYER_INPUT", "LayerFacts", "SavedRecord", "build_chunk"]

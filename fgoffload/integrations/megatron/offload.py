@@ -84,6 +84,9 @@ class MegatronOffload:
     def remove(self) -> None:
         """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does no harm."""
         try:
+            if self.measurement is not None:
+                # First, since what it wrapped is wrapped around what is undone next.
+                self.measurement.close()
             self._undo()
         finally:
             self._open.clear()
@@ -128,16 +131,16 @@ class MegatronOffload:
         """The layer that forward reached last, from 0 over the whole model; -1 before the first."""
         return self._layer
 
-    def watch_model(self, chunk: int) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the forward of model chunk `chunk`."""
+    def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the forward of `model`, which is chunk `chunk`."""
         if self.measurement is None or is_inert():
             return contextlib.nullcontext()
-        return self.measurement.watch_model(chunk)
+        return self.measurement.watch_model(model, chunk)
 
     def watch_layer(self, lane: Lane, hidden: torch.Tensor) -> contextlib.AbstractContextManager[object]:
         """Return a context for the forward of the layer that was entered last, whose input is `hidden`."""
         if self.measurement is not None and self.measurement.is_recording:
-            recorded = self.measurement.find_layer(self._chunk, self._layer, hidden)
+            recorded = self.measurement.find_layer(lane, self._chunk, self._layer, hidden)
             if recorded is not None:
                 return recorded
         return self.engine.watch(lane)

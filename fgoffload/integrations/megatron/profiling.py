@@ -7,11 +7,12 @@ recorded nothing leaves and nothing runs again, and the step computes the bits t
 import contextlib
 import enum
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fgoffload.engine import Device, Lane, Region
+from fgoffload.engine import ActivationLedger, Device, Lane, Region
 from fgoffload.engine.device import Event
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron import recompute
@@ -45,9 +46,11 @@ class StepMeasurement:
     Args:
         device: Where the model lives.
         min_offloaded_numel: Elements. What is smaller will stay, whatever a plan says.
+        observers: Are told of what a recorded step saves and takes, as those of an engine are.
     """
 
-    def __init__(self, device: Device, *, min_offloaded_numel: int) -> None:
+    def __init__(self, device: Device, *, min_offloaded_numel: int, observers: Sequence[ActivationLedger] = ()) -> None:
+        self._observers = observers
         self._device = device
         self._min_offloaded_numel = min_offloaded_numel
         self._memory = find_device_memory(device.type)
@@ -55,6 +58,7 @@ class StepMeasurement:
         self.call: ScheduleCall | None = None
         """Of the schedule that was recorded last."""
         self._recorder: StepRecorder | None = None
+        """Of the step that is recorded, or was and waits for its profile to be taken."""
         self._facts: dict[tuple[int, int], LayerFacts] = {}
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hooks: list[Any] = []
@@ -101,7 +105,6 @@ class StepMeasurement:
             watched=tuple(watched),
             wait=_find_wait(layer),
         )
-        self._models.add(layer)
         self._config = layer.config
         self._hooks += watch_units(lambda: self._recorder, watched)
 
@@ -109,7 +112,7 @@ class StepMeasurement:
         """A schedule begins."""
         if self.state is MeasurementState.WANTED:
             self.call = call
-            self._recorder = StepRecorder(self._device, memory=self._memory)
+            self._recorder = StepRecorder(self._device, memory=self._memory, observers=self._observers)
             self._started = self._mark()
             self.state = MeasurementState.RECORDING
 
@@ -119,14 +122,17 @@ class StepMeasurement:
             self._ended = self._mark()
             self.state = MeasurementState.RECORDED
 
-    def watch_model(self, chunk: int) -> contextlib.AbstractContextManager[None]:
+    def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[None]:
         """Return a context for the forward of a model chunk."""
+        self._models.add(model)
         if self._recorder is None or not self.is_recording:
             return contextlib.nullcontext()
         return self._recorder.model(chunk)
 
-    def find_layer(self, chunk: int, number: int, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context for the forward of a layer with the input `hidden`, or None where the engine has to watch it."""
+    def find_layer(
+        self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor
+    ) -> contextlib.AbstractContextManager[None] | None:
+        """Return a context for the forward of a layer with the input `hidden`, or None where no step is recorded."""
         return None if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
@@ -148,12 +154,11 @@ class StepMeasurement:
             raise StateError("no step was recorded. Call `request`, run a step through Megatron's schedules, and ask again.")
         now = self._mark()
         self._device.synchronize(now)
-        static_bytes = count_parameter_bytes(self._models) if self._memory is None else self._memory.read().allocated_bytes
         profile = RankProfile(
             rank=int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank()),
             pipeline=self._find_pipeline(self.call),
             chunks=self._build_chunks(recorder),
-            static_bytes=static_bytes,
+            static_bytes=self._count_bytes(),
             peak_bytes=None if self._memory is None else self._memory.take_peak(),
             step_s=self._device.measure_seconds(self._started, now),
             step_end_s=self._device.measure_seconds(self._ended, now),
@@ -162,6 +167,10 @@ class StepMeasurement:
         self._recorder = None
         self.state = MeasurementState.IDLE
         return profile
+
+    def _count_bytes(self) -> int:
+        """Return the device bytes now; where nobody counts, those of parameters and gradients."""
+        return count_parameter_bytes(self._models) if self._memory is None else self._memory.read().allocated_bytes
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
         numbers = sorted({chunk for chunk, _ in self._facts})

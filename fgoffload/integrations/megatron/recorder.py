@@ -8,12 +8,12 @@ that the host waits for nothing, and what is computed stays the same to the bit.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
 
-from fgoffload.engine import Device, Lane, Region, Saving
+from fgoffload.engine import ActivationLedger, Device, Lane, Region, Saving
 from fgoffload.engine.device import Event
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
 from fgoffload.engine.place import Place
@@ -101,6 +101,7 @@ class Run:
         "current",
         "input_bytes",
         "input_key",
+        "is_leaving",
         "is_sampled",
         "microbatch",
         "modules",
@@ -117,6 +118,8 @@ class Run:
         """Of the layer in the whole model, from 0; -1 outside of layers."""
         self.is_sampled = is_sampled
         """Whether device bytes are read when its stretches begin and end."""
+        self.is_leaving = False
+        """Whether the engine offloads a layer while it is recorded: its times are longer than those of compute."""
         self.input_key: int | None = None
         """Of the storage of a layer's input."""
         self.input_bytes = 0
@@ -144,22 +147,33 @@ class Run:
 
 
 class RecordedHandle(KeptHandle):
-    """What autograd gets for a tensor that it saves in a measured step."""
+    """What autograd gets for a tensor that it saves in a measured step: the handle that it would have got, and the stretch."""
 
-    __slots__ = ("stretch",)
+    __slots__ = ("_handle", "_saving", "stretch")
 
-    def __init__(self, tensor: torch.Tensor, place: Place, stretch: Stretch) -> None:
-        super().__init__(tensor, place)
+    def __init__(self, handle: Handle | KeptHandle, saving: Saving | None, stretch: Stretch) -> None:  # no tensor of its own
+        self._handle = handle
+        self._saving = saving
+        self.place = handle.place
         self.stretch = stretch
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the engine has nothing to do with it."""
+        return self._saving is None
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, from the engine where it has it."""
+        return self._handle.take() if self._saving is None else self._saving.take_back(self._handle)
 
 
 class RecordedRegion(Region):
-    """A site in a measured step: it answers as a region of the engine does, and nothing leaves."""
+    """A site in a measured step: it answers as a region of the engine does, and where it has one hands all on to it."""
 
-    __slots__ = ("_place", "_recorder", "_run", "_tag")
+    __slots__ = ("_inner", "_place", "_recorder", "_run", "_tag")
 
-    def __init__(self, recorder: "StepRecorder", run: Run, lane: Lane, site: Site) -> None:  # no group: nothing leaves
-        self.lane = lane
+    def __init__(self, recorder: "StepRecorder", run: Run, site: Site, lane: Lane, inner: Region | None) -> None:  # no group
+        self._inner = inner
         self._recorder = recorder
         self._run = run
         self._place = Place(site, str(lane.place))
@@ -167,7 +181,7 @@ class RecordedRegion(Region):
 
     def __call__(self, tensor: torch.Tensor) -> KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
-        return self._recorder.save(tensor, self._run, self._place)
+        return self._recorder.save(tensor, self._run, self._place, self._inner)
 
     def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:  # noqa: D102
         return self._recorder.take(handle)
@@ -183,24 +197,29 @@ class RecordedRegion(Region):
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Put no mark: what backward takes tells where it is."""
+        """Put no mark of its own: what backward takes tells where it is."""
+        if self._inner is not None:
+            self._inner.enter(tensor)
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Let nothing leave."""
+        """Let the engine's group leave, if there is one."""
+        if self._inner is not None:
+            self._inner.end(tensor, is_held=is_held)
 
 
 class _RecordedWatch(Saving):
     """A layer, or a model, in a measured step: what is saved between its regions belongs to the stretch that forward is in."""
 
-    __slots__ = ("_recorder", "_run")
+    __slots__ = ("_inner", "_recorder", "_run")
 
-    def __init__(self, recorder: "StepRecorder", run: Run) -> None:  # no lane and no engine: nothing leaves
+    def __init__(self, recorder: "StepRecorder", run: Run, inner: Saving | None = None) -> None:  # no lane, and no engine
+        self._inner = inner
         self._recorder = recorder
         self._run = run
 
     def __call__(self, tensor: torch.Tensor) -> KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
-        return self._recorder.save(tensor, self._run, Place(None, f"mb={self._run.microbatch}"))
+        return self._recorder.save(tensor, self._run, Place(None, f"mb={self._run.microbatch}"), self._inner)
 
     def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
         """Return the tensor of `handle`."""
@@ -213,10 +232,12 @@ class StepRecorder:
     Args:
         device: Whose events tell the time.
         memory: Counts device bytes; None where nobody does.
+        observers: Are told of what is saved and taken, as those of an engine are.
     """
 
-    def __init__(self, device: Device, *, memory: DeviceMemory | None) -> None:
+    def __init__(self, device: Device, *, memory: DeviceMemory | None, observers: Sequence[ActivationLedger] = ()) -> None:
         self._device = device
+        self._observers = observers
         self._memory = memory
         self.runs: list[Run] = []
         """Of layers and of models, in the order of forward."""
@@ -255,14 +276,23 @@ class StepRecorder:
             self._switch(None, is_backward=False)
 
     @contextlib.contextmanager
-    def layer(self, chunk: int, number: int, hidden: torch.Tensor) -> Iterator[None]:
-        """Record the forward of a layer, whose input is `hidden`; its sites are inside."""
+    def layer(self, chunk: int, number: int, hidden: torch.Tensor, *, inner: Saving | None = None) -> Iterator[None]:
+        """Record the forward of a layer; its sites are inside.
+
+        Args:
+            chunk: That it is in.
+            number: Of the layer in the whole model, from 0.
+            hidden: Its input.
+            inner: What watches the layer for the engine, which offloads it; None where everything is kept.
+        """
         run = self._add_run(chunk, number=number)
+        if inner is not None:
+            run.is_leaving, run.is_sampled = True, False
         run.input_key, run.input_bytes = get_key(hidden), hidden.untyped_storage().nbytes()
         outer, self._layer = self._layer, run
         self._switch(run.get_stretch("start"), is_backward=False)
         try:
-            with _RecordedWatch(self, run):
+            with _RecordedWatch(self, run, inner):
                 yield
         finally:
             self._layer = outer
@@ -275,10 +305,16 @@ class StepRecorder:
         """The layer that forward is in."""
         return self._layer
 
-    def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return what stands for a region of the engine, or None outside of a recorded layer."""
+    def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
+        """Return what stands for a region of the engine, or None outside of a recorded layer.
+
+        Args:
+            site: In the layer that forward is in.
+            lane: Of the microbatch.
+            inner: A region of the engine, which offloads the site; None where it is kept.
+        """
         run = self._layer
-        return None if run is None or run.number != site.layer else RecordedRegion(self, run, lane, site)
+        return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
     def enter(self, stretch: Stretch) -> None:
         """Forward enters a region."""
@@ -293,8 +329,8 @@ class StepRecorder:
 
     # What autograd saves and takes.
 
-    def save(self, tensor: torch.Tensor, run: Run, place: Place) -> KeptHandle:
-        """Return the handle for a tensor that autograd saves in `run`."""
+    def save(self, tensor: torch.Tensor, run: Run, place: Place, inner: Saving | None) -> KeptHandle:
+        """Return the handle for a tensor that autograd saves in `run`, and that `inner` keeps or offloads, if there is one."""
         stretch = self._open[0] if self._open is not None else run.get_stretch(FIRST)
         if self._is_activation(tensor):
             storage = StorageRef(tensor)
@@ -302,7 +338,7 @@ class StepRecorder:
             if record is None:
                 size_bytes = tensor.untyped_storage().nbytes()
                 record = run.saved[storage.key] = SavedRecord(storage, size_bytes, run.open_modules)
-                if storage.key not in self._known:
+                if storage.key not in self._known and not run.is_leaving:
                     self._known.add(storage.key)
                     self.live_bytes += size_bytes
                     stretch.born_bytes += size_bytes
@@ -311,7 +347,11 @@ class StepRecorder:
             record.stretches[stretch.name] = None
             if stretch.tag is not None:
                 record.tags[stretch.tag] = None
-        return RecordedHandle(tensor, place, stretch)
+        if inner is not None:
+            return RecordedHandle(inner(tensor), inner, stretch)
+        for ledger in self._observers:
+            ledger.count_save(tensor, place=place)
+        return RecordedHandle(KeptHandle(tensor, place), None, stretch)
 
     def take(self, handle: Handle | KeptHandle) -> torch.Tensor:
         """Return a saved tensor; in backward it tells where backward is."""
@@ -323,7 +363,11 @@ class StepRecorder:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001 - no public name
             if self._open != (handle.stretch, True):
                 self._switch(handle.stretch, is_backward=True)
-        return handle.take()
+        tensor = handle.take()
+        if isinstance(handle, RecordedHandle) and handle.is_kept:
+            for ledger in self._observers:
+                ledger.count_take(place=handle.place)
+        return tensor
 
     def measure_seconds(self, spans: list[tuple[Event, Event]]) -> float:
         """Return the seconds of some spans that are over. The host blocks until the device has come so far."""
