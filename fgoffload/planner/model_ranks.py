@@ -1,0 +1,208 @@
+"""From a model, its ranks and a device to what the simulator and the solver take."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from fgoffload.planner.edge_segments import EdgeShape, make_first_segments, make_last_segments
+from fgoffload.planner.efficiency import Efficiency, Network
+from fgoffload.planner.hardware import Hardware
+from fgoffload.planner.layer_model import LayerModel
+from fgoffload.planner.layer_shape import LayerShape
+from fgoffload.planner.link_rates import make_link_model
+from fgoffload.planner.model_shape import ModelShape, make_layer_shape
+from fgoffload.planner.op_times import make_layer_model
+from fgoffload.planner.ops import Execution
+from fgoffload.planner.parallelism import Parallelism, StageChunk, list_chunks
+from fgoffload.planner.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.saved_bytes import list_untagged_tensors
+from fgoffload.planner.schedule import list_passes
+from fgoffload.planner.static_memory import (
+    ADAM,
+    DEFAULT_RESERVE_BYTES,
+    ParameterState,
+    StaticMemory,
+    count_output_bytes,
+    list_static_memory,
+)
+from fgoffload.planner.temporaries import ExtraBytes
+from fgoffload.policy import TransferPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What a prediction takes for granted, beside model, ranks and device."""
+
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
+    """What kernels reach of the device's peaks."""
+    network: Network = dataclasses.field(default_factory=Network)
+    """Between ranks."""
+    state: ParameterState = ADAM
+    """What a parameter has beside its weight."""
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    """Device bytes that no allocation of the training is."""
+    dispatch_buffer_bytes: int = 0
+    """Device bytes of a token dispatcher with buffers of its own."""
+    policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)
+    """Window and prefetch, as the engine will have them."""
+    min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
+    """What a group saves of one storage stays when it is smaller."""
+    execution: Execution = dataclasses.field(default_factory=Execution)
+    """How layers are run. Context parallel size and window of each layer are the model's, whatever is here."""
+
+
+def build_ranks(
+    model: ModelShape, parallelism: Parallelism, hardware: Hardware, *, assumptions: Assumptions | None = None
+) -> tuple[RankModel, ...]:
+    """Return what each pipeline rank runs in a step.
+
+    Args:
+        model: All of it.
+        parallelism: How ranks share it, and the microbatches of a step.
+        hardware: What each rank runs on.
+        assumptions: None takes the defaults.
+
+    Raises:
+        ConfigError: The ranks cannot share the model, or of the device something is not known that times need.
+    """
+    assumptions = assumptions or Assumptions()
+    layers = _LayerModels(model, parallelism, hardware, assumptions)
+    link = make_link_model(hardware)
+    ranks = []
+    for rank, chunks in enumerate(list_chunks(model, parallelism)):
+        static = list_rank_memory(model, parallelism, rank, assumptions=assumptions)
+        ranks.append(
+            RankModel(
+                rank=rank,
+                static_bytes=static.total_bytes,
+                chunks=tuple(_build_chunk(chunk, layers) for chunk in chunks),
+                passes=list_passes(parallelism.pipeline, rank=rank),
+                link=link,
+                policy=assumptions.policy,
+                min_offloaded_bytes=assumptions.min_offloaded_bytes,
+                step_end_s=_count_update_s(static, hardware, assumptions),
+            )
+        )
+    return tuple(ranks)
+
+
+def list_rank_memory(
+    model: ModelShape, parallelism: Parallelism, rank: int, *, assumptions: Assumptions | None = None
+) -> StaticMemory:
+    """Return what the device of pipeline rank `rank` holds all the time, under `assumptions`.
+
+    Raises:
+        ConfigError: There is no such rank, or the ranks cannot share the model.
+    """
+    assumptions = assumptions or Assumptions()
+    return list_static_memory(
+        model,
+        parallelism,
+        rank,
+        state=assumptions.state,
+        dispatch_buffer_bytes=assumptions.dispatch_buffer_bytes,
+        reserve_bytes=assumptions.reserve_bytes,
+    )
+
+
+class _LayerModels:
+    """The models of a model's layers. Layers that are alike share theirs, so that the solver takes them for one kind."""
+
+    def __init__(self, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> None:
+        self.model = model
+        self.parallelism = parallelism
+        self.hardware = hardware
+        self.assumptions = assumptions
+        self._models: dict[tuple[LayerShape, Execution], LayerModel] = {}
+
+    def get_shape(self, number: int) -> LayerShape:
+        """Return the shape of layer `number`."""
+        return make_layer_shape(self.model, self.parallelism, number)
+
+    def get_model(self, number: int) -> LayerModel:
+        """Return the model of layer `number`."""
+        shape = self.get_shape(number)
+        execution = dataclasses.replace(
+            self.assumptions.execution,
+            context_parallel_size=self.parallelism.context_parallel_size,
+            window_tokens=self.model.window_tokens if self.model.has_window(number) else None,
+        )
+        found = self._models.get((shape, execution))
+        if found is None:
+            found = self._models[shape, execution] = make_layer_model(
+                shape,
+                self.hardware,
+                kind=self._name_kind(number),
+                efficiency=self.assumptions.efficiency,
+                network=self.assumptions.network,
+                execution=execution,
+            )
+        return found
+
+    def _name_kind(self, number: int) -> str:
+        kind = self.model.get_kind(number)
+        return f"{kind}, window" if self.model.has_window(number) else kind
+
+
+def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
+    model, parallelism, hardware = layers.model, layers.parallelism, layers.hardware
+    efficiency, network = layers.assumptions.efficiency, layers.assumptions.network
+    edge = EdgeShape(
+        tokens=_count_tokens(model, parallelism),
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        tensor_parallel_size=parallelism.tensor_parallel_size,
+    )
+    untagged = [tensor for number in chunk.layers for tensor in list_untagged_tensors(layers.get_shape(number))]
+    # What all layers share counts once.
+    own_bytes = sum(tensor.size_bytes for tensor in untagged if not tensor.is_same_in_all_layers)
+    own_bytes += sum({tensor.name: tensor.size_bytes for tensor in untagged if tensor.is_same_in_all_layers}.values())
+    output = count_output_bytes(model, parallelism) if chunk.has_output else None
+    first = make_first_segments(edge, hardware, efficiency=efficiency, network=network) if chunk.has_embedding else ()
+    last = (
+        ()
+        if output is None
+        else make_last_segments(
+            edge,
+            hardware,
+            efficiency=efficiency,
+            network=network,
+            execution=layers.assumptions.execution,
+            extra=ExtraBytes(forward=output.forward_extra_bytes, backward=output.backward_extra_bytes),
+        )
+    )
+    return ChunkModel(
+        layers=tuple(NumberedLayer(number=number, model=layers.get_model(number)) for number in chunk.layers),
+        first=first,
+        last=last,
+        saved_bytes=own_bytes + (0 if output is None else output.saved_bytes),
+    )
+
+
+def _count_tokens(model: ModelShape, parallelism: Parallelism) -> int:
+    """Return the tokens of a microbatch that a rank has between layers."""
+    of_rank = model.seq_length // parallelism.context_parallel_size // parallelism.tensor_parallel_size
+    return of_rank * parallelism.micro_batch_size
+
+
+def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assumptions) -> float:
+    """Return the seconds of the optimizer's update: it reads gradients, and reads and writes its state and the weights.
+
+    That data-parallel ranks reduce gradients and gather weights is not counted: `--overlap-grad-reduce` and
+    `--overlap-param-gather` put both beside compute.
+    """
+    if not static.optimizer_bytes or hardware.device_memory_bytes_per_s is None:
+        return 0.0
+    touched_bytes = static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)
+    return touched_bytes / (hardware.device_memory_bytes_per_s * assumptions.efficiency.memory)
+
+
+def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hardware) -> int:
+    """Return the host bytes of the fullest node: as many of the fullest rank as a node has devices.
+
+    Megatron puts the ranks of a pipeline stage beside each other, so that the devices of a node are of one stage, or of few.
+
+    Args:
+        host_peaks_bytes: Of each pipeline rank.
+        hardware: With the devices of a node.
+    """
+    return max(host_peaks_bytes, default=0) * hardware.gpus_per_node

@@ -1,0 +1,91 @@
+"""The planner as a whole: name a model, its ranks, a device and a memory budget, and get the fastest plan that was found.
+
+    >>> from fgoffload.planner import Hardware, ModelShape, Parallelism, get_hardware, plan
+    >>> from fgoffload.planner import ExpertsShape
+    >>> from fgoffload.units import GIB
+    >>> model = ModelShape(
+    ...     name="a mixture of 8 experts",
+    ...     num_layers=8,
+    ...     hidden_size=4096,
+    ...     num_attention_heads=32,
+    ...     num_query_groups=8,
+    ...     kv_channels=128,
+    ...     vocab_size=32000,
+    ...     seq_length=4096,
+    ...     experts=ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=14336),
+    ... )
+    >>> ranks = Parallelism(pipeline_parallel_size=2, expert_parallel_size=8, data_parallel_size=8, microbatches=8)
+    >>> report = plan(model, ranks, get_hardware("h100"), budget_bytes=23 * GIB)
+    >>> report.baselines["nothing"].peak_bytes > 23 * GIB
+    True
+    >>> report.solution.result.peak_bytes <= 23 * GIB
+    True
+    >>> report.solution.result.step_s < report.baselines["full recompute"].step_s
+    True
+
+`report.solution.plan.to_json()` is the file for `--offload-plan`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from fgoffload.planner.hardware import Hardware
+from fgoffload.planner.megatron_flags import baselines
+from fgoffload.planner.model_ranks import Assumptions, build_ranks
+from fgoffload.planner.model_shape import ModelShape
+from fgoffload.planner.parallelism import Parallelism
+from fgoffload.planner.rank_model import RankModel
+from fgoffload.planner.simulation_result import StepResult
+from fgoffload.planner.simulator import simulate
+from fgoffload.planner.solver import Solution, solve
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """A plan, what it is predicted to come to, and what people would compare it with."""
+
+    ranks: tuple[RankModel, ...]
+    """What was planned for."""
+    baselines: Mapping[str, StepResult]
+    """By name: `nothing`, `full recompute`, `selective recompute`, `offload everything`. They need not keep to the budget."""
+    solution: Solution
+    """The plan."""
+
+
+def plan(
+    model: ModelShape,
+    parallelism: Parallelism,
+    hardware: Hardware,
+    *,
+    budget_bytes: int,
+    host_budget_bytes: int | None = None,
+    assumptions: Assumptions | None = None,
+) -> PlanReport:
+    """Return the fastest plan found that keeps the device bytes of every rank within `budget_bytes`.
+
+    Args:
+        model: All of it.
+        parallelism: How ranks share it, and the microbatches of a step.
+        hardware: What each rank runs on.
+        budget_bytes: Of each device, static memory included.
+        host_budget_bytes: Of each rank; None for no limit.
+        assumptions: What is taken for granted; None takes the defaults.
+
+    Raises:
+        ConfigError: An argument is not what it must be, or of the device something is not known that times need.
+        PlanError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
+    """
+    ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
+    return plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+
+
+def plan_ranks(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_bytes: int | None = None) -> PlanReport:
+    """Return the same for ranks that were made otherwise, from a profile for one.
+
+    Raises:
+        ConfigError: An argument is not what it must be.
+        PlanError: No plan was found that fits.
+    """
+    compared = {name: simulate(ranks, chosen) for name, chosen in baselines(ranks).items()}
+    solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    return PlanReport(ranks=tuple(ranks), baselines=compared, solution=solution)

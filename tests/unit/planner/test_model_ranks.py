@@ -1,0 +1,103 @@
+"""From a model and its ranks to what the simulator takes, and the plan from one call."""
+
+import dataclasses
+import doctest
+
+import pytest
+
+from fgoffload.errors import ConfigError, PlanError
+from fgoffload.plan import OffloadPlan
+from fgoffload.planner import Assumptions, ExpertsShape, ModelShape, Parallelism, build_ranks, get_hardware, plan, planning
+from fgoffload.planner.model_ranks import count_host_bytes_per_node, list_rank_memory
+from fgoffload.planner.simulator import simulate
+from fgoffload.planner.static_memory import NO_OPTIMIZER, ParameterState
+from fgoffload.units import GIB
+
+MODEL = ModelShape(
+    name="six layers of 16 experts",
+    num_layers=6,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=32,
+    kv_channels=128,
+    vocab_size=32000,
+    seq_length=4096,
+    experts=ExpertsShape(num_experts=16, topk=4, ffn_hidden_size=2048),
+)
+MIXED = dataclasses.replace(MODEL, ffn_hidden_size=8192, moe_layers=(False, False, True, True, True, True))
+ONE = Parallelism(micro_batch_size=2, microbatches=4)
+STAGES = Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=3, micro_batch_size=2, microbatches=4)
+H200 = get_hardware("h200")
+
+
+def test_layers_that_are_alike_are_one_kind_and_share_their_model():
+    (rank,) = build_ranks(MIXED, ONE, H200)
+    layers = [layer.model for layer in rank.chunks[0].layers]
+    assert [layer.kind for layer in layers] == ["dense"] * 2 + ["moe"] * 4
+    assert layers[0] is layers[1]
+    assert layers[2] is layers[5]
+
+
+def test_layers_with_a_window_are_a_kind_of_their_own():
+    windows = dataclasses.replace(MODEL, window_tokens=128, window_layers=(True, False) * 3)
+    (rank,) = build_ranks(windows, ONE, H200)
+    kinds = {layer.number: layer.model for layer in rank.chunks[0].layers}
+    assert [kinds[number].kind for number in range(6)] == ["moe, window", "moe"] * 3
+    assert kinds[0].forward_s < kinds[1].forward_s
+
+
+def test_embedding_and_loss_are_on_the_ranks_and_chunks_that_have_them():
+    first, last = build_ranks(MODEL, STAGES, H200)
+    assert [[layer.number for layer in chunk.layers] for chunk in first.chunks] == [[0], [2], [4]]
+    assert [[layer.number for layer in chunk.layers] for chunk in last.chunks] == [[1], [3], [5]]
+    assert [bool(chunk.first) for chunk in first.chunks] == [True, False, False]
+    assert [bool(chunk.last) for chunk in last.chunks] == [False, False, True]
+    # The softmax of the loss in fp32, 4sbV, is saved by the last chunk alone.
+    assert last.chunks[2].saved_bytes - last.chunks[1].saved_bytes > 4 * 4096 * 2 * 32000
+
+
+def test_static_memory_is_that_of_the_rank_and_of_what_was_assumed():
+    bare = Assumptions(state=NO_OPTIMIZER, reserve_bytes=0)
+    (rank,) = build_ranks(MODEL, ONE, H200, assumptions=bare)
+    # Attention 4 h^2, experts 16 x 3 h f, the router 16 h and two norms a layer; two embeddings and the last norm.
+    layer = 4 * 4096**2 + 16 * 3 * 4096 * 2048 + 16 * 4096 + 2 * 4096
+    parameters = 6 * layer + 2 * 32000 * 4096 + 4096
+    # Beside parameters and gradients there is what matrix products work in.
+    assert rank.static_bytes == (2 + NO_OPTIMIZER.gradient_bytes) * parameters + list_rank_memory(MODEL, ONE, 0).workspace_bytes
+    assert list_rank_memory(MODEL, ONE, 0).total_bytes > rank.static_bytes
+
+
+def test_the_update_takes_time_where_there_is_an_optimizer():
+    assert build_ranks(MODEL, ONE, H200, assumptions=Assumptions(state=NO_OPTIMIZER))[0].step_end_s == 0
+    assert build_ranks(MODEL, ONE, H200)[0].step_end_s > 0
+
+
+def test_a_device_without_rates_is_refused():
+    with pytest.raises(ConfigError, match="Ascend 910B"):
+        build_ranks(MODEL, ONE, get_hardware("ascend-910b"))
+
+
+def test_the_host_bytes_of_a_node_are_those_of_its_devices():
+    assert count_host_bytes_per_node([3, 7, 5], hardware=H200) == 7 * 8
+
+
+def test_a_plan_keeps_to_the_budget_and_beats_full_recompute():
+    bare = Assumptions(state=ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0), reserve_bytes=0)
+    ranks = build_ranks(MODEL, ONE, H200, assumptions=bare)
+    nothing = simulate(ranks, OffloadPlan(actions={}))
+    budget_bytes = nothing.peak_bytes - 3 * GIB
+    report = plan(MODEL, ONE, H200, budget_bytes=budget_bytes, assumptions=bare)
+    assert report.baselines["nothing"] == nothing
+    assert report.solution.result.peak_bytes <= budget_bytes
+    assert nothing.step_s < report.solution.result.step_s < report.baselines["full recompute"].step_s
+    assert simulate(ranks, report.solution.plan) == report.solution.result
+
+
+def test_a_budget_below_what_no_plan_moves_is_refused_with_both():
+    with pytest.raises(PlanError, match=r"A memory budget of 1\.00 GiB is not above the static memory of pipeline rank 0"):
+        plan(MODEL, ONE, H200, budget_bytes=GIB)
+
+
+def test_the_example_of_the_page_runs():
+    assert doctest.testmod(planning).failed == 0
+    assert doctest.testmod(planning).attempted > 5
