@@ -26,7 +26,7 @@ once a step, for all microbatches."""
 
 
 class Limit(enum.Enum):
-    """What kind of kernel it is: which share of the device's peaks it reaches."""
+    """What kind of kernel it is: the field of `Efficiency` that says what share of the device's peak it reaches."""
 
     MATMUL = "matmul"  # one matrix product, in bf16
     GROUPED_MATMUL = "grouped_matmul"  # one for each expert

@@ -20,7 +20,7 @@ from fgoffload.planner.layer_sizes import LayerSizes, count_compressed_bytes, ma
 from fgoffload.planner.ops import BF16, FP32, Execution
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraBytes:
     """Of one stretch."""
 
@@ -130,7 +130,7 @@ def _count_mixture(shape: LayerShape, experts: ExpertsShape, execution: Executio
     routed = _count_router(sizes, experts) | _count_experts(sizes, experts, execution)
     # What the shared experts return waits until it is added.
     waiting = sizes.hidden if experts.shared_ffn_hidden_size else 0
-    return found | {name: ExtraBytes(one.forward + waiting, one.backward) for name, one in routed.items()}
+    return found | {name: ExtraBytes(forward=one.forward + waiting, backward=one.backward) for name, one in routed.items()}
 
 
 def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> ExtraBytes:
