@@ -1,0 +1,122 @@
+"""The ranks and microbatches that Megatron's flags describe, for plans."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
+from fgoffload.planner.parallelism import Parallelism
+
+_SIZES = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    "micro_batch_size": "micro_batch_size",
+}
+"""By field of Parallelism, the flag, with `_` for `-`."""
+
+PARALLEL_FLAGS = frozenset(
+    {
+        *_SIZES.values(),
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "global_batch_size",
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        "num_gpus",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "overlap_moe_expert_parallel_comm",
+        "pipeline_model_parallel_layout",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+    }
+)
+"""Flags, with `_` for `-`, that ranks and microbatches come from."""
+
+
+def make_parallelism(values: Mapping[str, Any], *, num_layers: int, num_gpus: int | None) -> Parallelism:
+    """Return the ranks that flags describe.
+
+    Args:
+        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
+        num_layers: Of the decoder.
+        num_gpus: Ranks, unless `values` says it. None is the fewest that hold the model and its experts.
+
+    Raises:
+        ConfigError: With the flag, the value, the limit and the fix.
+    """
+    sizes = _read_sizes(values)
+    data_parallel_size = _count_data_parallel(sizes, values.get("num_gpus", num_gpus))
+    return Parallelism(
+        **sizes,
+        virtual_pipeline_size=_count_chunks(values, num_layers, sizes["pipeline_parallel_size"]),
+        data_parallel_size=data_parallel_size,
+        microbatches=_count_microbatches(values, sizes["micro_batch_size"], data_parallel_size),
+        microbatch_group_size=values.get("microbatch_group_size_per_virtual_pipeline_stage"),
+        has_sequence_parallel=values.get("sequence_parallel", False),
+        has_distributed_optimizer=values.get("use_distributed_optimizer", True),
+        has_expert_overlap=values.get("overlap_moe_expert_parallel_comm", False),
+        num_layers_in_first_pipeline_stage=values.get("decoder_first_pipeline_num_layers"),
+        num_layers_in_last_pipeline_stage=values.get("decoder_last_pipeline_num_layers"),
+        account_for_embedding_in_pipeline_split=values.get("account_for_embedding_in_pipeline_split", False),
+        account_for_loss_in_pipeline_split=values.get("account_for_loss_in_pipeline_split", False),
+        pipeline_layout=values.get("pipeline_model_parallel_layout"),
+    )
+
+
+def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {field: values.get(flag, 1) for field, flag in _SIZES.items()}
+    # Megatron shares an expert among as many ranks as share the other layers, unless a flag says otherwise.
+    sizes["expert_tensor_parallel_size"] = values.get("expert_tensor_parallel_size", sizes["tensor_parallel_size"])
+    for field, size in sizes.items():
+        check_count(_SIZES[field], size)
+    return sizes
+
+
+def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None) -> int:
+    pipeline = sizes["pipeline_parallel_size"]
+    model = sizes["tensor_parallel_size"] * pipeline * sizes["context_parallel_size"]
+    experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * pipeline
+    fewest = math.lcm(model, experts)
+    if num_gpus is None:
+        return fewest // model
+    check_count("NUM_GPUS", num_gpus)
+    if num_gpus % fewest:
+        raise ConfigError(
+            f"NUM_GPUS {num_gpus} is not a multiple of {fewest}, which a copy of the model ({model} ranks) and of its experts "
+            f"({experts}) need. Give --num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes."
+        )
+    return num_gpus // model
+
+
+def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_parallel_size: int) -> int:
+    one = micro_batch_size * data_parallel_size
+    sequences = values.get("global_batch_size", one)
+    check_count("global_batch_size", sequences)
+    if sequences % one:
+        raise ConfigError(
+            f"--global-batch-size {sequences} is not a multiple of --micro-batch-size {micro_batch_size} x data-parallel size "
+            f"{data_parallel_size} = {one}. Give {-(-sequences // one) * one}, or another --num-gpus."
+        )
+    return int(sequences // one)
+
+
+def _count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
+    """Return the virtual pipeline size, in either of the ways that Megatron-LM takes it."""
+    per_chunk = values.get("num_layers_per_virtual_pipeline_stage")
+    if per_chunk is None:
+        return values.get("num_virtual_stages_per_pipeline_rank")
+    check_count("num_layers_per_virtual_pipeline_stage", per_chunk)
+    # Embedding and loss are shared out like layers where they count as one.
+    counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
+    if counted % (stages * per_chunk):
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide the {counted} layers. "
+            "Give a number that does, or --num-virtual-stages-per-pipeline-rank."
+        )
+    return int(counted // (stages * per_chunk))
