@@ -107,7 +107,8 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str,
     axes.set_ylabel(f"step time over {NOTHING.name}")
     axes.set_title(title, fontsize=11, pad=14)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

@@ -99,6 +99,10 @@ class Session:
         self._folder.close()
 
 
+StartSession = Callable[[Job, Sequence[Run], ProcessKind, Path], contextlib.AbstractContextManager[Session]]
+"""Starts the processes of one session: `Session` itself, but for tests."""
+
+
 def run_sessions(
     job: Job,
     runs: Sequence[Run],
@@ -107,6 +111,7 @@ def run_sessions(
     first_session: int,
     log_folder: Path,
     on_message: Callable[[Message], None] = lambda message: None,
+    start: StartSession = Session,
 ) -> Iterator[Outcome]:
     """Run `runs` in sessions of one kind, and yield what came of each as it ends.
 
@@ -117,12 +122,13 @@ def run_sessions(
         first_session: The number of the first session; each further one has the next.
         log_folder: Where the output of the processes goes.
         on_message: Called with what rank 0 says.
+        start: Starts a session.
     """
     pending, session = list(runs), first_session
     while pending:
         ended, crash = 0, None
         log = log_folder / f"log_{kind.value}_{session}.txt"
-        with Session(job, pending, kind, log) as processes:
+        with start(job, pending, kind, log) as processes:
             for rank, message in processes.listen():
                 if rank == 0:
                     on_message(message)

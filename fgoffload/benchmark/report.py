@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from fgoffload.benchmark.frontier import LINES, find_fastest
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
@@ -67,12 +68,7 @@ def list_rows(summaries: Sequence[Summary], workload: Workload) -> list[tuple[st
 
 def build_times_table(summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of step times and memory."""
-    table = Table(
-        title=name_run(workload, surroundings),
-        caption=name_versions(surroundings),
-        title_justify="left",
-        caption_justify="left",
-    )
+    table = _start_table(name_run(workload, surroundings))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
     failed = []
@@ -80,15 +76,15 @@ def build_times_table(summaries: Sequence[Summary], workload: Workload, surround
         if summary.worst is None:
             failed.append(f"{cells[0]}: {summary.failure}")
         else:
-            table.add_row(*cells)
-    table.caption = "\n".join((name_versions(surroundings), *failed))
+            table.add_row(*map(Text, cells))
+    table.caption = Text("\n".join((name_versions(surroundings), *failed)))
     return table
 
 
 def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int]) -> Table:
     """Return for each budget the fastest setting of each system whose peak is within it."""
     systems = [system for system in LINES if any(one.setting.system is system for one in summaries)]
-    table = Table(title="fastest within each budget: step time over nothing, and the setting", title_justify="left")
+    table = _start_table("fastest within each budget: step time over nothing, and the setting")
     table.add_column("peak at most", justify="right")
     for system in systems:
         table.add_column(LINES[system][0])
@@ -97,7 +93,7 @@ def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int
         for system in systems:
             fastest = find_fastest(summaries, system=system, budget_bytes=budget_bytes)
             cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}")
-        table.add_row(format_bytes(budget_bytes), *cells)
+        table.add_row(format_bytes(budget_bytes), *map(Text, cells))
     return table
 
 
@@ -206,18 +202,16 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
 
 def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of a comparison of bits."""
-    table = Table(
-        title=f"{name_run(workload, surroundings)}: losses and gradients, to the bit",
-        caption=name_versions(surroundings),
-        title_justify="left",
-        caption_justify="left",
-    )
+    table = _start_table(f"{name_run(workload, surroundings)}: losses and gradients, to the bit")
+    table.caption = Text(name_versions(surroundings))
     for heading in ("setting", "equal to nothing", "where not"):
         table.add_column(heading)
     for row in rows:
         name = f"{row.setting.name}, again" if row.setting == NOTHING else row.setting.name
-        answer = "[green]yes" if row.is_equal else "[yellow]not run" if row.failure else "[red]no"
-        table.add_row(name, answer, row.failure or "; ".join(row.differences))
+        answer = Text("yes", style="green") if row.is_equal else Text("no", style="bold red")
+        if row.failure:
+            answer = Text("not run", style="yellow")
+        table.add_row(Text(name), answer, Text(row.failure or "; ".join(row.differences)))
     return table
 
 
@@ -247,6 +241,11 @@ _COLUMNS = (
     "tokens_per_s",
     "model_flop_utilization",
 )
+
+
+def _start_table(title: str) -> Table:
+    # As Text: names and errors may hold brackets, which mean styles in plain strings.
+    return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 
 def _list_cells(summary: Summary, workload: Workload) -> tuple[str, ...]:

@@ -138,9 +138,9 @@ def parse_setting(text: str) -> Setting:
     Raises:
         ConfigError: It names none, with what is wrong and an example.
     """
-    if text.startswith(f"{System.PLAN.value}:"):
+    if text.startswith(f"{System.PLAN.value}:") and (path := text.partition(":")[2]):
         # A path may hold any of the signs that mean something elsewhere.
-        return Setting(system=System.PLAN, plan=Path(text.partition(":")[2]))
+        return Setting(system=System.PLAN, plan=Path(path))
     match = _NAME.fullmatch(text)
     system = next((one for one in System if match and one.value == match["system"]), None)
     if match is None or system is None:
@@ -254,6 +254,7 @@ def _check_parts(text: str, system: System, what: str, *, has_fraction: bool, ha
         System.MEGATRON: "modules, as in megatron:core_attn+attn_proj",
         System.OURS: "modules, as in ours:core_attn+attn_proj",
         System.LAYERS: "a number of layers, as in te-layers:3",
+        System.PLAN: "a plan file, as in plan:plan.json",
         System.BUDGET: "a size, as in budget:18.9GiB",
     }
     if system in needs and not what:

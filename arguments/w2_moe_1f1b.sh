@@ -1,0 +1,52 @@
+# w2_moe_1f1b: the layers of w2_moe.sh on two GPUs, six on each, under the 1F1B schedule.
+#
+# Size:    12 layers, hidden 4096, 32 heads, 16 experts of width 2048 of which each token takes 4; 5.9 billion parameters.
+#          Sequences of 4096 tokens, 8 microbatches of 2 sequences a step, bf16. The first stage holds the activations of two
+#          microbatches at once, the second those of one.
+# Purpose: settings side by side where copies have forwards and backwards of other microbatches to hide behind, both ways.
+# Needs:   two GPUs of 80 GB or more in one machine, and Transformer Engine. fgoffload bench starts both processes itself.
+# See:     fgoffload bench arguments/w2_moe_1f1b.sh
+#
+# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+
+MODEL_ARGS=(
+    --num-layers 12
+    --pipeline-model-parallel-size 2
+    --hidden-size 4096
+    --num-attention-heads 32
+    --seq-length 4096
+    --max-position-embeddings 4096
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --hidden-dropout 0.0
+    --attention-dropout 0.0
+    --vocab-size 32000
+    --transformer-impl transformer_engine
+    --bf16
+)
+
+MOE_ARGS=(
+    --num-experts 16
+    --moe-router-topk 4
+    --moe-ffn-hidden-size 2048
+    --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-aux-loss-coeff 0.0
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 2
+    --global-batch-size 16
+    --train-iters 10
+    --lr 1e-4
+    --seed 1234
+)
+
+OFFLOAD_ARGS=(
+    --fine-grained-activation-offloading
+    --offload-modules expert_fc1
+)
