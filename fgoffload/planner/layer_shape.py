@@ -143,10 +143,10 @@ class ExpertsShape:
             tokens: Of each rank, before they are routed.
         """
         sources = self.expert_parallel_size * self.expert_tensor_parallel_size
-        # However routing goes, a token sends one row at most to each expert of a rank.
+        # However routing goes, a token sends one row at most to each expert of a rank: with all experts on one, k rows.
         most = tokens * sources * min(self.topk, self.local_experts)
         balanced = tokens * self.topk * self.expert_tensor_parallel_size
-        return balanced if self.expert_parallel_size == 1 else min(most, round(balanced * self.imbalance))
+        return min(most, round(balanced * self.imbalance))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ Under every recipe the linear keeps one fp8 copy, the one that its weight's grad
 |---|---|---|
 | none | 2 bytes an element | |
 | `delayed`, `tensorwise` | 1 byte | one number in fp32 |
-| `blockwise` | 1 byte | one in fp32 for 128 rows of a channel, channels up to a multiple of 4 |
+| `blockwise` | 1 byte | one in fp32 for 128 rows of a channel |
 | `mxfp8` | 1 byte | one byte for 32 rows of a channel, up to multiples of 4 and 128 |
 
 The copy for forward goes as soon as forward is over. The `delayed` and `tensorwise` linears that gather their input again in
@@ -40,7 +40,7 @@ def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> 
     if recipe is None:
         return _BF16 * elements
     if recipe == "blockwise":
-        return _FP8 * elements + _FP32 * -(-rows // _BLOCK_ROWS) * _round_up(channels, 4)
+        return _FP8 * elements + _FP32 * -(-rows // _BLOCK_ROWS) * channels
     if recipe == "mxfp8":
         return _FP8 * elements + _round_up(rows // _MXFP8_BLOCK_ROWS, 4) * _round_up(channels, 128)
     return _FP8 * elements + _FP32

@@ -4,6 +4,8 @@ Models are built for any rank in this one process: the groups of ranks are stand
 model asks nothing else.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from support.attention import ReferenceAttention
@@ -105,6 +107,7 @@ def make_config(model, parallelism):
         "sequence_parallel": parallelism.tensor_parallel_size > 1,
         "pipeline_model_parallel_size": parallelism.pipeline_parallel_size,
         "virtual_pipeline_model_parallel_size": parallelism.virtual_pipeline_size,
+        "pipeline_model_parallel_layout": parallelism.pipeline_layout,
         "expert_model_parallel_size": parallelism.expert_parallel_size,
         "expert_tensor_parallel_size": parallelism.expert_tensor_parallel_size,
         "pipeline_dtype": torch.float32,
@@ -194,6 +197,13 @@ def test_a_model_on_one_rank_has_the_parameters_that_megatron_builds(name):
 def test_each_pipeline_rank_has_the_parameters_that_megatron_builds_there(name, virtual_size):
     model = MODELS[name]
     parallelism = Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=virtual_size, microbatches=4)
+    for rank in range(2):
+        assert count_rank_parameters(model, parallelism, rank).count == count(build_rank(model, parallelism, rank))
+
+
+def test_a_stage_of_further_tokens_alone_has_the_parameters_that_megatron_builds_there():
+    model = dataclasses.replace(DENSE, mtp_num_layers=1)
+    parallelism = Parallelism(pipeline_parallel_size=2, pipeline_layout="Etttt|mL", microbatches=4)
     for rank in range(2):
         assert count_rank_parameters(model, parallelism, rank).count == count(build_rank(model, parallelism, rank))
 

@@ -178,6 +178,15 @@ def test_experts_have_fewer_copies_to_share_their_optimizer():
     assert found.optimizer_bytes == 12 * (dense // 8 + experts // 4 // 2)
 
 
+def test_the_linears_that_narrow_latent_attention_are_whole_on_each_rank():
+    model = dataclasses.replace(DEEPSEEK_V3, num_layers=1, experts=None, moe_layers=None)
+    whole = 7168 * 1536 + 7168 * (512 + 64) + 1536 + 512 + 3 * 7168
+    shared = 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168 + 3 * 7168 * 18432 + 2 * 129280 * 7168
+    assert count_parameters(model) == whole + shared
+    found = list_static_memory(model, Parallelism(tensor_parallel_size=2), 0)
+    assert found.weight_bytes == 2 * (whole + shared // 2)
+
+
 def test_an_expert_that_ranks_share_is_divided_once_more():
     experts = 32 * 8 * 3 * 4096 * 14336
     dense = 46_702_792_704 - experts
@@ -272,6 +281,13 @@ def test_all_ranks_together_hold_each_parameter_at_least_once(tensor, pipeline, 
 def test_a_rank_that_the_pipeline_does_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"pipeline rank 2 is not one of 2\. Give 0 to 1\."):
         list_static_memory(LLAMA_8B, Parallelism(pipeline_parallel_size=2), 2)
+
+
+def test_experts_that_ranks_cannot_share_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"experts: 1409286144 numbers cannot be shared by 5 ranks\. Give parallel sizes that"
+    ):
+        list_static_memory(MIXTRAL, Parallelism(data_parallel_size=5, expert_tensor_parallel_size=5), 0)
 
 
 @pytest.mark.parametrize("name", ["reserve_bytes", "workspace_bytes", "dispatch_buffer_bytes"])
