@@ -78,7 +78,10 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
             "--fine-grained-activation-offloading",
             {"action": argparse.BooleanOptionalAction, "default": False, "help": "switch offload on"},
         ),
-        ("--offload-modules", {"nargs": "*", "default": [], "metavar": "TAG", "help": "modules whose saved tensors leave"}),
+        (
+            "--offload-modules",
+            {"nargs": "*", "default": [], "metavar": "TAG", "help": "modules whose saved tensors leave, or auto"},
+        ),
         (
             "--min-offloaded-tensor-size",
             {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
@@ -93,7 +96,10 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
             {"type": number, "default": None, "metavar": "PART", "help": "from 0 to 1, of a chunk's modules (1.0)"},
         ),
         ("--offload-plan", {"default": None, "metavar": "FILE", "help": "a plan, in place of the fraction"}),
-        ("--offload-memory-budget", {"default": None, "metavar": "SIZE", "help": "not built yet"}),
+        (
+            "--offload-memory-budget",
+            {"default": None, "metavar": "SIZE", "help": "device memory that --offload-modules auto plans for, as in 60GiB"},
+        ),
         ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"}),
         (
             "--offload-window",
