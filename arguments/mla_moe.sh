@@ -44,6 +44,7 @@ MOE_ARGS=(
     --moe-shared-expert-intermediate-size 2816
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
+    --moe-router-dtype fp32
     --moe-router-load-balancing-type seq_aux_loss
     --moe-aux-loss-coeff 1e-3
 )

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("**/*.md"))]
 BASH_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMANDS = ("train", "run", "doctor")
+COMMANDS = ("train", "run", "profile", "bench", "doctor")
 MAKE_TARGET = re.compile(r"^([a-z][a-z_-]*):", re.MULTILINE)
 
 
@@ -36,7 +36,7 @@ def find_fault(words, *, root=ROOT):
     if program == "fgoffload" and len(words) > 1 and words[1] not in ("--help", "--version", *COMMANDS):
         return f"fgoffload has no command {words[1]!r}"
     for word in words:
-        if re.match(r"(?:\./)?(?:arguments|examples|tests|docs|\.ci)/", word) and not (root / word).exists():
+        if re.match(r"(?:\./)?(?:arguments|examples|tests|docs|\.ci)/", word) and not any(root.glob(word.removeprefix("./"))):
             return f"{word} does not exist"
     return None
 
@@ -68,6 +68,7 @@ def test_the_readme_shows_how_to_train_and_how_to_test():
         ("python -m fgoffload plan", "fgoffload has no command 'plan'"),
         ("A=1 fgoffload train arguments/none.sh", "arguments/none.sh does not exist"),
         ("python examples/none.py  # an example", "examples/none.py does not exist"),
+        ("fgoffload bench arguments/tiny_moe.sh --plans examples/none/*.json", "examples/none/*.json does not exist"),
         ("torchrun --nproc-per-node 2 \\\n  examples/none.py", "examples/none.py does not exist"),
     ],
 )
