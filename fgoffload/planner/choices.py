@@ -17,7 +17,7 @@ of its own.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
@@ -66,6 +66,42 @@ class Mode:
         return math.prod(len(part) for part in self.parts)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What one layer does."""
+
+    mode: Mode
+    """Which units that cover several parts run again."""
+    chosen: tuple[Choice, ...]
+    """What each part of the mode does beyond that."""
+
+    @property
+    def actions(self) -> Actions:
+        """Return the actions of the layer."""
+        rows = (row for choice in (self.mode.base, *self.chosen) for row in choice.actions)
+        return tuple(sorted(rows, key=lambda row: row[0]))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return what more than in a layer that keeps all stays on the device: mostly below 0."""
+        return self.mode.base.kept_bytes + sum(choice.kept_bytes for choice in self.chosen)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return what leaves of a microbatch."""
+        return self.mode.base.moved_bytes + sum(choice.moved_bytes for choice in self.chosen)
+
+    @property
+    def recompute_s(self) -> float:
+        """Return the seconds that backward takes longer."""
+        return self.mode.base.recompute_s + sum(choice.recompute_s for choice in self.chosen)
+
+    @property
+    def returned_bytes(self) -> int:
+        """Return the most that is on the device again when a unit has run again."""
+        return max((choice.returned_bytes for choice in (self.mode.base, *self.chosen)), default=0)
+
+
 def list_modes(layer: LayerModel, *, min_offloaded_bytes: int) -> tuple[Mode, ...]:
     """Return all that a layer may choose from: one choice for each effect, by the fewest actions that have it.
 
@@ -87,38 +123,16 @@ def list_modes(layer: LayerModel, *, min_offloaded_bytes: int) -> tuple[Mode, ..
     return tuple(modes)
 
 
-def list_configurations(modes: Sequence[Mode]) -> Iterator[Actions]:
+def list_configurations(modes: Sequence[Mode]) -> Iterator[Configuration]:
     """Yield every way to treat a whole layer."""
     for mode in modes:
         for chosen in itertools.product(*mode.parts):
-            yield join_actions((mode.base, *chosen))
+            yield Configuration(mode=mode, chosen=chosen)
 
 
 def count_configurations(modes: Sequence[Mode]) -> int:
     """Return how many ways there are to treat a whole layer."""
     return sum(mode.configurations for mode in modes)
-
-
-def join_actions(choices: Iterable[Choice]) -> Actions:
-    """Return what several choices of one layer do together."""
-    return tuple(sorted((action for choice in choices for action in choice.actions), key=lambda row: row[0]))
-
-
-def drop_dominated(part: Sequence[Choice], *, resolution_bytes: int = 1) -> tuple[Choice, ...]:
-    """Return the choices of which no other is at least as good in all four: bytes kept, moved and returned, and recompute.
-
-    Args:
-        part: Choices of one part. Where several are alike, the first stays.
-        resolution_bytes: What differs by less than this counts as alike.
-    """
-    efficient: list[tuple[Choice, tuple[float, ...]]] = []
-    costs = {id(choice): _list_costs(choice, resolution_bytes) for choice in part}
-    # In this order whatever is at least as good as a choice is before it.
-    for choice in sorted(part, key=lambda one: costs[id(one)]):
-        own = costs[id(choice)]
-        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for _, other in efficient):
-            efficient.append((choice, own))
-    return tuple(choice for choice, _ in efficient)
 
 
 def measure_actions(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_bytes: int) -> Choice:
@@ -180,11 +194,6 @@ def _subtract(choice: Choice, whole: Choice, actions: Mapping[str, Action]) -> C
         # Units run again one after the other, so the most of them counts and not the sum.
         returned_bytes=choice.returned_bytes if choice.returned_bytes > whole.returned_bytes else 0,
     )
-
-
-def _list_costs(choice: Choice, resolution_bytes: int) -> tuple[float, ...]:
-    sizes = (choice.kept_bytes, choice.moved_bytes, choice.returned_bytes)
-    return (choice.recompute_s, *(round(size_bytes / resolution_bytes) for size_bytes in sizes))
 
 
 def _list_sites(layer: LayerModel) -> list[str]:

@@ -9,8 +9,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from fgoffload.planner.choices import Mode
-from fgoffload.planner.placement import Configuration, LayerSlot, State
+from fgoffload.planner.choices import Configuration, Mode
+from fgoffload.planner.placement import LayerSlot, State
 
 _MOST_OF_EACH = 48
 """Changes that free memory, and as many that use it, of which pairs are made: 2304 pairs are more than are ever simulated."""

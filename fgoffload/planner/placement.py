@@ -10,9 +10,9 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.choices import Actions, Choice, Mode, join_actions
+from fgoffload.planner.choices import Choice, Configuration, Mode
 from fgoffload.planner.layer_model import LayerModel
-from fgoffload.planner.program import ModeCount, ProgramResult
+from fgoffload.planner.program import ProgramResult
 from fgoffload.planner.rank_model import RankModel
 
 
@@ -33,41 +33,6 @@ class LayerSlot:
     """Of the layer in the whole model."""
     layer: LayerModel
     """Its kind."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
-    """What one layer does."""
-
-    mode: Mode
-    """Which units that cover several parts run again."""
-    chosen: tuple[Choice, ...]
-    """What each part of the mode does beyond that."""
-
-    @property
-    def actions(self) -> Actions:
-        """Return the actions of the layer."""
-        return join_actions((self.mode.base, *self.chosen))
-
-    @property
-    def kept_bytes(self) -> int:
-        """Return what more than in a layer that keeps all stays on the device: mostly below 0."""
-        return self.mode.base.kept_bytes + sum(choice.kept_bytes for choice in self.chosen)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Return what leaves of a microbatch."""
-        return self.mode.base.moved_bytes + sum(choice.moved_bytes for choice in self.chosen)
-
-    @property
-    def recompute_s(self) -> float:
-        """Return the seconds that backward takes longer."""
-        return self.mode.base.recompute_s + sum(choice.recompute_s for choice in self.chosen)
-
-    @property
-    def returned_bytes(self) -> int:
-        """Return the most that is on the device again when a unit has run again."""
-        return max((choice.returned_bytes for choice in (self.mode.base, *self.chosen)), default=0)
 
 
 State = tuple[Configuration, ...]
@@ -107,8 +72,17 @@ def place_counts(result: ProgramResult, slots: Sequence[LayerSlot], order: Order
         slots: The layers of its rank.
         order: Which of the layers of a chunk do what.
     """
-    waiting = {key: _list_configurations(counts, order) for key, counts in result.counts.items()}
-    return tuple(next(waiting[slot.chunk, slot.layer.kind]) for slot in slots)
+    waiting = {
+        (number, kind): _spread(counts, order)
+        for number, chunk in enumerate(result.chunks)
+        for kind, counts in chunk.inner.items()
+    }
+    state: list[Configuration] = []
+    for slot, following in zip(slots, (*slots[1:], None), strict=True):
+        last = result.chunks[slot.chunk].last
+        is_last = following is None or following.chunk != slot.chunk
+        state.append(last if is_last and last is not None else next(waiting[slot.chunk, slot.layer.kind]))
+    return tuple(state)
 
 
 def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]]) -> OffloadPlan:
@@ -133,31 +107,15 @@ def _list_burdens(choice: Choice) -> tuple[float, ...]:
     return (choice.kept_bytes, choice.recompute_s, choice.moved_bytes)
 
 
-def _list_configurations(counts: Sequence[ModeCount], order: Order) -> Iterator[Configuration]:
-    """Return what the layers of one kind and chunk do, in the order of forward."""
-    found = [configuration for count in counts for configuration in _combine_parts(count, order)]
+def _spread(counts: Sequence[tuple[Configuration, int]], order: Order) -> Iterator[Configuration]:
+    """Return what the layers of one kind do, all but the last of the chunk, in the order of forward."""
+    found = [configuration for configuration, layers in counts for _ in range(layers)]
+    found.sort(key=lambda one: (one.kept_bytes, -one.moved_bytes))
     if order is Order.FIRST:
-        return iter(sorted(found, key=lambda one: (one.kept_bytes, -one.moved_bytes)))
-    # Whole modes differ most, so layers of each lie apart from each other.
-    found.sort(key=lambda one: -one.moved_bytes)
+        return iter(found)
     places = sorted(range(len(found)), key=lambda place: (place * _GOLDEN) % 1.0)
     return iter([one for _, one in sorted(zip(places, found, strict=True), key=lambda pair: pair[0])])
 
 
 _GOLDEN = 0.618033988749895
 """Its multiples, without their whole part, lie as evenly between 0 and 1 as those of any number."""
-
-
-def _combine_parts(count: ModeCount, order: Order) -> list[Configuration]:
-    """Return configurations of the layers of one mode: the choices of its parts, put together."""
-    rows: list[list[Choice]] = [[] for _ in range(count.layers)]
-    loads = [0] * count.layers
-    for choices in count.parts:
-        dealt = sorted((choice for choice, layers in choices for _ in range(layers)), key=lambda one: -one.moved_bytes)
-        places = range(count.layers)
-        # Most to whom has least so far, or all of it to the first.
-        order_of_layers = sorted(places, key=lambda place: loads[place]) if order is Order.EVEN else list(places)
-        for place, choice in zip(order_of_layers, dealt, strict=True):
-            rows[place].append(choice)
-            loads[place] += choice.moved_bytes
-    return [Configuration(mode=count.mode, chosen=tuple(row)) for row in rows]

@@ -1,71 +1,68 @@
-"""The solver's mixed-integer program: how many layers of each kind make which choice, at the least added time.
+"""The solver's mixed-integer program: how many layers of each kind do what, at the least added time.
 
-One program is one rank. Its whole numbers are, for each chunk and kind of layer, how many layers are in each mode, and how many
-of those make each choice of each part; layers of one kind in one chunk are alike here, and `placement` tells them apart. Beside
-them are, in bytes, what is still on its way to the host between two passes and what is back ahead of the second, and for each
-kind of pass the seconds that copies take longer than compute.
+One program is one rank. Its whole numbers are, for each chunk, what the last layer does, and for each kind of the other layers
+how many do what: those are alike here, and `placement` tells them apart. What a layer costs is measured (`frontier`).
 
-    least   seconds of recompute + seconds that copies take longer + seconds that they slow compute
-    so that at each moment    static + what the microbatches in flight keep + on the way + back ahead + back from recompute
-                              is at most the budget
-    and that in each span     copies to the host = what forward sends + on the way before - on the way behind,
-                              copies to the device = what backward needs - back ahead before + back ahead behind,
-                              together at the link's rates, at most compute + recompute + the seconds that it takes longer
+    least     for each chunk: microbatches * (seconds that its layers add + seconds for the first copy back)
+    so that   at each moment: static + in flight * what layers keep + the most beside that <= device budget
+              and             in flight * what layers move <= host budget
 
-Where in a pass a layer lies is not in it: the simulator has the last word, and tells how far the program was off.
-Solved by HiGHS, through `scipy.optimize.milp`.
+The first copy back of a pass hides behind nothing, since backward has to come to a group of a chunk before any other of that
+chunk is called back. Where the last layer moves anything that is in its measured time; where it moves nothing, the next one
+waits.
+
+The simulator has the last word, and tells how far the program was off. Solved by HiGHS, through `scipy.optimize.milp`.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import scipy.optimize
 import scipy.sparse
 
-from fgoffload.planner.choices import Choice, Mode, drop_dominated
+from fgoffload.planner.choices import Configuration
+from fgoffload.planner.frontier import LayerPoint, Place, keep_best_inner, keep_best_last
 from fgoffload.planner.layer_model import Segment
-from fgoffload.planner.rank_model import ChunkModel, RankModel
+from fgoffload.planner.moments import Moment, count_backwards, list_largest, list_moments
+from fgoffload.planner.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.schedule import PassKind
-from fgoffload.planner.spans import Gap, Moment, Span, count_backwards, list_largest, list_moments, list_spans
+from fgoffload.units import MIB
 
 _SCALE_BYTES = 1e9
-"""Bytes of one unit of the program, and it counts milliseconds: HiGHS wants numbers near 1."""
+"""Bytes of one unit of the program, which counts milliseconds: HiGHS wants numbers near 1."""
 _SCALE_S = 1e-3
 
-_DEFAULT_GAP = 1e-3
-"""Of the step: how far from the best HiGHS may stop. It is a tenth of what predictions are off, and saves most of its time."""
+DEFAULT_GAP = 1e-3
+"""Of the step: how far from its best HiGHS may stop. Predictions are further off, and it saves most of its time."""
 
-_TIE = 1e-4
-"""What a second of copies costs that hides behind compute: of plans that are equally fast, the one that moves less."""
+_EXTRA_STEP_BYTES = 256 * MIB
+_WAIT_STEP_S = 2e-3
+"""Whether any layer has so much beside what is kept, or makes compute wait so long, is a decision of the program: it has one
+for each of these steps, and they are what makes it slow."""
 
-_RESOLUTION_PARTS = 200
-"""Choices that differ by less than this part of a layer's bytes are one to the program: it is faster so, and the search that
-comes after it has them all."""
-
-_LEAST_RETURNED_BYTES = 32 * 1024 * 1024
-"""What comes back for less is no decision of its own: the simulator corrects it, and each decision makes the program slower."""
+_TIE_S_PER_BYTE = 1e-15
+"""Seconds that a byte which is moved counts for: of plans that are equally fast the one that moves less, a microsecond a GB."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModeCount:
-    """Layers of one kind in one chunk that are in one mode."""
+class ChunkCounts:
+    """What the layers of a chunk do."""
 
-    mode: Mode
-    """What runs again, over several parts."""
-    layers: int
-    """How many."""
-    parts: tuple[tuple[tuple[Choice, int], ...], ...]
-    """By part: how many of them make which choice. They add up to `layers`."""
+    last: Configuration | None
+    """The last layer. None in a chunk without layers."""
+    inner: Mapping[str, tuple[tuple[Configuration, int], ...]]
+    """The other ones: by kind, how many do what."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
     """What a program came to. Its figures are no predictions: those are the simulator's."""
 
-    counts: Mapping[tuple[int, str], tuple[ModeCount, ...]]
-    """By chunk and kind of layer."""
+    chunks: tuple[ChunkCounts, ...]
+    """By number of the chunk."""
     added_s: float
     """Seconds that the program expects the plan to add to a step."""
     bound_s: float
@@ -76,24 +73,22 @@ class ProgramResult:
 
 def solve_program(
     rank: RankModel,
-    modes: Mapping[str, Sequence[Mode]],
+    points: Mapping[str, Sequence[LayerPoint]],
     *,
     budget_bytes: int | None,
-    gap: float = _DEFAULT_GAP,
+    gap: float = DEFAULT_GAP,
     time_limit_s: float = math.inf,
 ) -> ProgramResult | None:
     """Return the choices that add the least time within the budget, or None where there are none, or none was found.
 
     Args:
         rank: The rank. Its `host_budget_bytes` holds for the bytes of all microbatches in flight.
-        modes: What each kind of its layers may choose from.
+        points: What each kind of its layers may do.
         budget_bytes: Of the device. None asks for the least peak instead of the least time.
         gap: How far from the best the result may be, as a part of the time of a step.
         time_limit_s: For HiGHS. With the best that was found until then; a result may then differ from run to run.
     """
-    program = _Program(rank, modes)
-    program.add_choices()
-    program.add_spans()
+    program = _Program(rank, points)
     program.add_memory(budget_bytes)
     return program.solve(gap, time_limit_s)
 
@@ -103,175 +98,144 @@ class _Row(dict[int, float]):
 
     constant: float = 0.0
 
-    def add(self, other: "_Row", times: float = 1.0) -> "_Row":
+    def add(self, other: "_Row", times: float = 1.0) -> None:
         for variable, factor in other.items():
             self[variable] = self.get(variable, 0.0) + factor * times
         self.constant += other.constant * times
-        return self
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Chunk:
+    """The variables of one chunk, and what they add up to."""
+
+    kept: _Row
+    """Bytes that a microbatch keeps."""
+    moved: _Row
+    """Bytes that a microbatch moves."""
+    extra: int
+    """The variable of the most bytes beside what is kept."""
+    last: list[tuple[LayerPoint, int]]
+    """What the last layer may do, each with the variable that says whether it does."""
+    inner: dict[str, list[tuple[LayerPoint, int]]]
+    """What the others may do, by kind, each with the variable that says how many do."""
 
 
 class _Program:
     """The variables, rows and costs of one rank, while they are put together."""
 
-    def __init__(self, rank: RankModel, modes: Mapping[str, Sequence[Mode]]) -> None:
+    def __init__(self, rank: RankModel, points: Mapping[str, Sequence[LayerPoint]]) -> None:
         self._rank = rank
-        models = {layer.model.kind: layer.model for chunk in rank.chunks for layer in chunk.layers}
-        self._modes = {
-            kind: tuple(_make_efficient(mode, model.saved_bytes // _RESOLUTION_PARTS) for mode in modes[kind])
-            for kind, model in models.items()
-        }
-        self._whole_modes = modes
-        self._spans = list_spans(rank.passes)
-        self._moments = list_moments(rank.passes, chunks=len(rank.chunks))
+        self._points = points
         self._lower: list[float] = []
         self._upper: list[float] = []
         self._costs: list[float] = []
         self._is_whole: list[int] = []
         self._rows: list[tuple[_Row, float, float]] = []
-        self._layers: dict[tuple[int, str, int], int] = {}
-        self._choices: dict[tuple[int, str, int, int, int], int] = {}
-        self._kept = [_Row() for _ in rank.chunks]
-        self._moved = [_Row() for _ in rank.chunks]
-        self._copied = [_Row() for _ in rank.chunks]
-        self._recompute = [_Row() for _ in rank.chunks]
-        self._returned = [0 for _ in rank.chunks]
-        self._on_way: dict[Gap, int] = {}
-        self._ahead: dict[Gap, int] = {}
+        self._moments = list_moments(rank.passes, chunks=len(rank.chunks))
+        # The step as it is without any plan: HiGHS takes a gap as a part of the whole objective.
+        self._step = self._add(1, 1, cost=_count_step_s(rank) / _SCALE_S)
+        self._chunks = [self._add_chunk(number, chunk) for number, chunk in enumerate(rank.chunks)]
         self._peak = -1
 
     # Choices.
 
-    def add_choices(self) -> None:
-        """Add how many layers make which choice, and what each chunk comes to then."""
-        for number, chunk in enumerate(self._rank.chunks):
-            returning: dict[int, _Row] = {}
-            for kind, layers in count_kinds(chunk).items():
-                total = _Row()
-                for place, mode in enumerate(self._modes[kind]):
-                    total[self._add_mode(number, kind, place, mode, layers, returning)] = 1.0
-                self._require(total, layers, layers)
-            self._kept[number].constant += _count_fixed_bytes(chunk) / _SCALE_BYTES
-            self._returned[number] = self._add_returned(returning, len(chunk.layers))
-            microbatches = count_backwards(self._rank.passes, chunk=number)
-            self._charge(self._recompute[number], microbatches)
-            self._charge(self._copied[number], microbatches * self._get_copy_cost())
+    def _add_chunk(self, number: int, chunk: ChunkModel) -> _Chunk:
+        found = _Chunk(kept=_Row(), moved=_Row(), extra=self._add(0, math.inf), last=[], inner={})
+        found.kept.constant = _count_fixed_bytes(chunk) / _SCALE_BYTES
+        self._require(_Row({found.extra: 1.0}), _count_extra_bytes(chunk) / _SCALE_BYTES, math.inf)
+        if not chunk.layers:
+            return found
+        microbatches = count_backwards(self._rank.passes, chunk=number)
+        last = chunk.layers[-1].model
+        moves_count = self._rank.host_budget_bytes is not None
+        points = keep_best_last(self._points[last.kind], moves_count=moves_count)
+        found.last = [(point, self._add_point(found, point, point.last, 1, microbatches)) for point in points]
+        self._require(_Row(dict.fromkeys([variable for _, variable in found.last], 1.0)), 1, 1)
+        for kind, layers in _count_kinds(chunk.layers[:-1]).items():
+            points = keep_best_inner(self._points[kind], moves_count=moves_count)
+            found.inner[kind] = [(point, self._add_point(found, point, point.inner, layers, microbatches)) for point in points]
+            self._require(_Row(dict.fromkeys([variable for _, variable in found.inner[kind]], 1.0)), layers, layers)
+        self._add_first_copy(found, len(chunk.layers) - 1, microbatches)
+        self._add_extra(found, len(chunk.layers) - 1)
+        return found
 
-    def _add_mode(self, chunk: int, kind: str, place: int, mode: Mode, layers: int, returning: dict[int, _Row]) -> int:
-        in_mode = self._add(0, layers, is_whole=True)
-        self._layers[chunk, kind, place] = in_mode
-        self._count(chunk, mode.base, in_mode, returning)
-        for part, choices in enumerate(mode.parts):
-            total = _Row({in_mode: -1.0})
-            for number, choice in enumerate(choices):
-                variable = self._add(0, layers, is_whole=True)
-                self._choices[chunk, kind, place, part, number] = variable
-                total[variable] = 1.0
-                self._count(chunk, choice, variable, returning)
-            self._require(total, 0, 0)
-        return in_mode
+    def _add_point(self, chunk: _Chunk, point: LayerPoint, place: Place, layers: int, microbatches: int) -> int:
+        moved_bytes = point.configuration.moved_bytes
+        cost = microbatches * (place.added_s + moved_bytes * _TIE_S_PER_BYTE) / _SCALE_S
+        variable = self._add(0, layers, cost=cost, is_whole=True)
+        chunk.kept[variable] = point.configuration.kept_bytes / _SCALE_BYTES
+        chunk.moved[variable] = moved_bytes / _SCALE_BYTES
+        return variable
 
-    def _count(self, chunk: int, choice: Choice, variable: int, returning: dict[int, _Row]) -> None:
-        """Let each layer that `variable` counts keep, move and run again what `choice` does."""
-        link = self._rank.link
-        self._kept[chunk][variable] = choice.kept_bytes / _SCALE_BYTES
-        self._moved[chunk][variable] = choice.moved_bytes / _SCALE_BYTES
-        # What a copy waits before its bytes move is as good as so many bytes more.
-        latency_bytes = choice.groups * link.copy_latency_s * link.d2h_bytes_per_s
-        self._copied[chunk][variable] = (choice.moved_bytes + latency_bytes) / _SCALE_BYTES
-        self._recompute[chunk][variable] = choice.recompute_s / _SCALE_S
-        if choice.returned_bytes >= _LEAST_RETURNED_BYTES:
-            returning.setdefault(choice.returned_bytes, _Row())[variable] = 1.0
+    def _add_first_copy(self, chunk: _Chunk, inner_layers: int, microbatches: int) -> None:
+        """Add the seconds for which the first copy back is waited for where the last layer moves nothing."""
+        waits = [(point.first_wait_s / _SCALE_S, variable) for points in chunk.inner.values() for point, variable in points]
+        longest = max((wait for wait, _ in waits), default=0.0)
+        moving = _Row(dict.fromkeys([variable for point, variable in chunk.last if point.configuration.moved_bytes], longest))
+        waited = self._add(0, math.inf, cost=microbatches)
+        self._add_levels(waits, waited, moving, inner_layers, step=_WAIT_STEP_S / _SCALE_S)
 
-    def _add_returned(self, returning: Mapping[int, _Row], layers: int) -> int:
-        """Return the variable of the most bytes that recompute has back on the device at once."""
-        most = self._add(0, max(returning, default=0) / _SCALE_BYTES)
-        for size_bytes, variables in returning.items():
-            # Whether any layer has so much back: those that do are at most as many as there are, times that.
-            used = self._add(0, 1, is_whole=True)
-            self._require(_Row(variables).add(_Row({used: -float(layers * len(variables))})), -math.inf, 0)
-            self._require(_Row({used: size_bytes / _SCALE_BYTES, most: -1.0}), -math.inf, 0)
-        return most
+    def _add_extra(self, chunk: _Chunk, inner_layers: int) -> None:
+        """Let the most bytes beside what is kept be those of the layer that has most."""
+        for point, variable in chunk.last:
+            self._require(_Row({chunk.extra: 1.0, variable: -point.last.extra_bytes / _SCALE_BYTES}), 0, math.inf)
+        sizes = [
+            (point.inner.extra_bytes / _SCALE_BYTES, variable) for points in chunk.inner.values() for point, variable in points
+        ]
+        # When backward is in the layers before, what the last one kept is gone.
+        freed = _Row({variable: point.kept_bytes / _SCALE_BYTES for point, variable in chunk.last})
+        self._add_levels(sizes, chunk.extra, freed, inner_layers, step=_EXTRA_STEP_BYTES / _SCALE_BYTES)
 
-    def _get_copy_cost(self) -> float:
-        """Return what a unit of bytes costs that goes out and comes back, in units of time, hidden or not."""
-        link = self._rank.link
-        seconds = _SCALE_BYTES / link.d2h_bytes_per_s + _SCALE_BYTES / link.h2d_bytes_per_s
-        return seconds * (link.compute_slowdown + _TIE) / _SCALE_S
+    def _add_levels(self, amounts: Sequence[tuple[float, int]], most: int, less: _Row, layers: int, *, step: float) -> None:
+        """Let the variable `most` be at least the largest amount of those that any layer has, less what `less` comes to.
 
-    # Spans.
-
-    def add_spans(self) -> None:
-        """Add what is on its way between passes, and the seconds that copies take longer than each kind of pass."""
-        policy = self._rank.policy
-        for span in self._spans:
-            for gap in (span.before, span.after):
-                if gap not in self._on_way:
-                    is_inside = gap.before is not None and gap.after is not None
-                    self._on_way[gap] = self._add(0, policy.window_bytes / _SCALE_BYTES if is_inside else 0)
-                    self._ahead[gap] = self._add(0, policy.prefetch_bytes / _SCALE_BYTES if is_inside else 0)
-        for span in self._spans:
-            self._add_span(span)
-
-    def _add_span(self, span: Span) -> None:
-        kind, chunk = span.way
-        out = _Row({self._on_way[span.before]: 1.0}).add(_Row({self._on_way[span.after]: -1.0}))
-        back = _Row({self._ahead[span.after]: 1.0}).add(_Row({self._ahead[span.before]: -1.0}))
-        compute = _Row()
-        if kind is PassKind.FORWARD:
-            out.add(self._copied[chunk])
-        else:
-            back.add(self._copied[chunk])
-            compute.add(self._recompute[chunk])
-        compute.constant += _count_pass_s(self._rank.chunks[chunk], kind) / _SCALE_S
-        longer = self._add(0, math.inf, cost=span.times)
-        self._require(out, 0, math.inf)
-        self._require(back, 0, math.inf)
-        compute[longer] = 1.0
-        link = self._rank.link
-        for first, second, rate in ((out, back, link.d2h_bytes_per_s), (back, out, link.h2d_bytes_per_s)):
-            # Of two copies that run at once the longer one is alone at the end: it has moved as much as the other at the rate
-            # of both by then, and the rest goes at its own.
-            both, alone = _SCALE_BYTES / link.duplex_bytes_per_s / _SCALE_S, _SCALE_BYTES / rate / _SCALE_S
-            self._require(_Row().add(first, alone).add(second, max(both - alone, 0.0)).add(compute, -1.0), -math.inf, 0)
+        Args:
+            amounts: Each with the variable that counts the layers which have it.
+            most: The variable.
+            less: A sum.
+            layers: How many there are.
+            step: Amounts are rounded to multiples of it: whether any layer has so much is a decision for each.
+        """
+        rounded = [(round(amount / step), variable) for amount, variable in amounts]
+        for level in sorted({steps for steps, _ in rounded if steps > 0}):
+            variables = [variable for steps, variable in rounded if steps >= level]
+            has_any = self._add(0, 1, is_whole=True)
+            self._require(_Row({has_any: float(layers), **dict.fromkeys(variables, -1.0)}), 0, math.inf)
+            row = _Row({most: 1.0, has_any: -level * step})
+            row.add(less)
+            self._require(row, 0, math.inf)
 
     # Memory.
 
     def add_memory(self, budget_bytes: int | None) -> None:
         """Hold each moment to the budget, or, where it is None, make the largest of them as small as it can be."""
         upper = math.inf if budget_bytes is None else budget_bytes / _SCALE_BYTES
-        # The least peak counts before any time: a gigabyte is worth a step of any length. With a budget it is worth nothing.
+        # The least peak counts before any time: a gigabyte is worth a thousand seconds. With a budget it is worth nothing.
         self._peak = self._add(0, upper, cost=1e6 if budget_bytes is None else 0.0)
         for moment in self._moments:
             row = self._make_memory_row(moment)
-            row[self._peak] = row.get(self._peak, 0.0) - 1.0
+            row[self._peak] = -1.0
             self._require(row, -math.inf, 0)
         if self._rank.host_budget_bytes is not None:
             for in_flight in list_largest({moment.in_flight for moment in self._moments}):
                 row = _Row()
-                for microbatches, moved in zip(in_flight, self._moved, strict=True):
-                    row.add(moved, microbatches)
+                for microbatches, chunk in zip(in_flight, self._chunks, strict=True):
+                    row.add(chunk.moved, microbatches)
                 self._require(row, -math.inf, self._rank.host_budget_bytes / _SCALE_BYTES)
 
     def _make_memory_row(self, moment: Moment) -> _Row:
         row = _Row()
-        row.constant += self._rank.static_bytes / _SCALE_BYTES
-        for microbatches, kept in zip(moment.in_flight, self._kept, strict=True):
-            row.add(kept, microbatches)
-        row[self._on_way[moment.gap]] = 1.0
-        if moment.gap.after is None or moment.gap.after[0] is PassKind.FORWARD:
-            return row
-        chunk = moment.gap.after[1]
-        row[self._ahead[moment.gap]] = 1.0
-        row[self._returned[chunk]] = 1.0
-        row.constant += _count_extra_bytes(self._rank.chunks[chunk]) / _SCALE_BYTES
+        row.constant = self._rank.static_bytes / _SCALE_BYTES
+        for microbatches, chunk in zip(moment.in_flight, self._chunks, strict=True):
+            row.add(chunk.kept, microbatches)
+        if moment.gap.after is not None and moment.gap.after[0] is PassKind.BACKWARD:
+            row[self._chunks[moment.gap.after[1]].extra] = 1.0
         return row
 
     # The program as a whole.
 
     def solve(self, gap: float, time_limit_s: float) -> ProgramResult | None:
         """Hand it to HiGHS."""
-        # HiGHS takes a gap as a part of the whole objective, so the time of the step without any plan is in it.
-        step = self._add(1, 1, cost=self._count_step_s() / _SCALE_S)
         options = {"mip_rel_gap": gap} | ({} if math.isinf(time_limit_s) else {"time_limit": max(time_limit_s, 0.01)})
         solved = scipy.optimize.milp(
             np.array(self._costs),
@@ -282,18 +246,14 @@ class _Program:
         )
         if solved.x is None:
             return None
-        bound = solved.mip_dual_bound if solved.mip_dual_bound is not None else solved.fun
-        fixed = solved.x[self._peak] * self._costs[self._peak] + self._costs[step]
+        bound = solved.fun if solved.mip_dual_bound is None else solved.mip_dual_bound
+        fixed = solved.x[self._peak] * self._costs[self._peak] + self._costs[self._step]
         return ProgramResult(
-            counts=self._read_counts(solved.x),
+            chunks=tuple(_read_chunk(chunk, solved.x) for chunk in self._chunks),
             added_s=float(solved.fun - fixed) * _SCALE_S,
             bound_s=float(bound - fixed) * _SCALE_S,
             peak_bytes=self._read_peak(solved.x),
         )
-
-    def _count_step_s(self) -> float:
-        passes = (span.times * _count_pass_s(self._rank.chunks[span.way[1]], span.way[0]) for span in self._spans)
-        return sum(passes) + self._rank.step_end_s
 
     def _make_constraints(self) -> scipy.optimize.LinearConstraint:
         places = [(row, variable, factor) for row, (sums, _, _) in enumerate(self._rows) for variable, factor in sums.items()]
@@ -302,21 +262,6 @@ class _Program:
         lower = [low - sums.constant for sums, low, _ in self._rows]
         upper = [high - sums.constant for sums, _, high in self._rows]
         return scipy.optimize.LinearConstraint(matrix, lower, upper)
-
-    def _read_counts(self, solution: Sequence[float]) -> dict[tuple[int, str], tuple[ModeCount, ...]]:
-        counts: dict[tuple[int, str], list[ModeCount]] = {}
-        for (chunk, kind, place), variable in self._layers.items():
-            layers = round(solution[variable])
-            if not layers:
-                continue
-            mode = self._modes[kind][place]
-            parts = []
-            for part, choices in enumerate(mode.parts):
-                found = [round(solution[self._choices[chunk, kind, place, part, i]]) for i in range(len(choices))]
-                parts.append(tuple((choice, count) for choice, count in zip(choices, found, strict=True) if count))
-            count = ModeCount(mode=self._whole_modes[kind][place], layers=layers, parts=tuple(parts))
-            counts.setdefault((chunk, kind), []).append(count)
-        return {key: tuple(found) for key, found in counts.items()}
 
     def _read_peak(self, solution: Sequence[float]) -> int:
         most = 0.0
@@ -332,38 +277,36 @@ class _Program:
         self._is_whole.append(int(is_whole))
         return len(self._costs) - 1
 
-    def _charge(self, row: _Row, times: float) -> None:
-        for variable, factor in row.items():
-            self._costs[variable] += factor * times
-
     def _require(self, row: _Row, lower: float, upper: float) -> None:
         self._rows.append((row, lower, upper))
 
 
-def count_kinds(chunk: ChunkModel) -> dict[str, int]:
-    """Return how many layers of each kind a chunk has."""
-    counts: dict[str, int] = {}
-    for layer in chunk.layers:
-        counts[layer.model.kind] = counts.get(layer.model.kind, 0) + 1
-    return counts
+def _read_chunk(chunk: _Chunk, solution: Sequence[float]) -> ChunkCounts:
+    last = next((point.configuration for point, variable in chunk.last if round(solution[variable])), None)
+    inner = {
+        kind: tuple((point.configuration, round(solution[variable])) for point, variable in points if round(solution[variable]))
+        for kind, points in chunk.inner.items()
+    }
+    return ChunkCounts(last=last, inner=inner)
 
 
-def _make_efficient(mode: Mode, resolution_bytes: int) -> Mode:
-    parts = (drop_dominated(part, resolution_bytes=max(resolution_bytes, 1)) for part in mode.parts)
-    return Mode(base=mode.base, parts=tuple(parts))
+def _count_kinds(layers: Iterable[NumberedLayer]) -> dict[str, int]:
+    return dict(collections.Counter(layer.model.kind for layer in layers))
 
 
-def _list_segments(chunk: ChunkModel) -> Iterable[Segment]:
+def _list_segments(chunk: ChunkModel) -> Iterator[Segment]:
     yield from chunk.first
     for layer in chunk.layers:
         yield from layer.model.segments
     yield from chunk.last
 
 
-def _count_pass_s(chunk: ChunkModel, kind: PassKind) -> float:
-    if kind is PassKind.FORWARD:
-        return sum(segment.forward_s for segment in _list_segments(chunk))
-    return sum(segment.backward_s for segment in _list_segments(chunk))
+def _count_step_s(rank: RankModel) -> float:
+    step_s = rank.step_end_s
+    for number, chunk in enumerate(rank.chunks):
+        seconds = sum(segment.forward_s + segment.backward_s for segment in _list_segments(chunk))
+        step_s += seconds * count_backwards(rank.passes, chunk=number)
+    return step_s
 
 
 def _count_fixed_bytes(chunk: ChunkModel) -> int:
@@ -378,6 +321,6 @@ def _count_fixed_bytes(chunk: ChunkModel) -> int:
 
 
 def _count_extra_bytes(chunk: ChunkModel) -> int:
-    """Return the most that compute has beside what is saved, while a pass begins its backward or ends its forward."""
-    last = chunk.last or (chunk.layers[-1].model.segments if chunk.layers else chunk.first)
-    return max((max(segment.forward_extra_bytes, segment.backward_extra_bytes) for segment in last), default=0)
+    """Return the most that what is before and behind the layers has beside what is saved."""
+    ends = (*chunk.first, *chunk.last)
+    return max((max(segment.forward_extra_bytes, segment.backward_extra_bytes) for segment in ends), default=0)

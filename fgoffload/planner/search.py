@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.choices import Mode, count_configurations
+from fgoffload.planner.choices import Mode, count_configurations, list_configurations
+from fgoffload.planner.frontier import LayerPoint
+from fgoffload.planner.moments import count_backwards, list_moments
 from fgoffload.planner.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
 from fgoffload.planner.placement import (
-    Configuration,
     Order,
     State,
     free_most,
@@ -26,10 +27,12 @@ from fgoffload.planner.placement import (
 )
 from fgoffload.planner.program import ProgramResult, solve_program
 from fgoffload.planner.rank_model import RankModel
-from fgoffload.planner.spans import count_backwards, list_moments
 
-_CLOSE_PARTS = 100
+_CLOSE_PARTS = 40
 """A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
+
+_REPAIRS = 24
+"""Simulations to bring the fastest plan within the budget where it is a little above it. A few are enough, or none are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,8 @@ class Found:
     """The last program that it began from, or None where none was needed."""
     off_bytes: int = 0
     """How much higher the simulated peak was than that program's."""
+    kept_s: float
+    """How long the step takes where everything is kept."""
 
 
 class RankSearch:
@@ -98,6 +103,7 @@ class RankSearch:
     Args:
         rank: The rank.
         modes: What each kind of its layers may choose from.
+        points: Measures what is worth having of that, for programs. Not called where none is needed.
         judge: Says how good a plan is.
         limits: How long to look.
         deadline_s: When to stop, by `time.monotonic`.
@@ -108,6 +114,7 @@ class RankSearch:
         rank: RankModel,
         modes: Mapping[str, Sequence[Mode]],
         *,
+        points: Callable[[], Mapping[str, Sequence[LayerPoint]]],
         judge: Judge,
         limits: SearchLimits,
         deadline_s: float = math.inf,
@@ -118,6 +125,7 @@ class RankSearch:
         self.simulations = 0
         """How many were run."""
         self._judge = judge
+        self._points = points
         self._limits = limits
         self._deadline_s = deadline_s
         self._verdicts: dict[object, Verdict] = {}
@@ -145,33 +153,39 @@ class RankSearch:
         # Sums of the same times in another order differ in their last digits.
         return (max(verdict.peak_bytes - budget_bytes, 0), round(verdict.step_s, 9), moved_bytes, rows)
 
-    def find_best(self, budget_bytes: int, *, starts: Sequence[State] = (), simulations: int = 0, off_bytes: int = 0) -> Found:
-        """Return the fastest plan within the budget, or, where none was found, the one with the least peak.
+    def find_start(self, budget_bytes: int, *, starts: Sequence[State] = (), off_bytes: int = 0) -> Found:
+        """Return the best plan that needs no moves to find, or, where none fits the budget, the one with the least peak.
 
         Args:
             budget_bytes: Of the device. 0 asks for the least peak.
             starts: Plans to begin from as well, as of a smaller budget.
-            simulations: How many there may be to better what the program says.
             off_bytes: How much the program is expected to be off, as on a rank that is much like this one.
         """
         if self.plans <= self._limits.exhaustive_plans:
-            best = min(self.list_states(), key=lambda state: self.score(state, budget_bytes))
-            return Found(state=best, verdict=self.judge(best))
+            return self._make_found(self._pick(self.list_states(), budget_bytes))
         kept = keep_all(self.slots, self.modes)
         # Nothing is faster than to keep all, and of plans that are as fast it is the simplest.
         if self.judge(kept).peak_bytes <= budget_bytes:
-            return Found(state=kept, verdict=self.judge(kept))
+            return self._make_found(kept)
         states = [kept, *starts]
         program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
+        states.append(self._repair(states, budget_bytes))
         best = self._pick(states, budget_bytes)
         if self.judge(best).peak_bytes > budget_bytes:
             best = self._pick([best, free_most(self.slots, self.modes)], budget_bytes)
-        best = self.improve(best, budget_bytes, simulations=simulations)
-        return Found(state=best, verdict=self.judge(best), program=program, off_bytes=off_bytes)
+        return self._make_found(best, program, off_bytes)
+
+    def improve_found(self, found: Found, budget_bytes: int, *, simulations: int) -> Found:
+        """Return what moves make of `found`, with so many more simulations at most."""
+        kept = keep_all(self.slots, self.modes)
+        if (found.state == kept and found.verdict.peak_bytes <= budget_bytes) or self.plans <= self._limits.exhaustive_plans:
+            return found
+        state = self.improve(found.state, budget_bytes, simulations=simulations)
+        return dataclasses.replace(found, state=state, verdict=self.judge(state))
 
     def list_states(self) -> Iterator[State]:
         """Yield everything that the layers of the rank can do."""
-        found = {kind: tuple(_list_all(modes)) for kind, modes in self.modes.items()}
+        found = {kind: tuple(list_configurations(modes)) for kind, modes in self.modes.items()}
         return itertools.product(*(found[slot.layer.kind] for slot in self.slots))
 
     def improve(self, state: State, budget_bytes: int, *, simulations: int) -> State:
@@ -190,29 +204,47 @@ class RankSearch:
             else:
                 return state
 
+    def _make_found(self, state: State, program: ProgramResult | None = None, off_bytes: int = 0) -> Found:
+        kept_s = self.judge(keep_all(self.slots, self.modes)).step_s
+        return Found(state=state, verdict=self.judge(state), program=program, off_bytes=off_bytes, kept_s=kept_s)
+
     def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
         """Add to `states` what programs come to, each with a budget that is corrected by what the one before was off."""
         last = None
+        asked_bytes = budget_bytes - off_bytes
         for _ in range(self._limits.programs):
-            result = self._solve(budget_bytes - off_bytes)
-            if result is None or time.monotonic() > self._deadline_s or (last and result.counts == last.counts):
+            result = self._solve(asked_bytes)
+            if result is None or time.monotonic() > self._deadline_s or (last and result.chunks == last.chunks):
                 break
             placed = [place_counts(result, self.slots, order) for order in Order]
             states += placed
             peak_bytes = self.judge(self._pick(placed, budget_bytes)).peak_bytes
             last, off_bytes = result, peak_bytes - result.peak_bytes
-            if budget_bytes * (1 - 1 / _CLOSE_PARTS) <= peak_bytes <= budget_bytes:
+            above_bytes = peak_bytes - budget_bytes
+            if -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0:
                 break
+            asked_bytes = min(budget_bytes - off_bytes, asked_bytes - above_bytes)
         return last, off_bytes
+
+    def _repair(self, states: Sequence[State], budget_bytes: int) -> State:
+        """Return what moves make of the fastest state that is a little above the budget, where that is worth it."""
+        best = self._pick(states, budget_bytes)
+        most_bytes = budget_bytes * (1 + 1 / _CLOSE_PARTS)
+        near = [state for state in states if self.judge(state).peak_bytes <= most_bytes]
+        fastest = min(near, key=lambda state: self.judge(state).step_s, default=best)
+        is_faster = self.judge(fastest).step_s < self.judge(best).step_s * (1 - self._limits.gap)
+        if self.judge(fastest).peak_bytes <= budget_bytes or not (is_faster or self.judge(best).peak_bytes > budget_bytes):
+            return best
+        return self.improve(fastest, budget_bytes, simulations=_REPAIRS)
 
     def _solve(self, budget_bytes: int) -> ProgramResult | None:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             return None
-        result = solve_program(self.rank, self.modes, budget_bytes=budget_bytes, gap=self._limits.gap, time_limit_s=left_s)
+        result = solve_program(self.rank, self._points(), budget_bytes=budget_bytes, gap=self._limits.gap, time_limit_s=left_s)
         if result is not None:
             return result
-        return solve_program(self.rank, self.modes, budget_bytes=None, gap=self._limits.gap, time_limit_s=left_s)
+        return solve_program(self.rank, self._points(), budget_bytes=None, gap=self._limits.gap, time_limit_s=left_s)
 
     def _pick(self, states: Iterable[State], budget_bytes: int) -> State:
         return min(states, key=lambda state: self.score(state, budget_bytes))
@@ -234,10 +266,11 @@ class RankSearch:
         for move in moves:
             peak_bytes = sum(change.peak_bytes for change in move)
             step_s = sum(change.step_s for change in move)
-            if above_bytes > 0 and peak_bytes < doubt_bytes:
-                found.append((step_s / max(-peak_bytes, 1.0), peak_bytes, move))
-            elif above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt_bytes)):
+            if above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt_bytes)):
                 found.append((step_s, peak_bytes, move))
+            elif above_bytes > 0 and (peak_bytes <= -above_bytes or math.isinf(doubt_bytes)):
+                # What frees enough, the fastest first; and then the rest.
+                found.append((step_s if peak_bytes <= -above_bytes else math.inf, peak_bytes, move))
         return [move for _, _, move in sorted(found, key=lambda row: row[:2])]
 
     def _make_prices(self, state: State) -> Prices:
@@ -259,9 +292,3 @@ def _count_in_flight_at_peak(rank: RankModel) -> tuple[int, ...]:
     sizes = [sum(layer.model.saved_bytes for layer in chunk.layers) for chunk in rank.chunks]
     vectors = [moment.in_flight for moment in list_moments(rank.passes, chunks=len(rank.chunks))]
     return max(vectors, key=lambda vector: sum(count * size for count, size in zip(vector, sizes, strict=True)))
-
-
-def _list_all(modes: Sequence[Mode]) -> Iterator[Configuration]:
-    for mode in modes:
-        for chosen in itertools.product(*mode.parts):
-            yield Configuration(mode=mode, chosen=chosen)

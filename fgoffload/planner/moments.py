@@ -1,12 +1,10 @@
-"""A rank's step in short: which passes there are, beside which others they run, and when how many microbatches are in flight.
+"""When the memory of a rank may be at its peak: how many microbatches of each chunk are in flight, and which pass begins.
 
-A step of hundreds of passes has a few kinds of them: the forward of chunk 0 between two forwards, between a forward and a
-backward, and so on. The solver has variables for each kind and not for each pass.
+A step of hundreds of passes has a dozen such moments that matter, whatever a plan does.
 """
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fgoffload.planner.schedule import Pass, PassKind
@@ -26,20 +24,6 @@ class Gap:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Passes that are alike, with what is before and behind them."""
-
-    way: Way
-    """What runs."""
-    before: Gap
-    """Where it begins."""
-    after: Gap
-    """Where it ends."""
-    times: int
-    """Passes of a step that are so."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """A place of the schedule where memory may be at its peak: between two passes."""
 
@@ -47,13 +31,6 @@ class Moment:
     """Microbatches whose forward ended and whose backward did not, by chunk."""
     gap: Gap
     """What ended, and what begins."""
-
-
-def list_spans(passes: Sequence[Pass]) -> tuple[Span, ...]:
-    """Return the kinds of passes of a step, in the order in which each is first met."""
-    gaps = _list_gaps(passes)
-    counts = Counter((gaps[place], (one.kind, one.chunk), gaps[place + 1]) for place, one in enumerate(passes))
-    return tuple(Span(way=way, before=before, after=after, times=times) for (before, way, after), times in counts.items())
 
 
 def list_moments(passes: Sequence[Pass], *, chunks: int) -> tuple[Moment, ...]:

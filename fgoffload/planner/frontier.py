@@ -1,0 +1,205 @@
+"""What each way to treat a layer costs, by short simulations, and which ways are worth having.
+
+The program of a rank needs a number for the seconds that a layer's copies and recompute add. How much of a copy hides depends
+on where in the layer its group ends and is asked for, on the window and on prefetch. So the simulator is asked: each candidate
+runs a few microbatches alone in a chunk, and twice in a chunk. What the second one adds is what a layer costs among others;
+what one alone costs is what the last layer of a chunk does, whose copies no backward before it could announce.
+
+    [Note: What a short simulation leaves out]
+    Layers of one chunk are taken to do the same as their neighbours, and chunks to run beside themselves. A layer that moves
+    much next to one that moves little costs less than is counted here, and one stage alone, whose last layers are called back
+    before they have left, costs otherwise. The simulation of the whole rank corrects both.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.choices import Configuration, Mode
+from fgoffload.planner.layer_model import LayerModel
+from fgoffload.planner.rank_model import ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.schedule import Pipeline, list_passes
+from fgoffload.planner.simulation_result import RankResult
+from fgoffload.planner.simulator import simulate_rank
+from fgoffload.units import MIB
+
+_MICROBATCHES = 4
+_PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
+"""The short schedule, of its first rank: two microbatches in flight, and a forward and a backward in turn."""
+_IN_FLIGHT = 2
+
+_RESOLUTION_PARTS = 64
+"""Ways that differ by less than this part of a layer's bytes, and of its forward, are one: moves find the rest."""
+_ALIKE_S = 100e-6
+_ALIKE_BYTES = 16 * MIB
+_ALIKE_WAIT_S = 2e-3
+"""Ways of one microbatch and layer that differ by less are one to a program."""
+_MOST_CANDIDATES = 200
+"""Ways of one kind of layer that are simulated; with more, the resolution is halved. Each takes two milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a way to treat a layer costs in one place of a chunk. Of one microbatch."""
+
+    added_s: float
+    """Seconds that forward and backward take longer than where all is kept."""
+    extra_bytes: int
+    """The most on the device beside what microbatches in flight keep: on its way, back again, and what compute has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPoint:
+    """A way to treat a layer, and what it costs."""
+
+    configuration: Configuration
+    """The way."""
+    kept_bytes: int
+    """What it keeps of a microbatch, from forward to backward."""
+    inner: Place
+    """Among other layers that do the same."""
+    last: Place
+    """As the last layer of a chunk, with which backward begins."""
+
+    @property
+    def first_wait_s(self) -> float:
+        """Seconds that its first copy back is waited for where no layer behind it has announced it."""
+        return max(self.last.added_s - self.inner.added_s, 0.0) if self.configuration.moved_bytes else 0.0
+
+
+def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> tuple[LayerPoint, ...]:
+    """Return what the ways to treat a kind of layer cost that may be best for some budget. The first keeps all.
+
+    Args:
+        rank: Says what the link and the engine's rules are.
+        layer: The kind.
+        modes: All that it may choose from.
+    """
+    nothing = Configuration(mode=modes[0], chosen=tuple(part[0] for part in modes[0].parts))
+    base = _measure(rank, layer, nothing)
+    measured = [base, *(_measure(rank, layer, one) for one in list_candidates(layer, modes) if one != nothing)]
+    return tuple(
+        dataclasses.replace(point, inner=_subtract(point.inner, base.inner), last=_subtract(point.last, base.last))
+        for point in measured
+    )
+
+
+def keep_best_inner(points: Sequence[LayerPoint], *, moves_count: bool) -> list[LayerPoint]:
+    """Return the points that may be best among other layers.
+
+    Args:
+        points: Of one kind of layer.
+        moves_count: Whether there is a host budget, so that bytes that leave are bytes to save.
+    """
+    waits = [round(point.first_wait_s / _ALIKE_WAIT_S) for point in points]
+    costs = [(*_list_costs(point, point.inner, moves_count), wait) for point, wait in zip(points, waits, strict=True)]
+    return _keep_best(points, costs)
+
+
+def keep_best_last(points: Sequence[LayerPoint], *, moves_count: bool) -> list[LayerPoint]:
+    """Return the points that may be best for the last layer of a chunk.
+
+    Args:
+        points: Of one kind of layer.
+        moves_count: As for `keep_best_inner`.
+    """
+    # One that moves something spares the layers before it the wait for the first copy.
+    spares = [not point.configuration.moved_bytes for point in points]
+    costs = [(*_list_costs(point, point.last, moves_count), spare) for point, spare in zip(points, spares, strict=True)]
+    return _keep_best(points, costs)
+
+
+def _list_costs(point: LayerPoint, place: Place, moves_count: bool) -> tuple[float, ...]:  # noqa: FBT001 - as it came
+    moved_bytes = point.configuration.moved_bytes if moves_count else 0
+    sizes = (round(size_bytes / _ALIKE_BYTES) for size_bytes in (point.kept_bytes, place.extra_bytes, moved_bytes))
+    return (round(place.added_s / _ALIKE_S), *sizes)
+
+
+def _keep_best(points: Sequence[LayerPoint], costs: Sequence[Sequence[float]]) -> list[LayerPoint]:
+    # What keeps all stays whatever it costs, so that a program always has it.
+    return [points[place] for place in sorted({0, *find_efficient(costs)})]
+
+
+def list_candidates(layer: LayerModel, modes: Sequence[Mode]) -> list[Configuration]:
+    """Return the ways to treat a layer of which none is better in bytes kept, bytes moved and recompute."""
+    parts = _RESOLUTION_PARTS
+    while True:
+        found = _list_candidates(layer, modes, parts)
+        if len(found) <= _MOST_CANDIDATES or parts == 1:
+            return found
+        parts = max(parts // 2, 1)
+
+
+def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Return the places of those rows that no other row is at most as large as in all columns; of equal rows the first."""
+    table = np.array(costs, dtype=float)
+    order = np.lexsort(table.T[::-1])
+    efficient: list[int] = []
+    # In this order whatever is at most as large as a row is before it.
+    for place in order:
+        if not np.any(np.all(table[efficient] <= table[place], axis=1)):
+            efficient.append(int(place))
+    return sorted(efficient)
+
+
+def _list_candidates(layer: LayerModel, modes: Sequence[Mode], parts: int) -> list[Configuration]:
+    found: list[Configuration] = []
+    for mode in modes:
+        configurations = [Configuration(mode=mode, chosen=())]
+        for part in mode.parts:
+            longer = [Configuration(mode=mode, chosen=(*one.chosen, choice)) for one in configurations for choice in part]
+            # What is worse by now stays worse: what the other parts add is the same.
+            configurations = _keep_efficient(layer, longer, parts)
+        found += configurations
+    return _keep_efficient(layer, found, parts)
+
+
+def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: int) -> list[Configuration]:
+    resolution_bytes = max(layer.saved_bytes // parts, 1)
+    resolution_s = max(layer.forward_s / parts, 1e-9)
+    costs = {
+        (
+            round(one.recompute_s / resolution_s),
+            round(one.kept_bytes / resolution_bytes),
+            round(one.moved_bytes / resolution_bytes),
+        ): one
+        for one in reversed(found)
+    }
+    rows = list(costs)
+    return [costs[rows[place]] for place in find_efficient(rows)]
+
+
+def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> LayerPoint:
+    alone, twice = (_simulate(rank, layer, configuration, layers) for layers in (1, 2))
+    kept_bytes = layer.saved_bytes + configuration.kept_bytes
+    return LayerPoint(
+        configuration=configuration,
+        kept_bytes=kept_bytes,
+        last=Place(added_s=alone.step_s / _MICROBATCHES, extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes),
+        inner=Place(
+            added_s=(twice.step_s - alone.step_s) / _MICROBATCHES, extra_bytes=twice.peak_bytes - 2 * _IN_FLIGHT * kept_bytes
+        ),
+    )
+
+
+def _subtract(place: Place, base: Place) -> Place:
+    """Return `place` with the seconds that it takes longer than `base`."""
+    return dataclasses.replace(place, added_s=max(place.added_s - base.added_s, 0.0))
+
+
+def _simulate(rank: RankModel, layer: LayerModel, configuration: Configuration, layers: int) -> RankResult:
+    actions: dict[Site, Action] = {
+        Site(chunk=0, layer=number, tag=tag): action for number in range(layers) for tag, action in configuration.actions
+    }
+    short = RankModel(
+        rank=0,
+        static_bytes=0,
+        chunks=(ChunkModel(layers=tuple(NumberedLayer(number=number, model=layer) for number in range(layers))),),
+        passes=list_passes(_PIPELINE, rank=0),
+        link=rank.link,
+        policy=rank.policy,
+        min_offloaded_bytes=rank.min_offloaded_bytes,
+    )
+    return simulate_rank(short, OffloadPlan(actions=actions))
