@@ -167,8 +167,11 @@ def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
     return ("layernorm", "mla_up_proj", "moe_act") if "mla_up_proj" in units else ("layernorm", "moe_act")
 
 
-_MOST_STARTS = 4
+_MOST_STARTS = 3
 """Settings of recompute beside which tags are looked for, and results of which fractions are."""
+
+_MOST_CHECKS = 6
+"""Simulations of all ranks: each that shows a rank above the budget lowers the budget for the next."""
 
 _FRACTIONS = (0.2, 0.4, 0.6, 0.8)
 """`--activation-offload-fraction`, beside 1. A few layers of a chunk with some tags each have few more sites than these."""
@@ -182,7 +185,7 @@ def find_nearest_flags(
 ) -> MegatronFlags | None:
     """Return the fastest flags found that keep to the budget, or None where none were found.
 
-    They are looked for on the rank that keeps most, and checked on all. First what recompute alone comes to; then, beside the
+    They are looked for on the ranks that keep most, and checked on all. First what recompute alone comes to; then, beside the
     best of that, the tags that help most, one after the other; then fractions.
 
     Args:
@@ -192,39 +195,55 @@ def find_nearest_flags(
     """
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
-    kept = simulate(ranks, OffloadPlan(actions={}))
-    search = _FlagSearch(next(rank for rank in ranks if rank.rank == kept.worst_rank.rank), budget_bytes)
-    for flags in search.list_best():
-        if simulate(ranks, flags.make_plan(ranks)).peak_bytes <= budget_bytes:
+    search = _FlagSearch(_pick_ranks(ranks), budget_bytes)
+    search.try_all()
+    for _ in range(_MOST_CHECKS):
+        flags = search.find_best()
+        if flags is None:
+            return None
+        peak_bytes = simulate(ranks, flags.make_plan(ranks)).peak_bytes
+        if peak_bytes <= budget_bytes:
             return flags
+        search.exclude(flags, peak_bytes)
     return None
 
 
 class _FlagSearch:
-    """The search for flags on one rank."""
+    """The search for flags on a few ranks."""
 
-    def __init__(self, rank: RankModel, budget_bytes: int) -> None:
-        self._rank = rank
-        self._budget_bytes = budget_bytes
-        self._scores: dict[MegatronFlags, tuple[float, ...]] = {}
+    def __init__(self, ranks: Sequence[RankModel], budget_bytes: int) -> None:
+        self._ranks = ranks
+        self._budget_bytes = self._whole_budget_bytes = budget_bytes
+        self._results: dict[MegatronFlags, tuple[int, float]] = {}
 
-    def list_best(self) -> list[MegatronFlags]:
-        """Return the best flags found, the best first."""
+    def try_all(self) -> None:
+        """Simulate whatever flags may be best."""
         recomputes = sorted((MegatronFlags(recompute=one) for one in self._list_recomputes()), key=self.score)
-        for start in recomputes[:_MOST_STARTS]:
+        full = [flags for flags in recomputes if isinstance(flags.recompute, FullRecompute)]
+        selective = [flags for flags in recomputes if flags not in full]
+        for start in (*full[: _MOST_STARTS // 2], *selective[:_MOST_STARTS]):
             self._add_tags(start)
-        for flags in sorted(self._scores, key=self.score)[:_MOST_STARTS]:
+        for flags in sorted(self._results, key=self.score)[:_MOST_STARTS]:
             for fraction in _FRACTIONS if flags.offload_modules else ():
                 self.score(dataclasses.replace(flags, activation_offload_fraction=fraction))
-        return sorted(self._scores, key=self.score)[:_MOST_STARTS]
+
+    def find_best(self) -> MegatronFlags | None:
+        """Return the best flags that were simulated and keep to the budget, or None."""
+        best = min(self._results, key=self.score, default=None)
+        return None if best is None or self.score(best)[0] else best
+
+    def exclude(self, flags: MegatronFlags, peak_bytes: int) -> None:
+        """Leave out `flags`, with which another rank has a peak of `peak_bytes`, and what that rank has no room for either."""
+        more_bytes = peak_bytes - self._results.pop(flags)[0]
+        self._budget_bytes = min(self._budget_bytes, self._whole_budget_bytes - more_bytes)
 
     def score(self, flags: MegatronFlags) -> tuple[float, ...]:
         """Return what better flags have less of: bytes above the budget, time, words."""
-        if flags not in self._scores:
-            result = simulate_rank(self._rank, flags.make_plan([self._rank]))
-            above_bytes = max(result.peak_bytes - self._budget_bytes, 0)
-            self._scores[flags] = (above_bytes, round(result.step_s, 9), len(flags.list_arguments()))
-        return self._scores[flags]
+        if flags not in self._results:
+            results = [simulate_rank(rank, flags.make_plan([rank])) for rank in self._ranks]
+            self._results[flags] = max(one.peak_bytes for one in results), max(one.step_s for one in results)
+        peak_bytes, step_s = self._results[flags]
+        return (max(peak_bytes - self._budget_bytes, 0), round(step_s, 9), len(flags.list_arguments()))
 
     def _add_tags(self, flags: MegatronFlags) -> None:
         """Score `flags` with the tag added that helps most, and so on until none does."""
@@ -236,7 +255,7 @@ class _FlagSearch:
             flags = best
 
     def _list_recomputes(self) -> list[SelectiveRecompute | FullRecompute | None]:
-        layers = [layer.model for chunk in self._rank.chunks for layer in chunk.layers]
+        layers = [layer.model for chunk in self._list_chunks() for layer in chunk.layers]
         units = {unit.name for layer in layers for unit in layer.units}
         modules = dict.fromkeys(
             unit.recompute_module for unit in RECOMPUTE_UNITS if unit.name in units and unit.recompute_module
@@ -244,20 +263,24 @@ class _FlagSearch:
         chain = sorted(modules, key=lambda module: self.score(_recompute_only(module))[1])
         selective = [SelectiveRecompute(modules=tuple(chain[:count])) for count in range(1, len(chain) + 1)]
         selective += [SelectiveRecompute(modules=(module,)) for module in chain]
-        most_layers = max((len(chunk.layers) for chunk in self._rank.chunks), default=0)
+        most_layers = max((len(chunk.layers) for chunk in self._list_chunks()), default=0)
         blocks = [FullRecompute(method=FullMethod.BLOCK, layers=count) for count in _pick_counts(most_layers)]
         full = [FullRecompute(method=FullMethod.UNIFORM), *blocks] if LAYER in units else []
-        usual = SelectiveRecompute(modules=choose_usual_modules([self._rank]))
+        usual = SelectiveRecompute(modules=choose_usual_modules(self._ranks))
         return list(dict.fromkeys([None, usual, *selective, *full]))
+
+    def _list_chunks(self) -> list[ChunkModel]:
+        return [chunk for rank in self._ranks for chunk in rank.chunks]
 
     def _list_tags(self, flags: MegatronFlags) -> list[str]:
         """Return the tags that `flags` may have beside their own, and that save anything on the rank."""
+        least_bytes = min(rank.min_offloaded_bytes for rank in self._ranks)
         saving = {
             tag
-            for chunk in self._rank.chunks
+            for chunk in self._list_chunks()
             for layer in chunk.layers
             for tensor in layer.model.tensors
-            if tensor.size_bytes >= self._rank.min_offloaded_bytes
+            if tensor.size_bytes >= least_bytes
             for tag in tensor.tags
         }
         modules = flags.recompute.modules if isinstance(flags.recompute, SelectiveRecompute) else ()
@@ -268,6 +291,16 @@ class _FlagSearch:
             if is_free and not needs_full and not tag.requires:
                 found.append(tag.name)
         return found
+
+
+def _pick_ranks(ranks: Sequence[RankModel]) -> list[RankModel]:
+    """Return, of the ranks that have the same kinds of layers, the one that has the highest peak where all is kept."""
+    found: dict[frozenset[str], tuple[int, RankModel]] = {}
+    for rank, result in zip(ranks, simulate(ranks, OffloadPlan(actions={})).ranks, strict=True):
+        kinds = frozenset(layer.model.kind for chunk in rank.chunks for layer in chunk.layers)
+        if kinds not in found or result.peak_bytes > found[kinds][0]:
+            found[kinds] = (result.peak_bytes, rank)
+    return [rank for _, rank in found.values()]
 
 
 def _add_tag(flags: MegatronFlags, tag: str) -> MegatronFlags:
