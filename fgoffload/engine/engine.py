@@ -22,7 +22,7 @@ from fgoffload.engine.host_memory import get_default_budget_bytes
 from fgoffload.engine.identity import Contents, StorageRef, has_bytes, identify
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
+from fgoffload.engine.region import Region, Saving, add_mark, is_in_backward, is_inert
 from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import StayingStorages
@@ -121,6 +121,21 @@ class OffloadEngine:
         with self._lock:
             self._forget_dropped()  # no region may run inside, and do so
         return Saving(self, lane, None)
+
+    def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
+        """When backward has the whole gradient of `tensor`, call back what it wants next of `lane`.
+
+        For stretches of forward that neither regions nor `watch` cover, with `tensor` at their begin: backward has left them
+        then, and let go of what they saved.
+        """
+        if lane.groups and not is_inert():
+            add_mark(tensor, lambda gradient: self.pass_backward(lane))
+
+    def pass_backward(self, lane: Lane) -> None:
+        """Backward has passed a stretch of which nothing left: bring back what comes next."""
+        with self._lock:
+            if lane.away:
+                self._prefetch(lane)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`, as long as they live."""

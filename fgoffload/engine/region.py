@@ -92,7 +92,7 @@ class Region(Saving):
         """
         if self.group.position == 0:
             engine, lane, group = self._engine, self.lane, self.group
-            _add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
+            add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
     def saving(self) -> Saving:
         """Return the context in which what autograd saves goes to the group."""
@@ -113,10 +113,10 @@ class Region(Saving):
         engine, lane, group = self._engine, self.lane, self.group
         engine.end(lane, group, is_held=is_held)
         if tensor is not None:
-            _add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
+            add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
 
 
-def _add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:
+def add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:
     """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
     # A leaf outlives the graph, and would gather the marks of all steps.
     if tensor.requires_grad and not tensor.is_leaf:

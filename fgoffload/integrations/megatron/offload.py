@@ -66,6 +66,8 @@ class MegatronOffload:
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._layers: set[tuple[int, int]] = set()
         """The chunk and number of each layer of this rank."""
+        self._moving: dict[tuple[int, int], bool] = {}
+        """Of layers by chunk and number: whether anything leaves there, as the actions say."""
         self._fused_tags: set[str] = set()
         self._lane: Lane | None = None
         self._chunk = 0
@@ -143,7 +145,20 @@ class MegatronOffload:
             recorded = self.measurement.find_layer(lane, self._chunk, self._layer, hidden)
             if recorded is not None:
                 return recorded
+        if not self._moves_in(self._chunk, self._layer):
+            # Nobody there shares a storage with a group, so it need not be watched, which costs the host for every tensor.
+            self.engine.announce_backward(lane, hidden)
+            return contextlib.nullcontext()
         return self.engine.watch(lane)
+
+    def _moves_in(self, chunk: int, layer: int) -> bool:
+        """Return whether anything leaves of a layer, or may: what has not been registered is not known."""
+        if (chunk, layer) not in self._layers:
+            return True
+        moves = self._moving.get((chunk, layer))
+        if moves is None:
+            moves = self._moving[chunk, layer] = any(self._actions[site].offloads for site in self._list_layer(chunk, layer))
+        return moves
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
@@ -194,6 +209,7 @@ class MegatronOffload:
             self._actions.update((site, self._plan.get_action(site)) for site in sites)
         else:
             self._actions.update(OffloadPlan.from_fraction(sites, self.config.activation_offload_fraction).actions)
+        self._moving.clear()
         offloaded = sum(self._actions[site].offloads for site in sites)
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
@@ -233,6 +249,7 @@ class MegatronOffload:
             return self.measurement.find_region(site, self._lane)
         if site not in self._actions:
             self._actions[site] = self._get_action_of_unlisted(site)
+            self._moving.clear()
         if not self._actions[site].offloads:
             return None
         region = self.engine.find_region(site, self._lane)
@@ -298,6 +315,7 @@ class MegatronOffload:
         planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self._layers}
         sites = [site for site in self._actions if site.tag in self.selected and site.tag != "layer_input"]
         self._actions = dict.fromkeys(sites, Action.KEEP) | planned
+        self._moving.clear()
 
     def finish_open_step(self) -> None:
         """Finish the step that is under way, if one is; where Megatron's own flag is on, its schedule has done so already.
@@ -350,6 +368,7 @@ class MegatronOffload:
         kept = choose_kept(moved_bytes, less_bytes=rank * self.config.delta_offload_bytes_across_pp_ranks)
         self._actions.update(dict.fromkeys(moved_bytes, Action.OFFLOAD))
         self._actions.update(dict.fromkeys(kept, Action.KEEP))
+        self._moving.clear()
         logger.info(
             "pipeline rank %d offloads %s of a step less: %d of %d sites stay",
             rank,

@@ -97,3 +97,17 @@ def test_bits_are_equal_over_two_backwards_of_one_graph():
         output.backward()
         gradients.append(w.grad)
     assert torch.equal(*gradients)
+
+
+def test_an_announcement_calls_back_what_backward_wants_next():
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES))
+    sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
+    h = sites(torch.sin, w * 2)
+    engine.announce_backward(sites.lane, h)
+    h = h.sin().sin()  # neither watched nor in a region
+    seen = []
+    h.register_hook(lambda gradient: seen.append(sites.lane.away))
+    h.backward(torch.ones_like(h))
+    assert seen == [1]
+    assert engine.finish_step().prefetch_misses == 0
+    engine.close()

@@ -1,0 +1,40 @@
+"""Layers of which nothing leaves cost the host nothing, and say that backward is on its way."""
+
+import pytest
+from support.trainings import DENSE, make_config, make_trainer, train, write_plan
+
+from fgoffload import Action
+from fgoffload.engine import OffloadEngine
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+STEPS = 2
+
+
+def list_watched(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    watched: list[object] = []
+    original = OffloadEngine.watch
+    monkeypatch.setattr(OffloadEngine, "watch", lambda self, lane: watched.append(lane) or original(self, lane))
+    return watched
+
+
+def test_only_layers_that_move_something_are_watched(monkeypatch, tmp_path):
+    flags = DENSE
+    before, _ = train(flags)
+    plan = write_plan(tmp_path / "plan.json", {(0, "core_attn"): Action.OFFLOAD, (0, "attn_proj"): Action.OFFLOAD})
+    watched = list_watched(monkeypatch)
+    after, moved = train(flags, make_config(offload_plan=plan))
+    microbatches = len(watched)
+    assert after == before
+    assert moved["core_attn"] > 0
+    with make_trainer(flags, None) as trainer:
+        assert microbatches == STEPS * trainer.arguments.num_microbatches
+
+
+def test_a_plan_that_moves_nothing_watches_nothing(monkeypatch, tmp_path):
+    before, _ = train(DENSE)
+    plan = write_plan(tmp_path / "plan.json", {(0, "core_attn"): Action.RECOMPUTE, (1, "core_attn"): Action.KEEP})
+    watched = list_watched(monkeypatch)
+    after, _ = train(DENSE, make_config(offload_plan=plan))
+    assert after == before
+    assert watched == []
