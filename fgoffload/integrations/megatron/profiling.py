@@ -110,7 +110,8 @@ class StepMeasurement:
 
     def begin_step(self, call: ScheduleCall) -> None:
         """A schedule begins."""
-        if self.state is MeasurementState.WANTED:
+        # One that is recorded still has raised: what it left is no step.
+        if self.state in (MeasurementState.WANTED, MeasurementState.RECORDING):
             self.call = call
             self._recorder = StepRecorder(self._device, memory=self._memory, observers=self._observers)
             self._started = self._mark()

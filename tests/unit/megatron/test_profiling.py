@@ -224,6 +224,26 @@ def test_an_evaluation_is_not_recorded():
         assert measurement.state is MeasurementState.WANTED
 
 
+def test_a_step_that_raised_is_recorded_anew():
+    with make_trainer(MOE, AUTO) as trainer:
+        measurement = trainer.integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64)
+        measurement.request()
+        mlp = trainer.chunks[0].decoder.layers[1].mlp
+
+        def fail(*args):
+            time.sleep(2)  # much longer than a step
+            raise RuntimeError("no forward")
+
+        hook = mlp.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no forward"):
+            trainer.run_step()
+        hook.remove()
+        trainer.run_step()
+        profile = measurement.take_profile()
+    assert [layer.number for layer in profile.layers] == [0, 1]
+    assert profile.step_s < 2
+
+
 def test_the_hooks_are_gone_when_a_measurement_is_closed():
     with make_trainer(MOE, AUTO) as trainer:
         measurement = trainer.integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64)
