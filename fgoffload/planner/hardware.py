@@ -184,11 +184,12 @@ HARDWARE: Mapping[str, Hardware] = {
         device_memory_bytes=141 * GIB,
         device_memory_bytes_per_s=4.8e12,
         **_HOPPER,
-        link=Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, is_measured=True),
+        link=Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, duplex_bytes_per_s=50.5e9, is_measured=True),
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
         source=f"NVIDIA H200 Tensor Core GPU data sheet (2024): memory; {_HOPPER_SOURCE}, the same as the H200's. Link "
-        "measured with `fgoffload doctor` on one H200 (docs/results/megatron_h200_202611.md), not yet with both ways at once. "
+        "measured on H200 hosts, each way with `fgoffload doctor` (docs/results/megatron_h200_202611.md), both at once with "
+        "`fgoffload profile`, copies of 256 MiB. "
         "NVIDIA DGX H200 data sheet (2024): node.",
     ),
     "b200": Hardware(
