@@ -5,8 +5,9 @@ A step of hundreds of passes has a dozen such moments that matter, whatever a pl
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from fgoffload.planner.rank_model import RankModel
 from fgoffload.planner.schedule import Pass, PassKind
 
 Way = tuple[PassKind, int]
@@ -42,14 +43,29 @@ def list_moments(passes: Sequence[Pass], *, chunks: int) -> tuple[Moment, ...]:
         passes: Of a step, in order.
         chunks: Of the rank.
     """
-    current = [0] * chunks
     by_gap: dict[Gap, set[tuple[int, ...]]] = {}
-    for gap, one in zip(_list_gaps(passes)[1:], passes, strict=True):
-        current[one.chunk] += 1 if one.kind is PassKind.FORWARD else -1
+    for gap, in_flight in _list_places(passes, chunks):
         # Between a backward and a forward there is less than before the one, and than behind the other.
-        if one.kind is PassKind.FORWARD or (gap.after and gap.after[0] is PassKind.BACKWARD):
-            by_gap.setdefault(gap, set()).add(tuple(current))
+        is_behind_forward = gap.before is not None and gap.before[0] is PassKind.FORWARD
+        if is_behind_forward or (gap.after is not None and gap.after[0] is PassKind.BACKWARD):
+            by_gap.setdefault(gap, set()).add(in_flight)
     return tuple(Moment(in_flight=in_flight, gap=gap) for gap, vectors in by_gap.items() for in_flight in list_largest(vectors))
+
+
+def shorten(rank: RankModel) -> RankModel:
+    """Return `rank` with as few microbatches as have all its moments, and two more.
+
+    What a plan does to such a step it does to the whole one, whose other microbatches repeat the same moments. It takes a part
+    of the time to simulate.
+    """
+    chunks = len(rank.chunks)
+    places = set(_list_places(rank.passes, chunks))
+    most = max((count for _, in_flight in places for count in in_flight), default=0)
+    for microbatches in (most, most + most // 2, 2 * most):
+        passes = tuple(one for one in rank.passes if one.microbatch < microbatches)
+        if set(_list_places(passes, chunks)) == places:
+            return dataclasses.replace(rank, passes=tuple(one for one in rank.passes if one.microbatch < microbatches + 2))
+    return rank
 
 
 def list_largest(vectors: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -70,6 +86,14 @@ def list_largest(vectors: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def count_backwards(passes: Iterable[Pass], *, chunk: int) -> int:
     """Return how many microbatches a step takes through `chunk`."""
     return sum(one.kind is PassKind.BACKWARD and one.chunk == chunk for one in passes)
+
+
+def _list_places(passes: Sequence[Pass], chunks: int) -> Iterator[tuple[Gap, tuple[int, ...]]]:
+    """Yield, behind each pass, what it is between, and how many microbatches are in flight there, by chunk."""
+    current = [0] * chunks
+    for gap, one in zip(_list_gaps(passes)[1:], passes, strict=True):
+        current[one.chunk] += 1 if one.kind is PassKind.FORWARD else -1
+        yield gap, tuple(current)
 
 
 def _list_gaps(passes: Sequence[Pass]) -> list[Gap]:

@@ -1,19 +1,18 @@
 """Small changes to what the layers of a rank do, the most promising first.
 
-One part of one layer chooses otherwise, or a layer another mode; two layers of a kind change places; or two changes at once,
-one that frees memory and one that uses it. What each would do is estimated here, from its bytes and its recompute; whether it
-does, the simulator says.
+One part of one layer chooses otherwise, or a whole layer does; two layers of a kind change places; or two changes at once. What
+each would do is estimated here, from its bytes and its recompute; whether it does, the simulator says.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from fgoffload.planner.choices import Configuration, Mode
+from fgoffload.planner.choices import Configuration
 from fgoffload.planner.placement import LayerSlot, State
 
-_MOST_OF_EACH = 48
-"""Changes that free memory, and as many that use it, of which pairs are made: 2304 pairs are more than are ever simulated."""
+_MOST_OF_EACH = 32
+"""Changes that free memory, and as many that use it, of which pairs are made: 2016 pairs are more than are ever simulated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +47,23 @@ Move = tuple[Change, ...]
 """Changes that are made at once."""
 
 
-def list_changes(state: State, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]], prices: Prices) -> list[Change]:
-    """Return every change of one part of one layer, or of its mode."""
+def list_changes(
+    state: State, slots: Sequence[LayerSlot], ways: Mapping[str, Sequence[Configuration]], prices: Prices
+) -> list[Change]:
+    """Return the changes of one part of one layer, and of one layer as a whole.
+
+    Args:
+        state: What the layers do.
+        slots: The layers.
+        ways: What each kind of layer may do instead, as a whole.
+        prices: What it would come to.
+    """
     changes = []
     for place, (slot, configuration) in enumerate(zip(slots, state, strict=True)):
-        for part, other in _list_others(configuration, modes[slot.layer.kind]):
-            changes.append(_make_change(place, part, slot, configuration, other, prices))
+        found: list[tuple[int | None, Configuration]] = list(_list_others(configuration))
+        near = {other.actions for _, other in found} | {configuration.actions}
+        found += [(None, other) for other in ways[slot.layer.kind] if other.actions not in near]
+        changes += [_make_change(place, part, slot, configuration, other, prices) for part, other in found]
     return changes
 
 
@@ -69,11 +79,10 @@ def list_swaps(state: State, slots: Sequence[LayerSlot], prices: Prices) -> Iter
 
 
 def list_pairs(changes: Sequence[Change]) -> list[Move]:
-    """Return pairs of a change that frees memory and one that uses it, or runs less again, the fastest first."""
+    """Return pairs of changes, those first that free most for the time that they take, or gain most for what they use."""
     freeing = sorted((one for one in changes if one.peak_bytes < 0), key=_get_rate)[:_MOST_OF_EACH]
     using = sorted((one for one in changes if one.peak_bytes >= 0), key=_get_rate)[:_MOST_OF_EACH]
-    pairs = [pair for pair in itertools.product(freeing, using) if _may_pair(*pair)]
-    return sorted(pairs, key=lambda pair: (pair[0].step_s + pair[1].step_s, pair[0].peak_bytes + pair[1].peak_bytes))
+    return [pair for pair in itertools.combinations([*freeing, *using], 2) if _may_pair(*pair)]
 
 
 def apply_move(state: State, move: Move) -> State:
@@ -90,19 +99,13 @@ def apply_move(state: State, move: Move) -> State:
     return tuple(layers)
 
 
-def _list_others(configuration: Configuration, modes: Sequence[Mode]) -> Iterator[tuple[int | None, Configuration]]:
-    """Yield what a layer may do instead, with the part that differs."""
+def _list_others(configuration: Configuration) -> Iterator[tuple[int | None, Configuration]]:
+    """Yield what a layer may do instead in one part, with the part."""
     chosen = configuration.chosen
     for part, choices in enumerate(configuration.mode.parts):
         for choice in choices:
             if choice != chosen[part]:
                 yield part, Configuration(mode=configuration.mode, chosen=(*chosen[:part], choice, *chosen[part + 1 :]))
-    for mode in modes:
-        if mode.base.actions != configuration.mode.base.actions:
-            least = tuple(min(part, key=lambda choice: (choice.kept_bytes, choice.recompute_s)) for part in mode.parts)
-            first = tuple(part[0] for part in mode.parts)
-            for others in dict.fromkeys((first, least)):
-                yield None, Configuration(mode=mode, chosen=others)
 
 
 def _make_change(

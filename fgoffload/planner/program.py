@@ -133,7 +133,7 @@ class _Program:
         self._rows: list[tuple[_Row, float, float]] = []
         self._moments = list_moments(rank.passes, chunks=len(rank.chunks))
         # The step as it is without any plan: HiGHS takes a gap as a part of the whole objective.
-        self._step = self._add(1, 1, cost=_count_step_s(rank) / _SCALE_S)
+        self._step = self._add(1, 1, cost=count_step_s(rank) / _SCALE_S)
         self._chunks = [self._add_chunk(number, chunk) for number, chunk in enumerate(rank.chunks)]
         self._peak = -1
 
@@ -301,7 +301,8 @@ def _list_segments(chunk: ChunkModel) -> Iterator[Segment]:
     yield from chunk.last
 
 
-def _count_step_s(rank: RankModel) -> float:
+def count_step_s(rank: RankModel) -> float:
+    """Return the seconds that a step takes on a rank that keeps all and never waits."""
     step_s = rank.step_end_s
     for number, chunk in enumerate(rank.chunks):
         seconds = sum(segment.forward_s + segment.backward_s for segment in _list_segments(chunk))

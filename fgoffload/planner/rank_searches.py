@@ -11,7 +11,9 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.planner.choices import Mode, list_modes
 from fgoffload.planner.frontier import LayerPoint, measure_layer
 from fgoffload.planner.layer_model import LayerModel
+from fgoffload.planner.moments import shorten
 from fgoffload.planner.placement import LayerSlot, State, list_slots, make_plan
+from fgoffload.planner.program import count_step_s
 from fgoffload.planner.rank_model import ChunkModel, RankModel
 from fgoffload.planner.search import Found, Judge, RankSearch, SearchLimits, Verdict
 from fgoffload.planner.simulation_result import StepResult
@@ -43,13 +45,14 @@ class RankSearches:
         self._points: dict[object, tuple[LayerPoint, ...]] = {}
         searches: dict[RankModel, RankSearch] = {}
         for rank in self.ranks:
-            alike = _strip_place(rank)
+            short = shorten(rank)
+            alike = _strip_place(short)
             if alike not in searches:
                 searches[alike] = RankSearch(
-                    rank,
+                    short,
                     _list_modes(rank, self._modes),
                     points=functools.partial(self._measure_layers, rank),
-                    judge=_make_judge(rank),
+                    judge=_make_judge(short),
                     limits=limits,
                     deadline_s=deadline_s,
                 )
@@ -101,10 +104,14 @@ class RankSearches:
     def find_bound(self) -> tuple[float | None, float | None]:
         """Return the longest bound of a rank, and how much longer than its own a rank takes, where that is most."""
         bounds = []
-        for found in self._founds.values():
+        for number, found in self._founds.items():
             if found.program is not None:
+                short = self._apart[number].rank
+                whole = self.ranks[self.of_ranks.index(self._apart[number])]
+                # Of the shortened step, and then for as many microbatches as the whole one has.
+                added_s = found.program.bound_s * len(whole.passes) / len(short.passes)
                 bound_s = found.kept_s + found.program.bound_s
-                bounds.append((bound_s, found.verdict.step_s / bound_s - 1))
+                bounds.append((count_step_s(whole) + added_s, found.verdict.step_s / bound_s - 1))
         if not bounds:
             return None, None
         return max(bound for bound, _ in bounds), max(max(gap for _, gap in bounds), 0.0)
@@ -127,11 +134,13 @@ class RankSearches:
             found = founds[number] = search.find_start(budget_bytes, starts=own, off_bytes=off_bytes)
             # Neighbours in the pipeline are off by much the same.
             off_bytes = found.off_bytes or off_bytes
-        left = self._limits.simulations
+        left, left_passes = self._limits.simulations, self._limits.layer_passes
         for number in sorted(founds, key=lambda one: founds[one].verdict.step_s, reverse=True):
             search, before = self._apart[number], self._apart[number].simulations
-            founds[number] = search.improve_found(founds[number], budget_bytes, simulations=left)
+            most = min(left, left_passes // max(search.layer_passes, 1))
+            founds[number] = search.improve_found(founds[number], budget_bytes, simulations=most)
             left -= search.simulations - before
+            left_passes -= (search.simulations - before) * search.layer_passes
         self._founds = founds
         by_search = {id(search): founds[number].state for number, search in enumerate(self._apart)}
         return tuple(by_search[id(search)] for search in self.of_ranks)

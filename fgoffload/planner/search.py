@@ -31,7 +31,11 @@ from fgoffload.planner.rank_model import RankModel
 _CLOSE_PARTS = 40
 """A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
 
-_REPAIRS = 24
+_DOUBTS = (0.02, 0.2, math.inf)
+"""How far moves may exceed the budget by estimate and are tried all the same, as a part of what plans have a say in: first
+those that should fit, then those that may, and at last all of them, with those that should be slower."""
+
+_REPAIRS = 12
 """Simulations to bring the fastest plan within the budget where it is a little above it. A few are enough, or none are."""
 
 
@@ -56,14 +60,14 @@ class SearchLimits:
     exhaustive_plans: int = 5000
     """Where there are no more plans than this, all of them are simulated and the best is taken. 0 never does that."""
     simulations: int = 400
-    """Simulations of a rank, over all ranks, where there are more plans than that. When they are used up, the best plan so far
-    is taken: the same one on every machine. Those that place and correct what the program says do not count."""
+    """Simulations that may be spent on bettering what programs say, over all ranks. When they are used up, the best plan so far
+    is taken: the same one on every machine."""
+    layer_passes: int = 16_000
+    """The same limit for large models: forwards and backwards of single layers in those simulations. Each takes some 25 us."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""
     gap: float = 1e-3
     """How far from its best a program may stop, as a part of the time of a step."""
-    doubt: float = 0.02
-    """Which moves are tried: those that keep to the budget by estimate, or exceed it by less than this part of it."""
 
     def __post_init__(self) -> None:
         """Refuse what is no limit.
@@ -71,14 +75,12 @@ class SearchLimits:
         Raises:
             ConfigError: With the field, the value and the fix.
         """
-        for name, least in (("exhaustive_plans", 0), ("simulations", 0), ("programs", 1)):
+        for name, least in (("exhaustive_plans", 0), ("simulations", 0), ("layer_passes", 0), ("programs", 1)):
             limit = getattr(self, name)
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < least:
                 raise ConfigError(f"{name} {limit!r} is no whole number from {least}. Give one.")
         if not 0 <= self.gap < 1:
             raise ConfigError(f"gap {self.gap!r} is not from 0 to below 1. Give a part of the step, as in 0.001.")
-        if not self.doubt >= 0:
-            raise ConfigError(f"doubt {self.doubt!r} is below 0. Give a part of the budget, as in 0.02.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,8 @@ class RankSearch:
         self._deadline_s = deadline_s
         self._verdicts: dict[object, Verdict] = {}
         self._in_flight = _count_in_flight_at_peak(rank)
+        self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
+        """Forwards and backwards of single layers in a simulation."""
         self._microbatches = tuple(count_backwards(rank.passes, chunk=chunk) for chunk in range(len(rank.chunks)))
 
     @property
@@ -193,7 +197,7 @@ class RankSearch:
         most = self.simulations + simulations
         score = self.score(state, budget_bytes)
         while True:
-            for move in self._list_moves(state, budget_bytes):
+            for move in itertools.chain.from_iterable(self._list_moves(state, budget_bytes, doubt) for doubt in _DOUBTS):
                 if self.simulations >= most or time.monotonic() > self._deadline_s:
                     return state
                 candidate = apply_move(state, move)
@@ -249,26 +253,33 @@ class RankSearch:
     def _pick(self, states: Iterable[State], budget_bytes: int) -> State:
         return min(states, key=lambda state: self.score(state, budget_bytes))
 
-    def _list_moves(self, state: State, budget_bytes: int) -> Iterator[Move]:
-        """Yield the moves from `state` that are worth a simulation, the most promising first."""
+    def _list_moves(self, state: State, budget_bytes: int, doubt: float) -> Iterator[Move]:
+        """Yield the moves from `state` that are worth a simulation, the most promising first.
+
+        Args:
+            state: What the layers do.
+            budget_bytes: Of the device.
+            doubt: One of `_DOUBTS`.
+        """
         above_bytes = self.judge(state).peak_bytes - budget_bytes
         prices = self._make_prices(state)
-        changes = list_changes(state, self.slots, self.modes, prices)
-        yield from self._order(((change,) for change in changes), above_bytes)
+        ways = {kind: [point.configuration for point in points] for kind, points in self._points().items()}
+        changes = list_changes(state, self.slots, ways, prices)
+        yield from self._order([(change,) for change in changes], above_bytes, doubt)
         yield from list_swaps(state, self.slots, prices)
-        yield from self._order(list_pairs(changes), above_bytes)
+        yield from self._order(list_pairs(changes), above_bytes, doubt)
 
-    def _order(self, moves: Iterable[Move], above_bytes: int) -> list[Move]:
-        """Return those of `moves` that may better a state, whose peak is `above_bytes` above the budget, in order."""
+    def _order(self, moves: Iterable[Move], above_bytes: int, doubt: float) -> list[Move]:
+        """Return those of `moves` that may better a state whose peak is `above_bytes` above the budget, in order."""
         dynamic_bytes = max(self.judge(keep_all(self.slots, self.modes)).peak_bytes - self.rank.static_bytes, 1)
-        doubt_bytes = self._limits.doubt * dynamic_bytes
+        doubt_bytes = doubt * dynamic_bytes
         found = []
         for move in moves:
             peak_bytes = sum(change.peak_bytes for change in move)
             step_s = sum(change.step_s for change in move)
-            if above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt_bytes)):
+            if above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt)):
                 found.append((step_s, peak_bytes, move))
-            elif above_bytes > 0 and (peak_bytes <= -above_bytes or math.isinf(doubt_bytes)):
+            elif above_bytes > 0 and (peak_bytes <= -above_bytes or math.isinf(doubt)):
                 # What frees enough, the fastest first; and then the rest.
                 found.append((step_s if peak_bytes <= -above_bytes else math.inf, peak_bytes, move))
         return [move for _, _, move in sorted(found, key=lambda row: row[:2])]

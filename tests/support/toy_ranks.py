@@ -1,0 +1,113 @@
+"""Ranks that are small enough to try all their plans: a few layers with four sites each, in round numbers or drawn from a seed.
+
+Bytes and seconds are small whole numbers: a byte a second is a rate, and a window is a few bytes.
+"""
+
+import random
+
+from fgoffload.planner.layer_model import LayerModel, Segment, UnitModel
+from fgoffload.planner.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.saved_bytes import SavedTensor
+from fgoffload.planner.schedule import Pipeline, list_passes
+from fgoffload.policy import TransferPolicy
+
+NAMES = ("core_attn", "expert_fc1", "moe_act", "expert_fc2")
+
+
+def make_toy_layer(*, kind="toy", sizes=(1, 8, 6, 4, 2), forward_s=(4.0, 3.0, 1.0, 2.0), extra_bytes=0):
+    """Return a layer that saves its input, and a tensor for each of four stretches; `sizes` are in that order."""
+    layer_input, attention, permuted, gate, activation = sizes
+    return LayerModel(
+        kind=kind,
+        segments=tuple(
+            Segment(name=name, forward_s=seconds, backward_s=2 * seconds, backward_extra_bytes=extra_bytes)
+            for name, seconds in zip(NAMES, forward_s, strict=True)
+        ),
+        tensors=(
+            SavedTensor(name="layer input", tags=("layer_input",), size_bytes=layer_input),
+            SavedTensor(name="query, key and value", tags=("core_attn",), size_bytes=attention),
+            SavedTensor(name="permuted tokens", tags=("expert_fc1",), size_bytes=permuted),
+            SavedTensor(name="first linears' output", tags=("moe_act",), size_bytes=gate),
+            SavedTensor(name="activation's output", tags=("expert_fc2",), size_bytes=activation),
+        ),
+        units=(
+            UnitModel(
+                name="layer",
+                segments=NAMES,
+                drops=("query, key and value", "permuted tokens", "first linears' output", "activation's output"),
+                before="expert_fc2",
+            ),
+            UnitModel(name="moe_act", segments=("moe_act",), drops=("activation's output",), before="expert_fc2"),
+        ),
+    )
+
+
+def make_toy_rank(
+    *,
+    layers=None,
+    pipeline=None,
+    rank=0,
+    first_number=0,
+    static_bytes=0,
+    link=None,
+    policy=None,
+    min_offloaded_bytes=1,
+    host_budget_bytes=None,
+):
+    """Return a rank whose chunks have the layers of `layers`: a sequence of kinds for each chunk."""
+    layers = [[make_toy_layer()] * 2] if layers is None else layers
+    pipeline = Pipeline(stages=2, microbatches=3) if pipeline is None else pipeline
+    chunks, number = [], first_number
+    for models in layers:
+        numbered = []
+        for model in models:
+            numbered.append(NumberedLayer(number=number, model=model))
+            number += 1
+        chunks.append(ChunkModel(layers=tuple(numbered)))
+    return RankModel(
+        rank=rank,
+        static_bytes=static_bytes,
+        chunks=tuple(chunks),
+        passes=list_passes(pipeline, rank=rank),
+        link=link or LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=0.75),
+        policy=policy or TransferPolicy(window_bytes=8, prefetch_bytes=8),
+        min_offloaded_bytes=min_offloaded_bytes,
+        host_budget_bytes=host_budget_bytes,
+    )
+
+
+def draw_rank(seed):
+    """Return a rank of two layers, in one chunk or two, with sizes, times, link and rules drawn from `seed`."""
+    draw = random.Random(seed)
+    kinds = [
+        make_toy_layer(
+            kind=kind,
+            sizes=(draw.randint(1, 2), *(draw.randint(1, 12) for _ in NAMES)),
+            forward_s=tuple(float(draw.randint(1, 6)) for _ in NAMES),
+            extra_bytes=draw.randint(0, 3),
+        )
+        for kind in ("one", "other")
+    ]
+    second = draw.choice(kinds)
+    layers, pipeline = draw.choice(
+        (
+            ([[kinds[0], second]], Pipeline(microbatches=2)),
+            ([[kinds[0], second]], Pipeline(stages=2, microbatches=4)),
+            ([[kinds[0], second]], Pipeline(stages=3, microbatches=4)),
+            ([[kinds[0]], [second]], Pipeline(stages=2, chunks=2, microbatches=4)),
+        )
+    )
+    rate = draw.choice((0.5, 1.0, 2.0, 4.0))
+    return make_toy_rank(
+        layers=layers,
+        pipeline=pipeline,
+        link=LinkModel(
+            d2h_bytes_per_s=rate,
+            h2d_bytes_per_s=rate,
+            duplex_bytes_per_s=0.7 * rate,
+            copy_latency_s=draw.choice((0.0, 0.25)),
+            compute_slowdown=draw.choice((0.0, 0.05)),
+        ),
+        policy=TransferPolicy(window_bytes=draw.randint(4, 30), prefetch_bytes=draw.randint(4, 30)),
+        static_bytes=draw.randint(0, 20),
+    )
