@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, keeps_bits
-from fgoffload.integrations.megatron.recorder import Run, SavedRecord, StepRecorder, Stretch
+from fgoffload.integrations.megatron.recorder import StepRecorder
+from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.planner.layer_model import HostWait, LayerModel, Segment, UnitModel
 from fgoffload.planner.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.saved_bytes import SavedTensor

@@ -18,7 +18,8 @@ import torch
 from fgoffload.engine import is_inert
 from fgoffload.engine.identity import get_key
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.recorder import ModuleRecord, Run, StepRecorder
+from fgoffload.integrations.megatron.recorder import StepRecorder
+from fgoffload.integrations.megatron.step_records import ModuleRecord, Run
 
 GetRecorder = Callable[[], StepRecorder | None]
 

@@ -7,7 +7,6 @@ that the host waits for nothing, and what is computed stays the same to the bit.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -20,130 +19,11 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.saved import Handle, KeptHandle
 from fgoffload.integrations.megatron.device_memory import DeviceMemory
+from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.plan import Site
 
 FIRST, LAST = "first", "last"
 """Stretches of a model chunk: what is before its layers, and what is behind them."""
-
-
-class Stretch:
-    """What runs in one place of one microbatch's forward, and its backward."""
-
-    __slots__ = (
-        "backward",
-        "backward_extra_bytes",
-        "born_bytes",
-        "forward",
-        "forward_extra_bytes",
-        "is_sampled",
-        "name",
-        "tag",
-    )
-
-    def __init__(self, name: str, *, tag: str | None, is_sampled: bool) -> None:
-        self.name = name
-        self.is_sampled = is_sampled
-        """Whether device bytes are read when it begins and ends."""
-        self.tag = tag
-        """None between the regions."""
-        self.forward: list[tuple[Event, Event]] = []
-        """Start and end, each time that forward was here."""
-        self.backward: list[tuple[Event, Event]] = []
-        """The same of backward."""
-        self.born_bytes = 0
-        """Of storages that were saved here first, until backward has left."""
-        self.forward_extra_bytes = 0
-        """Device bytes at peak, beside what was there all the time and what was saved. 0 where they were not measured."""
-        self.backward_extra_bytes = 0
-        """The same of backward."""
-
-
-class SavedRecord:
-    """One storage that autograd saved in a layer, or in a model outside of its layers."""
-
-    __slots__ = ("is_held", "modules", "size_bytes", "storage", "stretches", "tags")
-
-    def __init__(self, storage: StorageRef, size_bytes: int, modules: frozenset[str]) -> None:
-        self.storage = storage
-        """Not its memory. As long as it is referred to, no other storage has its key."""
-        self.is_held = False
-        """Whether something else holds it until backward, as the schedule does with what came from another pipeline rank."""
-        self.size_bytes = size_bytes
-        self.tags: dict[str, None] = {}
-        """Those that save it, in the order of forward."""
-        self.stretches: dict[str, None] = {}
-        """The same, with what is between the regions."""
-        self.modules = modules
-        """The watched modules that all its saves are inside of."""
-
-
-@dataclasses.dataclass(slots=True)
-class ModuleRecord:
-    """One execution of a module that could run again by itself."""
-
-    inputs: frozenset[int] = frozenset()
-    """Keys of the storages of its input tensors."""
-    input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By key, of those that need a gradient."""
-    outputs: frozenset[int] = frozenset()
-    """Keys of the storages of its output tensors."""
-    stretches: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Names of those that began inside, in the order of forward."""
-    input_edges: int = 0
-    """How often the graph inside reaches the input."""
-
-
-class Run:
-    """One microbatch through one layer, or through what a model chunk has outside of its layers."""
-
-    __slots__ = (
-        "chunk",
-        "current",
-        "input_bytes",
-        "input_key",
-        "is_leaving",
-        "is_sampled",
-        "microbatch",
-        "modules",
-        "number",
-        "open_modules",
-        "saved",
-        "stretches",
-    )
-
-    def __init__(self, *, chunk: int, microbatch: int, number: int, is_sampled: bool) -> None:
-        self.chunk = chunk
-        self.microbatch = microbatch
-        self.number = number
-        """Of the layer in the whole model, from 0; -1 outside of layers."""
-        self.is_sampled = is_sampled
-        """Whether device bytes are read when its stretches begin and end."""
-        self.is_leaving = False
-        """Whether the engine offloads a layer while it is recorded: its times are longer than those of compute."""
-        self.input_key: int | None = None
-        """Of the storage of a layer's input."""
-        self.input_bytes = 0
-        """Of the same."""
-        self.stretches: dict[str, Stretch] = {}
-        """By name, in the order of forward."""
-        self.saved: dict[int, SavedRecord] = {}
-        """By key of the storage, in the order of forward."""
-        self.modules: dict[str, ModuleRecord] = {}
-        """By the unit that would run the module again."""
-        self.current: Stretch | None = None
-        """The stretch that forward came to last."""
-        self.open_modules: frozenset[str] = frozenset()
-        """Those that forward is in."""
-
-    def get_stretch(self, name: str, *, tag: str | None = None) -> Stretch:
-        """Return the stretch called `name`, which begins now if it is new."""
-        stretch = self.stretches.get(name)
-        if stretch is None:
-            stretch = self.stretches[name] = Stretch(name, tag=tag, is_sampled=self.is_sampled)
-        for unit in self.open_modules:
-            self.modules[unit].stretches[name] = None
-        self.current = stretch
-        return stretch
 
 
 class RecordedHandle(KeptHandle):
