@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import fgoffload
-from fgoffload.cli import bench, doctor, profile, run, train
+from fgoffload.cli import bench, doctor, plan, profile, run, train
 from fgoffload.cli.command import Command
 from fgoffload.cli.errors import show_error, show_line
 from fgoffload.cli.interrupt import end_soon_after_interrupt
@@ -24,7 +24,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 
-COMMANDS: tuple[Command, ...] = (train, run, profile, bench, doctor)
+COMMANDS: tuple[Command, ...] = (train, run, plan, profile, bench, doctor)
 """In the order of the help."""
 
 __all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "main"]

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("**/*.md"))]
 BASH_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMANDS = ("train", "run", "profile", "bench", "doctor")
+COMMANDS = ("train", "run", "plan", "profile", "bench", "doctor")
 MAKE_TARGET = re.compile(r"^([a-z][a-z_-]*):", re.MULTILINE)
 
 

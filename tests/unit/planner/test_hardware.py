@@ -85,7 +85,9 @@ def test_what_was_measured_and_what_is_not_public_is_said():
     assert get_hardware("h100").link == Link(
         d2h_bytes_per_s=47e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9, is_measured=True
     )
-    assert get_hardware("h200").link == Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, is_measured=True)
+    assert get_hardware("h200").link == Link(
+        d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, duplex_bytes_per_s=50.5e9, is_measured=True
+    )
     assert get_hardware("a100").fp8_flop_per_s is None
     assert get_hardware("mi300x").host_memory_bytes_per_node is None
     unknown = get_hardware("ascend-910b")

@@ -1,0 +1,233 @@
+"""`fgoffload plan`: the fastest plan for a model within a memory budget, and what it is predicted to come to."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fgoffload.cli.options import read_count, say_why_no_file
+from fgoffload.errors import ConfigError
+from fgoffload.units import parse_bytes
+
+if TYPE_CHECKING:
+    from fgoffload.planner.hardware import Hardware
+    from fgoffload.planner.model_ranks import Assumptions
+    from fgoffload.planner.model_shape import ModelShape
+    from fgoffload.planner.parallelism import Parallelism
+    from fgoffload.planner.rank_model import RankModel
+
+NAME = "plan"
+SUMMARY = "find the fastest plan within a memory budget"
+DESCRIPTION = (
+    "Predicts memory and step time of a training from its Megatron argument file, or from a Hugging Face config.json, and "
+    "finds what to keep, to recompute and to offload so that a memory budget is met at the least step time. Needs no GPU."
+)
+USAGE = (
+    "fgoffload plan MODEL --gpu NAME --offload-memory-budget SIZE [--offload-host-budget SIZE] [--json FILE] [--sweep] "
+    "[--plot FILE] [--timeline FILE] [MEGATRON FLAGS]"
+)
+EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
+EXAMPLE_VALUES: Mapping[str, str] = {
+    "--gpu": "h100",
+    "--hardware": "hardware.json",
+    "--profile": "profile.json",
+    "--offload-memory-budget": "76GiB",
+    "--offload-host-budget": "1TiB",
+    "--reserve": "4GiB",
+    "--json": "plan.json",
+    "--plot": "plan.png",
+    "--timeline": "trace.json",
+}
+RUNS_A_SCRIPT = False
+EXIT_PLANNED = 0
+
+SHORT_FLAGS: Mapping[str, str] = {
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--vp": "--num-virtual-stages-per-pipeline-rank",
+    "--cp": "--context-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--etp": "--expert-tensor-parallel-size",
+}
+"""What people call the parallel sizes, and Megatron's flag for each."""
+
+SWEEP_POINTS = 12
+"""Budgets of a sweep, from the least that any plan keeps to up to what keeps everything."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of `fgoffload plan`, checked."""
+
+    model: Path
+    """An argument file, or a config.json."""
+    megatron_flags: tuple[str, ...]
+    """As typed after ours, the short ones spelled out; they come after the file's, so they win."""
+    gpu: str | None
+    hardware: Path | None
+    profile: Path | None
+    budget_bytes: int | None
+    """None takes all of the device's memory."""
+    host_budget_bytes: int | None
+    """Of each rank."""
+    reserve_bytes: int | None
+    has_optimizer: bool
+    sweeps: bool
+    json: Path | None
+    plot: Path | None
+    timeline: Path | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command to `parser`."""
+    add = parser.add_argument
+    # nargs="?" so that its absence is reported by us, with what to do.
+    add("model", metavar="MODEL", nargs="?", help="a Megatron argument file, as in arguments/, or a Hugging Face config.json")
+    add("--gpu", metavar="NAME", help="a device of the table: a100, h100, h200, b200, gb200, gh200, mi300x")
+    add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/planner.md)")
+    add("--profile", metavar="FILE", help="what `fgoffload profile` measured, in place of a device of the table")
+    add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")
+    add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of the node's)")
+    add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
+    add("--optimizer", action=argparse.BooleanOptionalAction, default=True, help="with Adam's states (default: yes)")
+    add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
+    add("--json", metavar="FILE", help="write the plan, for --offload-plan")
+    add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
+    add("--timeline", metavar="FILE", help="write the simulated lanes as a Chrome trace")
+    for short, flag in SHORT_FLAGS.items():
+        add(short, metavar="N", help=f"{flag}")
+    parser.epilog = "Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256."
+
+
+def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:
+    """Return the options, checked before anything heavy is imported.
+
+    Args:
+        options: What the parser found.
+        megatron_flags: What it does not know.
+
+    Raises:
+        ConfigError: An option cannot be what it is.
+    """
+    if not options.model:
+        raise ConfigError(f"MODEL is missing. Give a Megatron argument file or a config.json first, as in: {EXAMPLE}.")
+    if not os.path.isfile(options.model):
+        raise ConfigError(f"model {options.model!r} {say_why_no_file(options.model)}. Give a file, as in: {EXAMPLE}.")
+    _check_device(options)
+    sizes = {
+        name: None if (text := getattr(options, name)) is None else parse_bytes(text, name="--" + name.replace("_", "-"))
+        for name in ("offload_memory_budget", "offload_host_budget", "reserve")
+    }
+    short = []
+    for flag, long in SHORT_FLAGS.items():
+        if (text := getattr(options, flag.removeprefix("--"))) is not None:
+            short += [long, str(read_count(text, flag=flag, example=8))]
+    return PlanOptions(
+        model=Path(options.model),
+        megatron_flags=(*megatron_flags, *short),
+        gpu=options.gpu,
+        hardware=_find_path(options.hardware),
+        profile=_find_path(options.profile),
+        budget_bytes=sizes["offload_memory_budget"],
+        host_budget_bytes=sizes["offload_host_budget"],
+        reserve_bytes=sizes["reserve"],
+        has_optimizer=options.optimizer,
+        sweeps=options.sweep,
+        json=_find_path(options.json),
+        plot=_find_path(options.plot),
+        timeline=_find_path(options.timeline),
+    )
+
+
+def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
+    """Plan, print the tables, write the files, and return the exit code."""
+    checked = check_options(options, megatron_flags)
+    from fgoffload.cli.console import PipeConsole
+    from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
+    from fgoffload.planner.model_ranks import build_ranks
+
+    model, parallelism = _read_model(checked)
+    ranks, hardware = None, None
+    if checked.profile is None:
+        hardware = _get_hardware(checked)
+        ranks = build_ranks(model, parallelism, hardware, assumptions=_make_assumptions(checked))
+    else:
+        ranks = _read_profile(checked, parallelism)
+    subject = Subject(model=model, parallelism=parallelism, hardware=hardware, source=str(checked.model))
+    console = PipeConsole()
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    host_budget_bytes = _choose_host_budget(checked, hardware)
+    if checked.sweeps:
+        show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
+        return EXIT_PLANNED
+    budget_bytes = _choose_budget(checked, hardware)
+    files = {"json": checked.json, "plot": checked.plot, "timeline": checked.timeline}
+    show_plan(console, subject, ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, files=files)
+    return EXIT_PLANNED
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    given = [flag for flag in ("gpu", "hardware", "profile") if getattr(options, flag) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0]} and --{given[1]} both say what device it is. Give one of them.")
+    if not given:
+        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100; or --hardware, or --profile. All: {EXAMPLE}.")
+
+
+def _find_path(name: str | None) -> Path | None:
+    return None if name is None else Path(os.path.expanduser(name))
+
+
+def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
+    from fgoffload.integrations.megatron.model_shapes import read_model_file, read_parallelism
+
+    if checked.model.suffix != ".json":
+        return read_model_file(checked.model, typed=checked.megatron_flags)
+    from fgoffload.planner.huggingface import read_huggingface_config
+
+    model = read_huggingface_config(checked.model)
+    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model)[:2]
+
+
+def _get_hardware(checked: PlanOptions) -> "Hardware":
+    from fgoffload.planner.hardware import Hardware, get_hardware
+
+    if checked.hardware is not None:
+        return Hardware.load(checked.hardware)
+    return get_hardware(str(checked.gpu))
+
+
+def _make_assumptions(checked: PlanOptions) -> "Assumptions":
+    from fgoffload.planner.model_ranks import Assumptions
+    from fgoffload.planner.static_memory import ADAM, DEFAULT_RESERVE_BYTES, NO_OPTIMIZER
+
+    return Assumptions(
+        state=ADAM if checked.has_optimizer else NO_OPTIMIZER,
+        reserve_bytes=DEFAULT_RESERVE_BYTES if checked.reserve_bytes is None else checked.reserve_bytes,
+    )
+
+
+def _read_profile(checked: PlanOptions, parallelism: "Parallelism") -> "tuple[RankModel, ...]":
+    from fgoffload.planner.profile import Profile, make_rank_model
+
+    profile = Profile.load(Path(str(checked.profile)))
+    stages = range(parallelism.pipeline_parallel_size)
+    return tuple(make_rank_model(profile, rank=rank, microbatches=parallelism.microbatches) for rank in stages)
+
+
+def _choose_budget(checked: PlanOptions, hardware: "Hardware | None") -> int:
+    if checked.budget_bytes is not None:
+        return checked.budget_bytes
+    if hardware is None:
+        raise ConfigError("--offload-memory-budget is missing, and a profile does not say it. Give it, as in 76GiB.")
+    return hardware.device_memory_bytes
+
+
+def _choose_host_budget(checked: PlanOptions, hardware: "Hardware | None") -> int | None:
+    """Return the host bytes of a rank: what was given, or its share of what the node has, less a tenth for everything else."""
+    if checked.host_budget_bytes is not None or hardware is None or hardware.host_memory_bytes_per_node is None:
+        return checked.host_budget_bytes
+    return hardware.host_memory_bytes_per_node * 9 // (10 * hardware.gpus_per_node)

@@ -1,0 +1,96 @@
+"""Pictures of plans: memory over a step, and the frontier of memory against step time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.simulation_result import StepResult
+from fgoffload.planner.solver import Solution
+from fgoffload.units import GIB
+
+_COLORS = ("#8a8f98", "#1f77b4")
+_MARKERS: Mapping[str, str] = {
+    "nothing": "*",
+    "full recompute": "s",
+    "selective recompute": "D",
+    "offload everything": "v",
+}
+
+
+def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budget_bytes: int, title: str) -> None:
+    """Write the device memory of the worst rank over a step.
+
+    Args:
+        path: Of the picture; its suffix says the format.
+        results: By name, simulated with `Detail.TIMELINE`. The last one says which rank.
+        budget_bytes: A dashed line.
+        title: What was planned for.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    # Here, since importing it takes as long as a plan; no pyplot, so no display is asked for.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 4), layout="constrained")
+    axes = figure.subplots()
+    number = next(reversed(results.values())).worst_rank.rank
+    for (name, result), color in zip(results.items(), _COLORS, strict=False):
+        rank = result.ranks[number]
+        samples = () if rank.timeline is None else rank.timeline.memory
+        seconds = [sample.at_s * 1e3 for sample in samples]
+        gib = [sample.device_bytes / GIB for sample in samples]
+        label = f"{name}: {rank.peak_bytes / GIB:.1f} GiB, {result.step_s * 1e3:.0f} ms"
+        axes.step(seconds, gib, where="post", label=label, color=color, linewidth=1.2)
+    axes.axhline(budget_bytes / GIB, color="#d62728", linestyle="--", linewidth=1, label="budget")
+    axes.set_xlabel("ms of the step, predicted")
+    axes.set_ylabel(f"GiB on pipeline rank {number}")
+    axes.set_title(title, fontsize=8)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
+    """Write the frontier: peak memory against step time over that of nothing.
+
+    Args:
+        path: Of the picture; its suffix says the format.
+        baselines: By name: a point each.
+        solutions: A line through all.
+        title: What was planned for.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    nothing_s = baselines["nothing"].step_s
+    results = [solution.result for solution in solutions]
+    axes.plot(
+        [result.peak_bytes / GIB for result in results],
+        [result.step_s / nothing_s for result in results],
+        marker="o",
+        markersize=4,
+        color="#1f77b4",
+        label="fgoffload: planned",
+    )
+    for name, result in baselines.items():
+        point = (result.peak_bytes / GIB, result.step_s / nothing_s)
+        axes.plot(*point, linestyle="none", marker=_MARKERS.get(name, "x"), markersize=8, label=name)
+    axes.set_xlabel("peak memory of the fullest rank, GiB, predicted")
+    axes.set_ylabel("step time over nothing")
+    axes.set_title(title, fontsize=8)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def _save(figure: "object", path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)  # type: ignore[attr-defined]
+    except (OSError, ValueError) as error:
+        # matplotlib says a suffix that it has no format for as a ValueError, and lists those that it has.
+        raise ConfigError(f"--plot {path} cannot be written: {error}. Give another file, as in plan.png.") from error

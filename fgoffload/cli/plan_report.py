@@ -1,0 +1,289 @@
+"""Shows a plan: what it is predicted to come to beside what users would pick instead, and what it does, tag by tag."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
+from fgoffload.errors import ConfigError
+from fgoffload.plan import Action
+from fgoffload.planner.hardware import Hardware
+from fgoffload.planner.megatron_flags import MegatronFlags, find_nearest_flags
+from fgoffload.planner.model_ranks import count_host_bytes_per_node
+from fgoffload.planner.model_shape import ModelShape
+from fgoffload.planner.parallelism import Parallelism
+from fgoffload.planner.planning import PlanReport, plan_ranks
+from fgoffload.planner.rank_model import RankModel
+from fgoffload.planner.reasons import Decision
+from fgoffload.planner.simulation_result import Detail, RankResult, StepResult, TagTraffic
+from fgoffload.planner.simulator import simulate
+from fgoffload.planner.solver import Solution, find_least_budget, sweep
+from fgoffload.units import GIB, format_bytes, format_ms
+
+PLAN = "this plan"
+"""The row of the plan itself."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What was planned for, for the lines around the numbers."""
+
+    model: ModelShape
+    parallelism: Parallelism
+    hardware: Hardware | None
+    """None where a profile says what the device does."""
+    source: str
+    """The file that the model came from."""
+
+    @property
+    def title(self) -> str:
+        """One line: the model, its ranks and the device."""
+        sizes = self.parallelism
+        parts = [f"tp {sizes.tensor_parallel_size}", f"pp {sizes.pipeline_parallel_size}"]
+        for name, size in (
+            ("vp", sizes.chunks),
+            ("cp", sizes.context_parallel_size),
+            ("ep", sizes.expert_parallel_size),
+            ("dp", sizes.data_parallel_size),
+        ):
+            parts += [f"{name} {size}"] if size > 1 else []
+        device = "the profiled device" if self.hardware is None else self.hardware.name
+        return (
+            f"{self.model.name}: {self.model.num_layers} layers, {' '.join(parts)}, {sizes.world_size} x {device}; "
+            f"{sizes.microbatches} microbatches of {sizes.micro_batch_size} x {self.model.seq_length}"
+        )
+
+
+def show_plan(
+    console: Console,
+    subject: Subject,
+    ranks: Sequence[RankModel],
+    *,
+    budget_bytes: int,
+    host_budget_bytes: int | None,
+    files: Mapping[str, Path | None],
+) -> None:
+    """Plan, print the tables, and write the files.
+
+    Args:
+        console: Where tables go.
+        subject: What is planned for.
+        ranks: All pipeline ranks.
+        budget_bytes: Of each device.
+        host_budget_bytes: Of each rank; None for no limit.
+        files: By name of the option, `json`, `plot` and `timeline`: where to write, or None.
+
+    Raises:
+        ConfigError: A file cannot be written.
+        PlanError: No plan was found that fits.
+    """
+    report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    console.print(build_prediction_table(report, subject))
+    if report.solution.plan.actions:
+        console.print(build_decision_table(report))
+    else:
+        console.print("Everything is kept: the budget holds as it is.")
+    if len(ranks) > 1:
+        console.print(build_rank_table(report))
+    nearest = find_nearest_flags(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    console.print(describe_flags(nearest, ranks, report.solution.result))
+    if (path := files["json"]) is not None:
+        _write(path, report.solution.plan.to_json())
+        console.print(f"The plan: --fine-grained-activation-offloading --offload-plan {path}", soft_wrap=True)
+    if files["plot"] is not None or files["timeline"] is not None:
+        detailed = simulate(ranks, report.solution.plan, detail=Detail.TIMELINE)
+        if (path := files["plot"]) is not None:
+            kept = simulate(ranks, type(report.solution.plan)(actions={}), detail=Detail.TIMELINE)
+            write_memory_picture(path, {"nothing": kept, PLAN: detailed}, budget_bytes=budget_bytes, title=subject.title)
+        if (path := files["timeline"]) is not None:
+            from fgoffload.planner.timeline import write_chrome_trace
+
+            write_chrome_trace(detailed, path)
+
+
+def show_sweep(
+    console: Console,
+    subject: Subject,
+    ranks: Sequence[RankModel],
+    *,
+    points: int,
+    host_budget_bytes: int | None,
+    plot: Path | None,
+) -> None:
+    """Plan for many budgets, print the frontier, and write its picture.
+
+    Args:
+        console: Where the table goes.
+        subject: What is planned for.
+        ranks: All pipeline ranks.
+        points: How many budgets.
+        host_budget_bytes: Of each rank; None for no limit.
+        plot: Where to write the picture, or None.
+
+    Raises:
+        ConfigError: The picture cannot be written.
+    """
+    least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
+    report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
+    most_bytes = report.baselines["nothing"].peak_bytes
+    steps = max(1, points - 1)
+    budgets = sorted({least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}, reverse=True)
+    solutions = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
+    console.print(build_sweep_table(report.baselines, solutions, subject))
+    if plot is not None:
+        write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
+
+
+def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
+    """Return a row for each way that users compare, and one for the plan."""
+    solution = report.solution
+    fraction = f"budget {format_bytes(solution.budget_bytes)} a device"
+    table = Table(title=subject.title, caption=f"{fraction}; predicted, of the worst rank", title_justify="left")
+    table.add_column("")
+    for heading in ("peak", "on rank", "step", "over nothing", "host, fullest rank", "host, fullest node", "fits"):
+        table.add_column(heading, justify="right")
+    nothing_s = report.baselines["nothing"].step_s
+    for name, result in {**report.baselines, PLAN: solution.result}.items():
+        fits = result.peak_bytes <= solution.budget_bytes
+        host_bytes = [rank.host_peak_bytes for rank in result.ranks]
+        node = "-"
+        if subject.hardware is not None and max(host_bytes):
+            node = format_bytes(count_host_bytes_per_node(host_bytes, hardware=subject.hardware))
+        table.add_row(
+            Text(name, style="bold" if name == PLAN else ""),
+            format_bytes(result.peak_bytes),
+            str(result.worst_rank.rank),
+            format_ms(result.step_s),
+            f"{result.step_s / nothing_s:.3f}",
+            format_bytes(max(host_bytes)) if max(host_bytes) else "-",
+            node,
+            Text("yes", style="green") if fits else Text("no", style="red"),
+            end_section=name == list(report.baselines)[-1],
+        )
+    return table
+
+
+def build_decision_table(report: PlanReport) -> Table:
+    """Return a row for each tag, kind of layer and action: in how many layers, what it moves and costs, and why."""
+    table = Table(
+        title="What the plan does", caption="bytes and recompute of one microbatch and layer; copies of a step, all ranks"
+    )
+    table.add_column("layers of kind")
+    table.add_column("tag or unit")
+    table.add_column("action")
+    for heading in ("layers", "leaves", "recompute", "copies hidden", "exposed"):
+        table.add_column(heading, justify="right")
+    table.add_column("why")
+    traffic = _sum_traffic(report.solution.result.ranks)
+    groups: dict[tuple[str, str, Action], list[Decision]] = {}
+    for decision in report.solution.decisions:
+        if decision.action is not Action.KEEP:
+            groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
+    for (kind, tag, action), decisions in groups.items():
+        copies = traffic.get(tag) if action.offloads else None
+        table.add_row(
+            kind,
+            tag,
+            action.value,
+            str(sum(len(decision.layers) for decision in decisions)),
+            format_bytes(decisions[0].moved_bytes) if decisions[0].moved_bytes else "-",
+            format_ms(decisions[0].recompute_s) if decisions[0].recompute_s else "-",
+            format_ms(copies.hidden_s) if copies else "-",
+            format_ms(copies.exposed_s) if copies else "-",
+            Counter(decision.reason for decision in decisions).most_common(1)[0][0],
+        )
+    return table
+
+
+def build_rank_table(report: PlanReport) -> Table:
+    """Return a row for each pipeline rank."""
+    table = Table(title="By pipeline rank")
+    headings = ("rank", "layers", "static", "peak", "step", "compute", "waits for copies", "for neighbours", "host")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    table.add_column("peak at")
+    for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
+        table.add_row(
+            str(rank.rank),
+            str(sum(len(chunk.layers) for chunk in rank.chunks)),
+            format_bytes(result.static_bytes),
+            format_bytes(result.peak_bytes),
+            format_ms(result.step_s),
+            format_ms(result.compute_s),
+            format_ms(result.waits.copies_s),
+            format_ms(result.waits.neighbours_s),
+            format_bytes(result.host_peak_bytes) if result.host_peak_bytes else "-",
+            result.peak_at,
+        )
+    return table
+
+
+def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
+    """Return a row for each budget, from the largest to the smallest, below what users would pick instead."""
+    table = Table(title=subject.title, caption="predicted, of the worst rank", title_justify="left")
+    table.add_column("")
+    for heading in ("budget", "peak", "step", "over nothing", "leaves a step", "recompute", "waits for copies"):
+        table.add_column(heading, justify="right")
+    nothing_s = baselines["nothing"].step_s
+    for name, result in baselines.items():
+        table.add_row(name, "", *_list_sweep_cells(result, nothing_s), end_section=name == list(baselines)[-1])
+    for solution in solutions:
+        table.add_row("plan", format_bytes(solution.budget_bytes), *_list_sweep_cells(solution.result, nothing_s))
+    return table
+
+
+def describe_flags(flags: MegatronFlags | None, ranks: Sequence[RankModel], planned: StepResult) -> Text:
+    """Return Megatron's own flags that come nearest, and what they lose against the plan."""
+    if flags is None:
+        return Text("No setting of Megatron's own flags keeps to the budget.")
+    words = " ".join(flags.list_arguments())
+    if not words:
+        return Text("Megatron's own flags: none are needed.")
+    result = simulate(ranks, flags.make_plan(ranks))
+    peak = (result.peak_bytes - planned.peak_bytes) / GIB
+    return Text(
+        f"Megatron's own flags that come nearest: {words}\n"
+        f"They take {format_ms(result.step_s)}, {result.step_s / planned.step_s - 1:+.1%} over the plan, and {peak:+.2f} GiB."
+    )
+
+
+def _list_sweep_cells(result: StepResult, nothing_s: float) -> tuple[str, ...]:
+    moved_bytes = max(rank.d2h_bytes for rank in result.ranks)
+    recompute_s = max(rank.recompute_s for rank in result.ranks)
+    waits_s = max(rank.waits.copies_s for rank in result.ranks)
+    return (
+        format_bytes(result.peak_bytes),
+        format_ms(result.step_s),
+        f"{result.step_s / nothing_s:.3f}",
+        format_bytes(moved_bytes) if moved_bytes else "-",
+        format_ms(recompute_s) if recompute_s else "-",
+        format_ms(waits_s) if waits_s else "-",
+    )
+
+
+def _sum_traffic(ranks: Sequence[RankResult]) -> dict[str, TagTraffic]:
+    """Return the copies of each tag over all ranks."""
+    found: dict[str, TagTraffic] = {}
+    for one in (tag for rank in ranks for tag in rank.tags):
+        before = found.get(one.tag, TagTraffic(tag=one.tag))
+        found[one.tag] = TagTraffic(
+            tag=one.tag,
+            **{
+                field.name: getattr(before, field.name) + getattr(one, field.name)
+                for field in dataclasses.fields(TagTraffic)
+                if field.name != "tag"
+            },
+        )
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Give another file.") from error

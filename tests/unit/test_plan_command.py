@@ -1,0 +1,131 @@
+"""`fgoffload plan`: the tables, the files, and one error for each bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fgoffload.cli import main
+from fgoffload.plan import Action, OffloadPlan
+
+ROOT = Path(__file__).parents[2]
+LLAMA = str(ROOT / "arguments" / "llama3_8b.sh")
+MOE = ["--num-layers", "4"]
+CONFIG = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return str(path)
+
+
+def plan(capsys, *words):
+    """Return the exit code, and what was printed on either stream."""
+    code = main(["plan", *words])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def find_row(text, name):
+    """Return the cells of the row of a table that begins with `name`."""
+    row = next(line for line in text.splitlines() if line.startswith(f"│ {name} "))
+    return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ("--gpu", "h100", "--pp", "2", "--ep", "8", "--num-gpus", "16", "--global-batch-size", "64")
+    code, out, _ = plan(capsys, config, *words, "--offload-memory-budget", "15GiB", "--json", str(path))
+    assert code == 0
+    nothing, chosen = find_row(out, "nothing"), find_row(out, "this plan")
+    assert (nothing[-1], chosen[-1]) == ("no", "yes")
+    assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
+    assert f"--offload-plan {path}" in out.replace("\n", "")
+    actions = set(OffloadPlan.load(path).actions.values())
+    assert actions - {Action.KEEP}
+
+
+def test_a_budget_that_holds_everything_keeps_everything(capsys, config):
+    code, out, _ = plan(capsys, config, "--gpu", "h200", "--ep", "8", "--offload-memory-budget", "100GiB")
+    assert code == 0
+    assert "Everything is kept" in out
+    assert find_row(out, "this plan")[4] == "1.000"
+    assert "Megatron's own flags: none are needed." in out
+
+
+def test_flags_after_the_file_win(capsys):
+    words = (LLAMA, "--gpu", "h200", "--offload-memory-budget", "130GiB")
+    (short, long) = (plan(capsys, *words, "--seq-length", length)[1] for length in ("4096", "8192"))
+    assert "x 4096" in short
+    assert "x 8192" in long
+    assert float(find_row(short, "nothing")[1].split()[0]) < float(find_row(long, "nothing")[1].split()[0])
+
+
+def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, config, tmp_path):
+    path = tmp_path / "frontier.png"
+    words = ("--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "32")
+    code, out, _ = plan(capsys, config, *words, "--sweep", "--plot", str(path))
+    assert code == 0
+    rows = [line.split("│") for line in out.splitlines() if line.startswith("│ plan ")]
+    steps = [float(row[5]) for row in rows]
+    assert len(steps) >= 5
+    assert steps == sorted(steps)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
+    trace, picture = tmp_path / "trace.json", tmp_path / "plan.png"
+    words = ("--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "16", "--offload-memory-budget", "24GiB")
+    code, _, _ = plan(capsys, config, *words, "--timeline", str(trace), "--plot", str(picture))
+    assert code == 0
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "MODEL is missing"),
+        (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
+        ((LLAMA,), "--gpu is missing"),
+        ((LLAMA, "--gpu", "h1000"), "h1000"),
+        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--gpu and --hardware both say"),
+        ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "70GB"), "--offload-memory-budget '70GB' is not a size"),
+        ((LLAMA, "--gpu", "h100", "--offload-memory-budget=-1GiB"), "below 0"),
+        ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
+        ((LLAMA, "--gpu", "h100", "--pp", "3", "--num-gpus", "6"), "num_layers 32"),
+        ((LLAMA, "--gpu", "h100", "--tp", "0"), "--tp 0 is below 1"),
+        ((LLAMA, "--gpu", "h100", "--no-such-flag"), "--no-such-flag"),
+        ((LLAMA, "--gpu", "ascend-910b"), "Ascend 910B"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
+    code, out, err = plan(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("fgoffload: error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_kind_of_config_is_refused_with_the_known_ones(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"model_type": "bert"}), encoding="utf-8")
+    code, _, err = plan(capsys, str(path), "--gpu", "h100")
+    assert code == 2
+    assert "'bert'" in err
+    assert "mixtral" in err
