@@ -65,7 +65,7 @@ def test_the_readme_shows_how_to_train_and_how_to_test():
         ("make tarin", "make has no target 'tarin'"),
         ("make train DATA=x STEPS=3 tset", "make has no target 'tset'"),
         ("fgoffload trian arguments/x.sh", "fgoffload has no command 'trian'"),
-        ("python -m fgoffload plan", "fgoffload has no command 'plan'"),
+        ("python -m fgoffload planner", "fgoffload has no command 'planner'"),
         ("A=1 fgoffload train arguments/none.sh", "arguments/none.sh does not exist"),
         ("python examples/none.py  # an example", "examples/none.py does not exist"),
         ("fgoffload bench arguments/tiny_moe.sh --plans examples/none/*.json", "examples/none/*.json does not exist"),

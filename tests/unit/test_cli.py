@@ -12,7 +12,7 @@ BEFORE_TORCH = [
     ((), "COMMAND is missing. Give one, as in: fgoffload train arguments/tiny_moe.sh."),
     (("train",), "ARGUMENTS.sh is missing. Give a Megatron argument file first"),
     (("train", ""), "ARGUMENTS.sh is missing. Give a Megatron argument file first"),
-    (("trian",), "COMMAND 'trian' is not one of: train, run, profile, bench, doctor. Give one, as in: fgoffload train"),
+    (("trian",), "COMMAND 'trian' is not one of: train, run, plan, profile, bench, doctor. Give one, as in: fgoffload train"),
     (("train", os.devnull), f"argument file '{os.devnull}' is no regular file. Give a file"),
     (("train", "x" * 5000), "does not exist. Give a file"),
     (("train", "none.sh"), "argument file 'none.sh' does not exist. Give a file"),
