@@ -135,7 +135,7 @@ _DEFAULT_TAGS = (
     Tag(name="qkv_linear", saves="the norm's output, which the query-key-value projection keeps"),
     Tag(
         name="gdp_qkv",
-        saves="query, key and value of a gated delta product, and what is computed from them",
+        saves="the input of the convolution of a gated delta product, and its normed query and key",
         excluded_by=("gdp_in_proj",),
     ),
     Tag(

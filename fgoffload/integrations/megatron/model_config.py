@@ -4,11 +4,12 @@ Megatron's config refuses tags that it does not know, and an empty list. So it i
 flag is switched off; the others need no flag of Megatron's.
 """
 
+import dataclasses
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
@@ -18,6 +19,8 @@ from fgoffload.integrations.megatron.patches import Patches
 logger = logging.getLogger(__name__)
 
 CONFIG_MODULE = "megatron.core.transformer.transformer_config"
+
+_OP_FUSER = "use_transformer_engine_op_fuser"
 
 
 def set_flags(patches: Patches, selected: Sequence[str]) -> None:
@@ -82,6 +85,12 @@ def _is_accepted(tag: str) -> bool:
         # attn_proj is refused without core_attn, which every version accepts.
         "offload_modules": ["core_attn", tag],
     }
+    # fused_group_mlp is refused without the op fuser, which the versions before it do not have.
+    has_fuser = any(field.name == _OP_FUSER for field in dataclasses.fields(config_class))
+    return any(_is_possible(probe, {**fields, **options}) for options in ({}, {_OP_FUSER: True} if has_fuser else {}))
+
+
+def _is_possible(probe: Callable[..., object], fields: Mapping[str, object]) -> bool:
     try:
         with ignore_expected_warnings():
             probe(**fields)

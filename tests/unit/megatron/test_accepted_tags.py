@@ -1,0 +1,43 @@
+"""Which tags Megatron's config is given: those that it accepts, in each version."""
+
+import dataclasses
+import types
+
+import pytest
+
+from fgoffload.integrations.megatron import model_config
+
+
+@dataclasses.dataclass
+class NewerConfig:
+    """A config that knows one tag more than the released one, and only beside the op fuser."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    fine_grained_activation_offloading: bool
+    offload_modules: list[str]
+    use_transformer_engine_op_fuser: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = set(self.offload_modules) - {"core_attn", "moe_act", "fused_group_mlp"}
+        if unknown:
+            raise ValueError(f"unknown: {unknown}")
+        if "fused_group_mlp" in self.offload_modules and not self.use_transformer_engine_op_fuser:
+            raise ValueError("fused_group_mlp needs the op fuser")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    model_config._is_accepted.cache_clear()
+    yield
+    model_config._is_accepted.cache_clear()
+
+
+def test_the_released_config_accepts_the_tags_that_have_its_own_call_sites():
+    assert model_config.list_accepted(["qkv_linear", "core_attn", "mlp_fc1", "fused_group_mlp"]) == ["qkv_linear", "core_attn"]
+
+
+def test_a_tag_that_needs_the_op_fuser_is_accepted_where_the_config_has_one(monkeypatch):
+    monkeypatch.setattr(model_config, "load_module", lambda name: types.SimpleNamespace(TransformerConfig=NewerConfig))
+    assert model_config.list_accepted(["moe_act", "fused_group_mlp", "mlp_fc1"]) == ["moe_act", "fused_group_mlp"]
