@@ -89,8 +89,7 @@ class RankSearches:
         """
         if math.prod(search.plans for search in self.of_ranks) <= self._limits.exhaustive_plans:
             return self._try_all(budget_bytes)
-        states = self._find_apart(budget_bytes, starts)
-        states = self._correct(states, budget_bytes)
+        states = self._correct(self._find_apart(budget_bytes, starts), budget_bytes)
         if starts and self._score(starts, budget_bytes) <= self._score(states, budget_bytes):
             return tuple(starts)
         return states
@@ -135,7 +134,8 @@ class RankSearches:
             # Neighbours in the pipeline are off by much the same.
             off_bytes = found.off_bytes or off_bytes
         left, left_passes = self._limits.simulations, self._limits.layer_passes
-        for number in sorted(founds, key=lambda one: founds[one].verdict.step_s, reverse=True):
+        worst_first = sorted(founds, key=lambda one: _get_urgency(founds[one], budget_bytes), reverse=True)
+        for number in worst_first:
             search, before = self._apart[number], self._apart[number].simulations
             most = min(left, left_passes // max(search.layer_passes, 1))
             founds[number] = search.improve_found(founds[number], budget_bytes, simulations=most)
@@ -148,7 +148,9 @@ class RankSearches:
     def _correct(self, states: tuple[State, ...], budget_bytes: int) -> tuple[State, ...]:
         """Return states that fit together: neighbours change when a rank's copies run, and so its peak."""
         budgets = [budget_bytes] * len(self.ranks)
-        for _ in range(_MOST_CORRECTIONS):
+        # What a rank has no room for alone it has none for beside others. A budget of 0 asks for the least peaks.
+        fits_alone = all(found.verdict.peak_bytes <= budget_bytes for found in self._founds.values())
+        for _ in range(_MOST_CORRECTIONS if fits_alone else 0):
             peaks = [result.peak_bytes for result in self.simulate_together(states).ranks]
             above = {place: peak - budget_bytes for place, peak in enumerate(peaks) if peak > budget_bytes}
             if not above:
@@ -196,6 +198,11 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
         if model not in known:
             known[model] = list_modes(model, min_offloaded_bytes=rank.min_offloaded_bytes)
     return {kind: known[model] for kind, model in models.items()}
+
+
+def _get_urgency(found: Found, budget_bytes: int) -> tuple[float, float]:
+    """Return what is larger for a rank that needs to be bettered more: bytes above the budget, then time."""
+    return max(found.verdict.peak_bytes - budget_bytes, 0), found.verdict.step_s
 
 
 def _make_judge(rank: RankModel) -> Judge:

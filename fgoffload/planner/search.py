@@ -173,8 +173,7 @@ class RankSearch:
             return self._make_found(kept)
         states = [kept, *starts]
         program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
-        states.append(self._repair(states, budget_bytes))
-        best = self._pick(states, budget_bytes)
+        best = self._repair(states, budget_bytes) if budget_bytes else self._pick(states, budget_bytes)
         if self.judge(best).peak_bytes > budget_bytes:
             best = self._pick([best, free_most(self.slots, self.modes)], budget_bytes)
         return self._make_found(best, program, off_bytes)
@@ -216,7 +215,7 @@ class RankSearch:
         """Add to `states` what programs come to, each with a budget that is corrected by what the one before was off."""
         last = None
         asked_bytes = budget_bytes - off_bytes
-        for _ in range(self._limits.programs):
+        for _ in range(self._limits.programs if budget_bytes else 1):
             result = self._solve(asked_bytes)
             if result is None or time.monotonic() > self._deadline_s or (last and result.chunks == last.chunks):
                 break
@@ -245,10 +244,12 @@ class RankSearch:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             return None
-        result = solve_program(self.rank, self._points(), budget_bytes=budget_bytes, gap=self._limits.gap, time_limit_s=left_s)
-        if result is not None:
-            return result
-        return solve_program(self.rank, self._points(), budget_bytes=None, gap=self._limits.gap, time_limit_s=left_s)
+        points = self._points()
+        result = None
+        if budget_bytes > self.rank.static_bytes:
+            result = solve_program(self.rank, points, budget_bytes=budget_bytes, gap=self._limits.gap, time_limit_s=left_s)
+        # Where nothing fits by its count, something may fit all the same: what has the least peak.
+        return result or solve_program(self.rank, points, budget_bytes=None, gap=self._limits.gap, time_limit_s=left_s)
 
     def _pick(self, states: Iterable[State], budget_bytes: int) -> State:
         return min(states, key=lambda state: self.score(state, budget_bytes))

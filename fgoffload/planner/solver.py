@@ -75,11 +75,13 @@ def solve(
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
     searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=time.monotonic() + time_limit_s)
     _check_static(ranks, budget_bytes, searches)
-    starts = () if start is None else start.states
-    states = searches.find_states(budget_bytes, starts=starts)
+    states = searches.find_states(budget_bytes, starts=() if start is None else start.states)
+    if searches.simulate_together(states).peak_bytes > budget_bytes:
+        least = searches.find_least_states()
+        if searches.simulate_together(least).peak_bytes > budget_bytes:
+            raise _make_error(searches.simulate_together(least), budget_bytes)
+        states = searches.find_states(budget_bytes, starts=least)
     result = searches.simulate_together(states)
-    if result.peak_bytes > budget_bytes:
-        raise _make_error(searches, budget_bytes)
     bound_s, gap = searches.find_bound()
     return Solution(
         plan=searches.make_plan(states),
@@ -168,9 +170,9 @@ def _check_static(ranks: Sequence[RankModel], budget_bytes: int, searches: RankS
         )
 
 
-def _make_error(searches: RankSearches, budget_bytes: int) -> PlanError:
-    result = searches.simulate_together(searches.find_least_states())
-    worst = result.worst_rank
+def _make_error(least: StepResult, budget_bytes: int) -> PlanError:
+    """Return what to say where even the plan with the least peak, which came to `least`, does not fit."""
+    worst = least.worst_rank
     missing_bytes = worst.peak_bytes - budget_bytes
     return PlanError(
         f"No plan was found that keeps to a memory budget of {format_bytes(budget_bytes)}: with everything recomputed or "
