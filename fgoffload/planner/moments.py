@@ -53,7 +53,7 @@ def list_moments(passes: Sequence[Pass], *, chunks: int) -> tuple[Moment, ...]:
 
 
 def shorten(rank: RankModel) -> RankModel:
-    """Return `rank` with as few microbatches as have all its moments, and two more.
+    """Return `rank` with as few microbatches as have all its moments, and at least two more than are ever in flight.
 
     What a plan does to such a step it does to the whole one, whose other microbatches repeat the same moments. It takes a part
     of the time to simulate.
@@ -61,10 +61,10 @@ def shorten(rank: RankModel) -> RankModel:
     chunks = len(rank.chunks)
     places = set(_list_places(rank.passes, chunks))
     most = max((count for _, in_flight in places for count in in_flight), default=0)
-    for microbatches in (most, most + most // 2, 2 * most):
+    for microbatches in range(most + 2, 2 * most + 2):
         passes = tuple(one for one in rank.passes if one.microbatch < microbatches)
         if set(_list_places(passes, chunks)) == places:
-            return dataclasses.replace(rank, passes=tuple(one for one in rank.passes if one.microbatch < microbatches + 2))
+            return dataclasses.replace(rank, passes=passes)
     return rank
 
 
