@@ -38,6 +38,8 @@ class Job:
     """Megatron's flags in that file."""
     typed_flags: tuple[str, ...] = ()
     """Megatron's flags on the command line; they win over the file's, and a setting's over both."""
+    own_flags: tuple[str, ...] = ()
+    """The flags of the command itself, to be suggested for one typed wrongly."""
     world_size: int = 1
     """Processes of the training."""
     warmup: int

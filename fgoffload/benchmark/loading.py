@@ -52,7 +52,7 @@ def parse_setting_arguments(job: Job, setting: Setting, *, world_size: int | Non
         ConfigError: A flag has a value that it cannot have, or a combination is refused.
     """
     typed = (*job.typed_flags, *setting.list_flags())
-    return parse_arguments(job.file_flags, source=job.source, world_size=world_size, typed=typed)
+    return parse_arguments(job.file_flags, source=job.source, world_size=world_size, typed=typed, known_elsewhere=job.own_flags)
 
 
 def describe_workload(arguments: TrainingArguments) -> Workload:

@@ -38,7 +38,9 @@ class Results:
         self.outcomes.append(outcome)
 
     def meet(self, surroundings: Surroundings) -> None:
-        """Take note of what the benchmark runs on."""
+        """Take note of what the benchmark runs on, as its first process found it."""
+        if self.surroundings is not None:
+            return
         self.surroundings = surroundings
         hardware = find_hardware(surroundings.device)
         rate = hardware.bf16_flop_per_s if hardware is not None and self.workload.dtype == "bfloat16" else None

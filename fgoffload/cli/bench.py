@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fgoffload.benchmark.measurement import FEWEST_REPEATS
 from fgoffload.benchmark.settings import (
     Setting,
     System,
@@ -20,6 +22,7 @@ from fgoffload.benchmark.settings import (
     list_default_settings,
     parse_setting,
 )
+from fgoffload.cli.errors import show_line
 from fgoffload.cli.launch import find_launch
 from fgoffload.cli.options import check_argument_file, read_count
 from fgoffload.errors import ConfigError
@@ -125,6 +128,11 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     for name, default in counts.items():
         if (text := getattr(options, name)) is not None:
             counts[name] = read_count(text, flag=f"--{name}", example=default)
+    if counts["repeats"] >= FEWEST_REPEATS and importlib.util.find_spec("scipy") is None:
+        raise ConfigError(
+            f"--repeats {counts['repeats']} shows intervals, for which scipy is missing. Install it: pip install scipy, or "
+            f"give --repeats {FEWEST_REPEATS - 1}."
+        )
     plans = tuple(Path(name) for name in options.plans or ())
     settings = tuple(options.settings or ())
     systems = {system.value for system in System}
@@ -197,6 +205,7 @@ def _make_job(checked: BenchOptions, file_flags: Sequence[str]) -> "Job":
         source=str(checked.arguments_file),
         file_flags=tuple(file_flags),
         typed_flags=checked.megatron_flags,
+        own_flags=(*EXAMPLE_VALUES, "--steps", "--check-bits", "--optimizer", "--trace"),
         warmup=checked.warmup,
         steps=checked.steps,
         purpose=Purpose.BITS if checked.compares_bits else Purpose.TIMES,
@@ -264,10 +273,13 @@ def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surrou
     summaries, workload = results.summarize(), results.workload
     page = format_markdown(summaries, workload, surroundings)
     (checked.folder / MARKDOWN_NAME).write_text(page, encoding="utf-8")
-    write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, surroundings))
     console.print(build_times_table(summaries, workload, surroundings))
     if checked.budgets_bytes:
         console.print(build_budget_table(summaries, checked.budgets_bytes))
+    try:
+        write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, surroundings))
+    except ImportError as error:  # machines with GPUs often have little else, and the numbers are there
+        show_line(f"warning: there is no {PICTURE_NAME}: {error}. Install matplotlib.")
     print(f"Tables, picture and logs: {checked.folder}")
 
 

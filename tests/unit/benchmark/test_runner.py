@@ -15,6 +15,7 @@ from fgoffload.benchmark.loading import describe_workload, load_arguments
 from fgoffload.benchmark.runner import Runner, make_file_name, quiet_collector, save_on_cpu
 from fgoffload.benchmark.settings import NOTHING, parse_setting
 from fgoffload.benchmark.steps import find_gradient_difference, find_loss_difference
+from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_policy import Update
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -133,19 +134,34 @@ def test_the_garbage_collector_is_off_inside_and_as_before_afterwards():
     assert gc.get_freeze_count() == 0
 
 
-def test_the_garbage_collector_is_off_while_steps_are_timed(monkeypatch):
-    from fgoffload.integrations.megatron.training import Trainer
-
+def look_in_every_step(monkeypatch, look):
+    """Return a list that gets what `look` returns at the start of every step."""
     seen = []
     run_step = Trainer.run_step
 
     def record(self, **options):
-        seen.append(gc.isenabled())
+        seen.append(look())
         return run_step(self, **options)
 
     monkeypatch.setattr(Trainer, "run_step", record)
+    return seen
+
+
+def test_the_garbage_collector_is_off_while_steps_are_timed(monkeypatch):
+    seen = look_in_every_step(monkeypatch, gc.isenabled)
     measure("recompute:full")
     assert seen == [False] * 4  # one that warms up, two that are timed, and one whose activations are counted
+
+
+def test_kernels_are_deterministic_where_bits_are_compared_and_the_fastest_where_times_are(monkeypatch):
+    seen = look_in_every_step(monkeypatch, torch.are_deterministic_algorithms_enabled)
+    run = Run(setting=NOTHING, repeat=0)
+    runner = Runner(make_job(), lambda loss: None)
+    runner.measure_times(run)
+    assert not any(seen)
+    seen.clear()
+    runner.record_bits(run)
+    assert seen == [True, True]
 
 
 def test_no_model_is_left_behind():
