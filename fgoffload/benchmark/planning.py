@@ -1,23 +1,71 @@
 """A plan for a memory budget: where the benchmark asks the planner."""
 
+import dataclasses
+from collections.abc import Sequence
+
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.model_shapes import read_model
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+from fgoffload.integrations.megatron.training_policy import Update
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.hardware import Hardware
-from fgoffload.units import format_bytes
+from fgoffload.planner.model_ranks import Assumptions, build_ranks
+from fgoffload.planner.ops import Execution
+from fgoffload.planner.rank_model import RankModel
+from fgoffload.planner.solver import solve
+from fgoffload.planner.static_memory import ADAM, ParameterState
+
+_GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
+"""Without an update: gradients are in the type of the parameters, bf16."""
+
+_MARGIN_FRACTION = 0.005
+"""Of the budget, left free. The bytes of layers are exact, and those of what operators have for a moment are not."""
 
 
-def plan_for_budget(arguments: TrainingArguments, hardware: Hardware | None, *, budget_bytes: int) -> OffloadPlan:
+def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> OffloadPlan:
     """Return the plan that takes the least step time within a memory budget.
+
+    Args:
+        ranks: What `build_workload` returned.
+        budget_bytes: Of each device: what its allocator may hand out.
+
+    Raises:
+        PlanError: No plan was found that fits.
+    """
+    return solve(ranks, budget_bytes=round(budget_bytes * (1 - _MARGIN_FRACTION))).plan
+
+
+def build_workload(
+    arguments: TrainingArguments,
+    hardware: Hardware | None,
+    *,
+    flags: Sequence[str],
+    source: str,
+    update: Update,
+) -> tuple[RankModel, ...]:
+    """Return what each pipeline rank of a benchmark runs, as the planner takes it.
 
     Args:
         arguments: The training, without offload and recompute.
         hardware: The device that it runs on; None where the table does not have it.
-        budget_bytes: Of each device.
+        flags: Megatron's, of which `arguments` were made.
+        source: The argument file, for errors.
+        update: What steps do with their gradients.
 
     Raises:
-        ConfigError: Always: the planner is not built yet.
+        ConfigError: The table does not have the device, or the planner cannot plan such a model.
     """
-    raise ConfigError(
-        f"--budgets {format_bytes(budget_bytes)}: the planner is not built yet in this version. Give plan files with --plans."
+    if hardware is None:
+        raise ConfigError(f"{source}: the planner's table of hardware does not have this device. Give plan files with --plans.")
+    model, parallelism = read_model(flags, source=source, num_gpus=arguments.world_size)
+    if model.experts is not None:
+        # Tokens are random, and reach all experts about alike.
+        model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=1.0))
+    fields = arguments.transformer
+    execution = Execution(
+        has_fused_dropout_add=bool(fields.get("bias_dropout_fusion", False)),
+        has_fused_gradient_accumulation=bool(fields.get("gradient_accumulation_fusion", False)),
     )
+    state = _GRADIENTS_ALONE if update is Update.NONE else ADAM
+    assumptions = Assumptions(state=state, reserve_bytes=0, execution=execution)
+    return build_ranks(model, parallelism, hardware, assumptions=assumptions)

@@ -21,7 +21,7 @@ import torch
 from fgoffload.benchmark.job import Job, Run
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
-from fgoffload.benchmark.planning import plan_for_budget
+from fgoffload.benchmark.planning import build_workload, plan_for_budget
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
@@ -83,10 +83,18 @@ class Runner:
         if setting.budget_bytes is None:
             return self._parse_flags(setting)
         base = self._parse_flags(NOTHING)
-        plan = plan_for_budget(base, find_hardware(name_device()), budget_bytes=setting.budget_bytes)
+        job = self._job
+        ranks = build_workload(
+            base,
+            find_hardware(name_device()),
+            flags=(*job.file_flags, *job.typed_flags),
+            source=job.source,
+            update=job.update,
+        )
+        plan = plan_for_budget(ranks, budget_bytes=setting.budget_bytes)
         # One file a rank: all write the same, and none reads what another is writing.
         rank = torch.distributed.get_rank()
-        folder = self._job.plan_folder
+        folder = job.plan_folder
         path = folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
         path.write_text(plan.to_json(), encoding="utf-8")
         return self._parse_flags(setting.with_plan(path))

@@ -134,6 +134,7 @@ class OffloadEngine:
     def pass_backward(self, lane: Lane) -> None:
         """Backward has passed a stretch of which nothing left: bring back what comes next."""
         with self._lock:
+            self._transfers.poll()
             if lane.away:
                 self._prefetch(lane)
 

@@ -145,6 +145,8 @@ class MegatronOffload:
             recorded = self.measurement.find_layer(lane, self._chunk, self._layer, hidden)
             if recorded is not None:
                 return recorded
+        # What left of the layers before is let go of here, and not only where the next group ends, perhaps in backward.
+        self.engine.poll()
         if not self._moves_in(self._chunk, self._layer):
             # Nobody there shares a storage with a group, so it need not be watched, which costs the host for every tensor.
             self.engine.announce_backward(lane, hidden)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.trainings import EXPERTS, SHAPE, write_plan
 
-from fgoffload import Action, ConfigError
+from fgoffload import Action, ConfigError, OffloadPlan, Site
+from fgoffload.benchmark import runner as runner_module
 from fgoffload.benchmark.job import Job, Run
 from fgoffload.benchmark.loading import describe_workload, load_arguments
 from fgoffload.benchmark.runner import Runner, make_file_name, quiet_collector, save_on_cpu
@@ -170,11 +171,20 @@ def test_no_model_is_left_behind():
     assert not [one for one in gc.get_objects() if type(one).__name__ == "GPTModel"]
 
 
-def test_a_budget_is_refused_until_there_is_a_planner():
-    with pytest.raises(
-        ConfigError, match=r"--budgets 1\.00 GiB: the planner is not built yet in this version\. Give plan files"
-    ):
+def test_a_budget_is_refused_where_the_planner_does_not_know_the_device():
+    with pytest.raises(ConfigError, match=r"the planner's table of hardware does not have this device\. Give plan files"):
         measure("budget:1GiB")
+
+
+def test_a_budget_is_planned_for_and_the_plan_is_measured(monkeypatch, tmp_path):
+    plan = OffloadPlan(actions={Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD})
+    asked = []
+    monkeypatch.setattr(runner_module, "build_workload", lambda *arguments, **options: asked.append(options) or ())
+    monkeypatch.setattr(runner_module, "plan_for_budget", lambda ranks, *, budget_bytes: asked.append(budget_bytes) or plan)
+    measured = measure("budget:1GiB", make_job(plan_folder=tmp_path))
+    assert asked[1] == 1 << 30
+    assert asked[0]["update"] is Update.NONE
+    assert measured.d2h_bytes > 0
 
 
 # Loading.

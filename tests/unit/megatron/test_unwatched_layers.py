@@ -38,3 +38,18 @@ def test_a_plan_that_moves_nothing_watches_nothing(monkeypatch, tmp_path):
     after, _ = train(DENSE, make_config(offload_plan=plan))
     assert after == before
     assert watched == []
+
+
+def test_what_left_is_let_go_of_in_the_layers_behind_it(tmp_path):
+    plan = write_plan(tmp_path / "plan.json", {(0, "mlp_act"): Action.OFFLOAD})
+    flags = DENSE.replace("--num-layers 2", "--num-layers 4")
+    waiting = []
+    with make_trainer(flags, make_config(offload_plan=plan)) as trainer:
+        layers = trainer.chunks[0].decoder.layers
+        transfers = trainer.integration.engine._transfers
+        layers[2].register_forward_pre_hook(lambda module, inputs: waiting.append(transfers.in_flight_bytes))
+        # A copy of the CPU is done at once, and lets go at once too: here it looks as if it took its time.
+        trainer.integration.engine.device.has_blocking_copies = False
+        trainer.run_step()
+    assert waiting
+    assert set(waiting) == {0}
