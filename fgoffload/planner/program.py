@@ -131,6 +131,7 @@ class _Program:
         self._costs: list[float] = []
         self._is_whole: list[int] = []
         self._rows: list[tuple[_Row, float, float]] = []
+        self._ties = _Row()
         self._moments = list_moments(rank.passes, chunks=len(rank.chunks))
         # The step as it is without any plan: HiGHS takes a gap as a part of the whole objective.
         self._step = self._add(1, 1, cost=count_step_s(rank) / _SCALE_S)
@@ -161,8 +162,9 @@ class _Program:
 
     def _add_point(self, chunk: _Chunk, point: LayerPoint, place: Place, layers: int, microbatches: int) -> int:
         moved_bytes = point.configuration.moved_bytes
-        cost = microbatches * (place.added_s + moved_bytes * _TIE_S_PER_BYTE) / _SCALE_S
-        variable = self._add(0, layers, cost=cost, is_whole=True)
+        tie = microbatches * moved_bytes * _TIE_S_PER_BYTE / _SCALE_S
+        variable = self._add(0, layers, cost=microbatches * place.added_s / _SCALE_S + tie, is_whole=True)
+        self._ties[variable] = tie
         chunk.kept[variable] = point.configuration.kept_bytes / _SCALE_BYTES
         chunk.moved[variable] = moved_bytes / _SCALE_BYTES
         return variable
@@ -248,6 +250,7 @@ class _Program:
             return None
         bound = solved.fun if solved.mip_dual_bound is None else solved.mip_dual_bound
         fixed = solved.x[self._peak] * self._costs[self._peak] + self._costs[self._step]
+        fixed += sum(solved.x[variable] * tie for variable, tie in self._ties.items())
         return ProgramResult(
             chunks=tuple(_read_chunk(chunk, solved.x) for chunk in self._chunks),
             added_s=float(solved.fun - fixed) * _SCALE_S,

@@ -27,7 +27,7 @@ def find_choice(modes, **actions):
 
 
 def test_a_toy_layer_has_26_ways():
-    """Attention and the first linear keep or leave, 2 each; the activation and what follows it have 6; the whole layer has 2."""
+    """Attention and the first linear keep or leave, 2 each; the activation and what follows it have 6, the whole layer 2."""
     modes = list_modes(make_toy_layer(), min_offloaded_bytes=1)
     assert [mode.base.actions for mode in modes] == [(), (("layer", RECOMPUTE),)]
     assert [[len(part) for part in mode.parts] for mode in modes] == [[2, 2, 6], [2]]
