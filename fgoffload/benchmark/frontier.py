@@ -65,14 +65,28 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
     ]
 
 
-def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str, bound: Sequence[Point] = ()) -> None:
+def list_simulated(summaries: Sequence[Summary]) -> list[Point]:
+    """Return what the simulator says that the planner's plans take, and `nothing`: none without plans of the planner."""
+    found = {
+        one.setting: Point(one.worst.simulated_peak_bytes, one.worst.simulated_ratio)
+        for one in summaries
+        if one.setting.system in (System.NOTHING, System.BUDGET)
+        and one.worst is not None
+        and one.worst.simulated_peak_bytes is not None
+        and one.worst.simulated_ratio is not None
+    }
+    return sorted(found.values()) if any(setting.system is System.BUDGET for setting in found) else []
+
+
+def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     """Write a picture of peak memory against step time, with a line through the frontier of each system.
+
+    A dashed line goes through what the simulator says of the planner's plans.
 
     Args:
         path: Of the picture; its suffix says the format.
         summaries: Of all settings.
         title: What was run on what.
-        bound: What the simulator says can be reached: a dashed line.
     """
     # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
     from matplotlib.figure import Figure
@@ -98,8 +112,8 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str,
             # Doing nothing is open to every system.
             shown = [point for point in points if point.ratio <= MOST_RATIO]
             _draw_line(axes, find_frontier([*nothing, *shown]), scale, color=color)
-    if bound:
-        _draw_line(axes, sorted(bound), scale, color="#1f77b4", linestyle="--", label="simulated bound")
+    if simulated := list_simulated(summaries):
+        _draw_line(axes, simulated, scale, color=LINES[System.BUDGET][1], linestyle="--", label="fgoffload: planner, simulated")
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     if any(one.ratio is not None and one.ratio > MOST_RATIO for one in summaries):
         axes.set_ylim(top=MOST_RATIO)

@@ -1,9 +1,13 @@
-"""A plan for a memory budget: where the benchmark asks the planner."""
+"""Where the benchmark asks the planner: for plans within a memory budget, and for predictions to measure against."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from fgoffload.errors import ConfigError
+from fgoffload.benchmark.settings import Setting, System
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.model_shapes import read_model
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Update
@@ -12,14 +16,31 @@ from fgoffload.planner.hardware import Hardware
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.ops import Execution
 from fgoffload.planner.rank_model import RankModel
+from fgoffload.planner.simulator import simulate
 from fgoffload.planner.solver import solve
 from fgoffload.planner.static_memory import ADAM, ParameterState
+
+logger = logging.getLogger(__name__)
+
+_BF16 = 2
+"""Bytes of an element."""
+
+_KEEP_ALL = OffloadPlan(actions={})
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Without an update: gradients are in the type of the parameters, bf16."""
 
 _MARGIN_FRACTION = 0.005
 """Of the budget, left free. The bytes of layers are exact, and those of what operators have for a moment are not."""
+
+
+class Prediction(NamedTuple):
+    """What the simulator says of a setting."""
+
+    ratio: float
+    """Step time over that of `nothing`, as simulated too."""
+    peak_bytes: int
+    """Of the fullest rank."""
 
 
 def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> OffloadPlan:
@@ -35,10 +56,29 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> Offload
     return solve(ranks, budget_bytes=round(budget_bytes * (1 - _MARGIN_FRACTION))).plan
 
 
+def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction | None:
+    """Return what a setting is predicted to take, or None where the planner knows too little of it: it simulates plans.
+
+    Args:
+        ranks: What `build_workload` returned.
+        setting: With its plan, where it is one of a budget.
+    """
+    if setting.plan is None and setting.system is not System.NOTHING:
+        return None
+    plan = _KEEP_ALL if setting.plan is None else OffloadPlan.load(setting.plan)
+    try:
+        result, nothing = simulate(ranks, plan), simulate(ranks, _KEEP_ALL)
+    except (ConfigError, PlanError) as error:
+        logger.warning("%s is not simulated: %s", setting.name, error)
+        return None
+    return Prediction(result.step_s / nothing.step_s, result.peak_bytes)
+
+
 def build_workload(
     arguments: TrainingArguments,
     hardware: Hardware | None,
     *,
+    offload: OffloadConfig | None = None,
     flags: Sequence[str],
     source: str,
     update: Update,
@@ -48,6 +88,7 @@ def build_workload(
     Args:
         arguments: The training, without offload and recompute.
         hardware: The device that it runs on; None where the table does not have it.
+        offload: The window and the sizes that settings of ours run with; None takes the defaults.
         flags: Megatron's, of which `arguments` were made.
         source: The argument file, for errors.
         update: What steps do with their gradients.
@@ -68,4 +109,10 @@ def build_workload(
     )
     state = _GRADIENTS_ALONE if update is Update.NONE else ADAM
     assumptions = Assumptions(state=state, reserve_bytes=0, execution=execution)
+    if offload is not None:
+        assumptions = dataclasses.replace(
+            assumptions,
+            policy=offload.transfer_policy,
+            min_offloaded_bytes=_BF16 * offload.min_offloaded_tensor_size,
+        )
     return build_ranks(model, parallelism, hardware, assumptions=assumptions)

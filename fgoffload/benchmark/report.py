@@ -51,7 +51,9 @@ HEADINGS = (
     "setting",
     "step ms (p20 p80)",
     "over nothing",
+    "simulated",
     "peak",
+    "simulated",
     "reserved",
     "host",
     "to host a step",
@@ -260,9 +262,16 @@ def _list_cells(summary: Summary, workload: Workload) -> tuple[str, ...]:
         name,
         f"{middle} ({low} {high})",
         _format_ratio(summary),
+        ABSENT if worst.simulated_ratio is None else f"{worst.simulated_ratio:.3f}",
         *(
             ABSENT if size_bytes is None else format_bytes(size_bytes)
-            for size_bytes in (summary.peak_bytes, worst.peak_reserved_bytes, worst.host_bytes, worst.d2h_bytes)
+            for size_bytes in (
+                summary.peak_bytes,
+                worst.simulated_peak_bytes,
+                worst.peak_reserved_bytes,
+                worst.host_bytes,
+                worst.d2h_bytes,
+            )
         ),
         f"{workload.tokens / seconds:.0f}",
         ABSENT if utilization is None else f"{utilization:.1%}",

@@ -8,7 +8,9 @@ there before the first step is not looked at again. Between settings the model i
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import logging
 import re
 import statistics
 import types
@@ -21,20 +23,27 @@ import torch
 from fgoffload.benchmark.job import Job, Run
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
-from fgoffload.benchmark.planning import build_workload, plan_for_budget
+from fgoffload.benchmark.planning import build_workload, plan_for_budget, predict
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.engine import ActivationLedger
+from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron import parallel
 from fgoffload.integrations.megatron.arguments import TrainingArguments
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import RandomTokens
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
+from fgoffload.planner.rank_model import RankModel
 
 OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
+
+logger = logging.getLogger(__name__)
+
+_ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
+"""Flags of window and sizes are the same for all settings of ours."""
 
 _SEEN_BY_LEDGER = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
 """The others put saved-tensor hooks of their own below the ledger's, which then sees nothing."""
@@ -56,55 +65,73 @@ class Runner:
 
     def measure_times(self, run: Run) -> Measurement:
         """Return step times and memory of a setting, of all ranks together."""
-        arguments = self._parse(run.setting)
-        with self._train(run.setting, arguments, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+        setting = self._plan(run.setting)
+        with self._train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
             for _ in range(self._job.warmup):
                 self._run_step(trainer)
             reset_peaks()
             resident_bytes = None if needs_cpu_support() else torch.cuda.memory_allocated()
             seconds = tuple(self._run_step(trainer).seconds for _ in range(self._job.steps))
             measurement = _read_measurement(trainer, seconds, resident_bytes)
-            if needs_cpu_support() and run.setting.system in _SEEN_BY_LEDGER:
+            if needs_cpu_support() and setting.system in _SEEN_BY_LEDGER:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
-                _write_trace(trainer, self._job.trace_folder / f"trace_{make_file_name(run.setting.name)}.json.gz")
-        return merge_ranks(_gather(measurement))
+                _write_trace(trainer, self._job.trace_folder / f"trace_{make_file_name(setting.name)}.json.gz")
+        return merge_ranks(_gather(self._add_prediction(measurement, setting)))
 
     def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
         """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
-        with self._train(run.setting, self._parse(run.setting), Kernels.DETERMINISTIC, Update.NONE) as trainer:
+        with self._train(self._plan(run.setting), Kernels.DETERMINISTIC, Update.NONE) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps)]
         records = [
             StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
         ]
         return tuple(merge_steps(ranks) for ranks in zip(*_gather(records), strict=True))
 
-    def _parse(self, setting: Setting) -> TrainingArguments:
+    def _plan(self, setting: Setting) -> Setting:
+        """Return `setting` with its plan, where it is one of a budget."""
         if setting.budget_bytes is None:
-            return self._parse_flags(setting)
-        base = self._parse_flags(NOTHING)
+            return setting
+        plan = plan_for_budget(self._ranks, budget_bytes=setting.budget_bytes)
+        # One file a rank: all write the same, and none reads what another is writing.
+        name = f"plan_{make_file_name(setting.name)}_rank{torch.distributed.get_rank()}.json"
+        path = self._job.plan_folder / name
+        path.write_text(plan.to_json(), encoding="utf-8")
+        return setting.with_plan(path)
+
+    def _add_prediction(self, measurement: Measurement, setting: Setting) -> Measurement:
+        """Return `measurement` with what the simulator says, where it knows the device and the setting."""
+        if find_hardware(name_device()) is None:
+            return measurement
+        try:
+            predicted = predict(self._ranks, setting)
+        except ConfigError as error:  # a model that the planner cannot plan trains all the same
+            logger.warning("%s is not simulated: %s", setting.name, error)
+            return measurement
+        if predicted is None:
+            return measurement
+        return dataclasses.replace(measurement, simulated_ratio=predicted.ratio, simulated_peak_bytes=predicted.peak_bytes)
+
+    @functools.cached_property
+    def _ranks(self) -> tuple[RankModel, ...]:
+        """What the planner takes the training for."""
         job = self._job
-        ranks = build_workload(
-            base,
+        return build_workload(
+            self._parse_flags(NOTHING),
             find_hardware(name_device()),
+            offload=self._parse_flags(_ANY_OF_OURS).offload,
             flags=(*job.file_flags, *job.typed_flags),
             source=job.source,
             update=job.update,
         )
-        plan = plan_for_budget(ranks, budget_bytes=setting.budget_bytes)
-        # One file a rank: all write the same, and none reads what another is writing.
-        rank = torch.distributed.get_rank()
-        folder = job.plan_folder
-        path = folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
-        path.write_text(plan.to_json(), encoding="utf-8")
-        return self._parse_flags(setting.with_plan(path))
 
     def _parse_flags(self, setting: Setting) -> TrainingArguments:
         return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
 
     @contextlib.contextmanager
-    def _train(self, setting: Setting, arguments: TrainingArguments, kernels: Kernels, update: Update) -> Iterator[Trainer]:
+    def _train(self, setting: Setting, kernels: Kernels, update: Update) -> Iterator[Trainer]:
         """Hold the trainer of a setting, and leave nothing of it."""
+        arguments = self._parse_flags(setting)
         empty_caches()
         engine = Engine.MEGATRON if setting.system is System.MEGATRON else Engine.OURS
         policy = TrainingPolicy(kernels=kernels, update=update, engine=engine)

@@ -62,7 +62,7 @@ EXIT_MEASURED, EXIT_DIFFERENT = 0, 1
 STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
 """What is taken where no option says so; `BIT_STEPS` for `--steps` with `--check-bits`."""
 
-WIDTH = 170
+WIDTH = 190
 """Characters of a table that goes to no terminal: enough for its rows."""
 
 

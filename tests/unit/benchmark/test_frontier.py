@@ -4,15 +4,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fgoffload.benchmark.frontier import LINES, MOST_RATIO, Point, find_fastest, find_frontier, write_frontier_plot
+from fgoffload.benchmark.frontier import (
+    LINES,
+    MOST_RATIO,
+    Point,
+    find_fastest,
+    find_frontier,
+    list_simulated,
+    write_frontier_plot,
+)
 from fgoffload.benchmark.measurement import Measurement, Summary
 from fgoffload.benchmark.settings import ProcessKind, System, parse_setting
 
 GIB = 2**30
 
 
-def summary(name, peak_gib, ratio):
-    measurement = Measurement(step_seconds=(ratio,), peak_allocated_bytes=int(peak_gib * GIB))
+def summary(name, peak_gib, ratio, simulated_gib=None, simulated_ratio=None):
+    measurement = Measurement(
+        step_seconds=(ratio,),
+        peak_allocated_bytes=int(peak_gib * GIB),
+        simulated_peak_bytes=None if simulated_gib is None else int(simulated_gib * GIB),
+        simulated_ratio=simulated_ratio,
+    )
     return Summary(
         setting=parse_setting(name), process=ProcessKind.MAIN, step_seconds=(ratio,), ratios=(ratio,), worst=measurement
     )
@@ -97,8 +110,7 @@ def drawn(monkeypatch):
 def test_the_picture_has_a_line_for_each_system_from_nothing_along_its_frontier(tmp_path, drawn):
     found = [summary("nothing", 20, 1.0), summary("ours:core_attn", 18, 1.1), summary("ours:router", 19, 1.2)]
     found += [summary("recompute:full", 12, 1.3), failed("te-layers:2")]
-    bound = [Point(14 * GIB, 1.05), Point(18 * GIB, 1.01)]
-    write_frontier_plot(tmp_path / "frontier.png", found, title="a model", bound=bound)
+    write_frontier_plot(tmp_path / "frontier.png", found, title="a model")
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert drawn["points"] == {
         LINES[System.NOTHING][0]: [(20.0, 1.0)],
@@ -107,7 +119,21 @@ def test_the_picture_has_a_line_for_each_system_from_nothing_along_its_frontier(
     }
     assert (LINES[System.OURS][1], "-", [(20.0, 1.0), (18.0, 1.1)]) in drawn["lines"]
     assert (LINES[System.RECOMPUTE][1], "-", [(20.0, 1.0), (12.0, 1.3)]) in drawn["lines"]
-    assert [points for _, style, points in drawn["lines"] if style == "--"] == [[(14.0, 1.05), (18.0, 1.01)]]
+    assert [points for _, style, points in drawn["lines"] if style == "--"] == []
+
+
+def test_a_dashed_line_goes_through_what_the_planner_predicts_of_its_own_plans(tmp_path, drawn):
+    found = [
+        summary("nothing", 20, 1.0, simulated_gib=21, simulated_ratio=1.0),
+        summary("plan:x.json", 17, 1.2, simulated_gib=16, simulated_ratio=1.1),  # one of the user's: no bound
+        summary("budget:18GiB", 18, 1.06, simulated_gib=18, simulated_ratio=1.05),
+        summary("budget:16GiB", 16, 1.2, simulated_gib=15.5, simulated_ratio=1.125),
+        failed("budget:12GiB"),
+    ]
+    write_frontier_plot(tmp_path / "frontier.png", found, title="a model")
+    dashed = [points for _, style, points in drawn["lines"] if style == "--"]
+    assert dashed == [[(15.5, 1.125), (18.0, 1.05), (21.0, 1.0)]]
+    assert list_simulated(found[:2]) == []
 
 
 def test_a_setting_far_beyond_the_others_does_not_squeeze_them(tmp_path, drawn):

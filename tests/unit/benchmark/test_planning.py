@@ -1,0 +1,99 @@
+"""Plans and predictions for a benchmark's training. The planner itself has tests of its own."""
+
+from pathlib import Path
+
+import pytest
+from support.trainings import write_plan
+
+from fgoffload import Action, PlanError
+from fgoffload.benchmark import runner as runner_module
+from fgoffload.benchmark.job import Job
+from fgoffload.benchmark.loading import parse_setting_arguments
+from fgoffload.benchmark.measurement import Measurement
+from fgoffload.benchmark.planning import build_workload, plan_for_budget, predict
+from fgoffload.benchmark.runner import Runner
+from fgoffload.benchmark.settings import NOTHING, parse_setting
+from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.integrations.megatron.training_policy import Update
+from fgoffload.planner.hardware import get_hardware
+from fgoffload.policy import TransferPolicy
+
+W2 = Path(__file__).parents[3] / "arguments" / "w2_moe.sh"
+GIB = 2**30
+
+
+def make_job(*typed: str) -> Job:
+    return Job(source="w2_moe.sh", file_flags=read_argument_file(W2), typed_flags=typed, warmup=1, steps=1, plan_folder=Path())
+
+
+def build(*typed: str, update: Update = Update.NONE):
+    job = make_job(*typed)
+    return build_workload(
+        parse_setting_arguments(job, NOTHING),
+        get_hardware("h100"),
+        offload=parse_setting_arguments(job, parse_setting("ours:core_attn")).offload,
+        flags=(*job.file_flags, *job.typed_flags),
+        source=job.source,
+        update=update,
+    )
+
+
+def test_static_memory_is_weights_and_gradients_in_bf16_and_no_reserve():
+    # 3.081 billion parameters: six layers of 4 x 4096^2, 16 x 3 x 4096 x 2048, a router and norms, and 2 x 32000 x 4096.
+    layer = 4 * 4096**2 + 16 * 3 * 4096 * 2048 + 16 * 4096 + 2 * 4096
+    parameters = 6 * layer + 2 * 32000 * 4096 + 4096
+    (rank,) = build()
+    # What comes on top are buffers of some MiB.
+    assert 4 * parameters <= rank.static_bytes < 4 * parameters + 0.5 * GIB
+    (updated,) = build(update=Update.ADAMW)
+    assert updated.static_bytes > rank.static_bytes + 8 * parameters
+
+
+def test_window_and_prefetch_are_those_that_settings_run_with():
+    (rank,) = build("--offload-window", "3GiB", "--offload-prefetch", "2GiB", "--min-offloaded-tensor-size", "1000")
+    assert rank.policy == TransferPolicy(window_bytes=3 * GIB, prefetch_bytes=2 * GIB)
+    assert rank.min_offloaded_bytes == 2000
+
+
+def test_nothing_and_plans_are_predicted_and_other_settings_are_not(tmp_path):
+    ranks = build()
+    nothing = predict(ranks, NOTHING)
+    assert nothing.ratio == 1.0
+    path = write_plan(tmp_path / "x.json", {(layer, "layer"): Action.RECOMPUTE for layer in range(6)})
+    full = predict(ranks, parse_setting(f"plan:{path}"))
+    assert 1.2 < full.ratio < 1.4
+    assert full.peak_bytes < nothing.peak_bytes - 4 * GIB
+    assert predict(ranks, parse_setting("recompute:full")) is None
+    assert predict(ranks, parse_setting("ours:core_attn")) is None
+
+
+def test_a_plan_for_another_model_is_not_predicted(tmp_path):
+    path = write_plan(tmp_path / "x.json", {(99, "layer"): Action.RECOMPUTE})
+    assert predict(build(), parse_setting(f"plan:{path}")) is None
+
+
+def test_a_plan_for_a_budget_is_predicted_to_keep_to_it(tmp_path):
+    ranks = build()
+    budget_bytes = predict(ranks, NOTHING).peak_bytes - 2 * GIB
+    path = tmp_path / "plan.json"
+    path.write_text(plan_for_budget(ranks, budget_bytes=budget_bytes).to_json())
+    planned = predict(ranks, parse_setting("budget:18GiB").with_plan(path))
+    assert planned.peak_bytes <= budget_bytes
+    assert 1.0 < planned.ratio < 1.5
+
+
+def test_a_budget_below_what_does_not_move_is_refused():
+    with pytest.raises(PlanError, match="static memory"):
+        plan_for_budget(build(), budget_bytes=GIB)
+
+
+@pytest.mark.usefixtures("parallel")
+def test_a_measurement_has_what_the_simulator_says_where_the_device_is_known(monkeypatch):
+    runner = Runner(make_job(), lambda loss: None)
+    measured = Measurement(step_seconds=(1.0,))
+    assert runner._add_prediction(measured, NOTHING).simulated_ratio is None
+    monkeypatch.setattr(runner_module, "name_device", lambda: "NVIDIA H200")
+    found = runner._add_prediction(measured, NOTHING)
+    assert found.simulated_ratio == 1.0
+    assert 15 * GIB < found.simulated_peak_bytes < 30 * GIB
+    assert runner._add_prediction(measured, parse_setting("save_on_cpu")) == measured
