@@ -10,9 +10,13 @@ from fgoffload.planner.chunk_program import (
     FreeStep,
     GroupPlace,
     HostWaitStep,
+    LetGoStep,
+    OpenStep,
     Parcel,
     Part,
+    PassedStep,
     PollStep,
+    ReadStep,
     Step,
     SubmitStep,
     TakeStep,
@@ -157,12 +161,12 @@ class _Layer:
         self._base = len(groups)
         alike: dict[object, list[LeavingTensor]] = {}
         for one in self.resolved.leaving:
-            alike.setdefault((one.leaves_with, one.returns_for, one.takes, one.freed_after), []).append(one)
+            alike.setdefault((one.leaves_with, one.returns_for, one.takes, one.freed_after, one.used_until), []).append(one)
         for tensors in alike.values():
             tag = self.resolved.groups[tensors[0].leaves_with].tag
             self._parcels.append((tensors[0], len(parcels)))
             size_bytes = sum(one.tensor.size_bytes for one in tensors)
-            parcels.append(Parcel(size_bytes, f"{self._name}.{tag}", tag))
+            parcels.append(Parcel(size_bytes, f"reload of {self._name}.{tag}", tag, self._is_read_later(tensors[0])))
         for index, group in enumerate(self.resolved.groups):
             groups.append(
                 GroupPlace(
@@ -174,17 +178,27 @@ class _Layer:
                 )
             )
 
+    def _is_read_later(self, one: LeavingTensor) -> bool:
+        group = self.resolved.groups[one.leaves_with]
+        return one.used_until > (group.ends_after if group.held_over is None else group.held_over)
+
     def run_forward(self, steps: _Steps) -> None:
         """Add the forward of the layer."""
         saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.resolved.kept, *self.resolved.leaving)
-        groups = list(enumerate(self.resolved.groups, start=self._base))
+        groups = sorted(enumerate(self.resolved.groups, start=self._base), key=lambda pair: pair[1].submitted_as)
+        starts = {0, *(group.starts_at for _, group in groups)} if groups else ()
         for place, segment in enumerate(self._segments):
+            if place in starts:
+                steps.add(OpenStep())
             self._wait_for_host(steps, segment)
             for index, group in groups:
                 if group.held_over == place:
                     steps.add(SubmitStep(index))
             net_bytes = sum(one.tensor.size_bytes for one in saved if one.saved_after == place)
             steps.compute(Part(f"{self._name}.{segment.name}", segment.forward_s, segment.forward_extra_bytes, net_bytes))
+            read = tuple(parcel for one, parcel in self._parcels if one.used_until == place and self._is_read_later(one))
+            if read:
+                steps.add(ReadStep(read))
             for index, group in groups:
                 if group.ends_after == place and group.held_over is None:
                     steps.add(SubmitStep(index))
@@ -206,6 +220,8 @@ class _Layer:
                 steps.add(FreeStep(freed))
             if self._base == 0 and self.resolved.groups and self.resolved.groups[0].starts_at == place:
                 steps.add(PollStep())
+        if self._base and not self.resolved.groups and not self._runs_again_as_a_whole:
+            steps.add(PassedStep())
 
     def _run_again(self, steps: _Steps, rerun: Rerun) -> None:
         for place in rerun.segments:
@@ -222,6 +238,8 @@ class _Layer:
 
     def _take(self, steps: _Steps, place: int, unit: str | None) -> None:
         """Add who asks for something before the backward of stretch `place`: `unit` when it runs again, or the stretch."""
+        if self.resolved.groups:
+            self._let_go(steps, place, unit)
         asked: dict[int | None, list[int]] = {}
         for one, parcel in self._parcels:
             for take in one.takes:
@@ -236,3 +254,21 @@ class _Layer:
                     asked[index] = []
         for asker in sorted(asked, key=lambda asker: -1 if asker is None else asker, reverse=True):
             steps.add(TakeStep(None if asker is None else self._base + asker, tuple(asked[asker])))
+
+    @property
+    def _runs_again_as_a_whole(self) -> bool:
+        """Return whether a checkpoint is around the layer: it holds the input, and the engine sees nothing of the layer."""
+        return any(rerun.unit == "layer" for rerun in self.resolved.reruns)
+
+    def _let_go(self, steps: _Steps, place: int, unit: str | None) -> None:
+        """Add what sites that stay ask for and is there. What a group saved tells instead that backward is at that group."""
+        if self._runs_again_as_a_whole:
+            return
+        sizes_bytes = []
+        for kept in self.resolved.kept:
+            asked = [take for take in kept.takes if take.group is None]
+            for take in asked:
+                if (take.before, take.unit) == (place, unit):
+                    sizes_bytes.append(kept.tensor.size_bytes if take is asked[0] else 0)
+        if sizes_bytes:
+            steps.add(LetGoStep(tuple(sizes_bytes)))

@@ -43,11 +43,24 @@ class HostWaitStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class OpenStep:
+    """Forward reaches a layer of which something leaves, or a site of it: the engine looks if something was left behind."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SubmitStep:
     """A group leaves."""
 
     group: int
     """In the chunk."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadStep:
+    """Forward has read, for the last time, tensors that have been submitted before."""
+
+    parcels: tuple[int, ...]
+    """Which."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +71,14 @@ class TakeStep:
     """The group of the site that asks, in the chunk; None where that site stays."""
     parcels: tuple[int, ...]
     """What it asks for; nothing where all that the group saved stayed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LetGoStep:
+    """Backward takes tensors that stayed of a layer of which others left: groups may come back in their place."""
+
+    sizes_bytes: tuple[int, ...]
+    """Of each, in order; 0 of one that was taken before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +94,12 @@ class PollStep:
     """The engine looks for copies that are done: backward has passed the mark before the first group of the chunk."""
 
 
-Step = ComputeStep | HostWaitStep | SubmitStep | TakeStep | FreeStep | PollStep
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassedStep:
+    """Backward has passed a layer of which nothing leaves: the engine looks, and what comes next may come back."""
+
+
+Step = ComputeStep | HostWaitStep | OpenStep | SubmitStep | ReadStep | TakeStep | LetGoStep | FreeStep | PollStep | PassedStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,9 +109,11 @@ class Parcel:
     size_bytes: int
     """Of all."""
     label: str
-    """For people: `layers.12.core_attn`, the site that it leaves with."""
+    """For people: `reload of layers.12.core_attn`, the site that it leaves with."""
     tag: str
     """Of that site."""
+    is_read_later: bool
+    """Forward still reads it when it is submitted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,7 +31,18 @@ class LaneRun:
         program: What the chunk does.
     """
 
-    __slots__ = ("_ahead_bytes_of", "ahead_bytes", "away", "end", "is_copied", "program", "reloads", "states")
+    __slots__ = (
+        "_ahead_bytes_of",
+        "ahead_bytes",
+        "away",
+        "end",
+        "is_copied",
+        "is_read",
+        "let_go_bytes",
+        "program",
+        "reloads",
+        "states",
+    )
 
     def __init__(self, program: ChunkProgram) -> None:
         count = len(program.parcels)
@@ -40,19 +51,26 @@ class LaneRun:
         """By parcel."""
         self.is_copied = [False] * count
         """By parcel: whether a copy to the host still holds its device memory."""
+        self.is_read = [parcel.is_read_later for parcel in program.parcels]
+        """By parcel: whether forward still reads it."""
         self.reloads: list[Copy | None] = [None] * count
         """By parcel: its copy to the device."""
         self.end = self.away = len(program.groups)
         """Backward has left all groups but the first `end`; the first `away` have not been called back."""
         self.ahead_bytes = 0
         """Called back for groups that backward has not come to."""
+        self.let_go_bytes = 0
+        """What backward took of sites that stay: it lets go of it when the op that asked is done."""
         self._ahead_bytes_of = [0] * len(program.groups)
 
     def is_news(self, group: int, parcels: tuple[int, ...]) -> bool:
         """Return whether that `parcels` of `group` are asked for shows that backward has come to it."""
         if self.end > self.program.groups[group].end_position or self.away > group:
             return True
-        return group >= self.end and any(self.states[parcel] is ParcelState.OFFLOADED for parcel in parcels[:1])
+        if any(self.states[parcel] is ParcelState.OFFLOADED for parcel in parcels[:1]):
+            return group >= self.end
+        # The last group may have been called back while backward was behind all groups.
+        return self._ahead_bytes_of[group] > 0 and group == self.end - 1
 
     def leave(self, position: int) -> None:
         """Take note that backward has left the groups from `position` on."""

@@ -28,6 +28,9 @@ _ENDS_AFTER = {
 checkpoint saves its input when its forward is through. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
 sites in fgoffload/integrations/megatron/regions.py and layer_inputs.py."""
 
+_ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
+"""Tags whose groups end behind the others that end after the same stretch. Source: as above."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentTensor:
@@ -39,11 +42,13 @@ class ResidentTensor:
     """The stretch after whose forward it is there."""
     freed_after: int
     """The stretch after whose backward it is gone."""
+    takes: tuple["Take", ...] = ()
+    """Who asks for what was saved, in the order of backward. Empty for what runs again made."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """Backward asks for a tensor that left."""
+    """Backward asks for a tensor."""
 
     before: int
     """The stretch before whose backward it does."""
@@ -61,6 +66,8 @@ class LeavingTensor:
     """What it is."""
     saved_after: int
     """The stretch after whose forward it is there."""
+    used_until: int
+    """The stretch up to whose forward it is read. It is not freed before that, whenever its copy is done."""
     leaves_with: int
     """The group that it leaves with: of those that save it, the first to be submitted."""
     returns_for: int
@@ -89,6 +96,8 @@ class LeavingGroup:
     held."""
     opened_before_end: int
     """How many groups of the layer begin before this one ends, itself with them."""
+    submitted_as: int
+    """Its place in the order in which the groups of the layer end, and are submitted."""
     asked_before: int
     """The stretch before whose backward its site first asks for something: what it left with has to be back."""
 
@@ -186,9 +195,9 @@ def _resolve(
         if one.tensor.is_same_in_all_layers:
             continue
         if not owners or one.tensor.size_bytes < min_offloaded_bytes or staying_tags.intersection(one.tensor.tags):
-            kept.append(one)
+            kept.append(dataclasses.replace(one, takes=takes[one.tensor.name]))
         else:
-            leaving.append(_let_leave(one, owners, groups, takes[one.tensor.name]))
+            leaving.append(_let_leave(one, owners, groups, takes[one.tensor.name], places))
     return ResolvedLayer(
         layer=layer,
         kept=tuple(kept),
@@ -311,8 +320,10 @@ def _list_takes(
     # What a unit covers asks for what the unit makes, and not for what was saved.
     covered = {tag for unit in units for tag in _list_covered(unit.name)}
     tags = [tag for tag in one.tensor.tags if tag not in covered]
-    askers: set[tuple[int, str, str]] = {(places.find(tag), "", tag) for tag in tags}
-    askers |= {(rerun.before, rerun.unit, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
+    askers = {(rerun.before, rerun.unit, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
+    # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
+    asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
+    askers |= {(places.find(tag), "", tag) for tag in tags if tag not in asked}
     keepers = [unit.name for unit in units if any(kept.name == one.tensor.name for kept in unit.keeps)]
     askers |= {(rerun.before, rerun.unit, one.tensor.tags[0]) for rerun in reruns if rerun.unit in keepers}
     # What runs again before a stretch does so before that stretch's own backward.
@@ -333,6 +344,7 @@ def _list_covered(name: str) -> tuple[str, ...]:
 def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places) -> tuple[LeavingGroup, ...]:
     """Return the groups of the tags `offloaded`, not yet with what leaves with them."""
     groups = []
+    ended = sorted(offloaded, key=lambda tag: (places.find_end(tag), tag in _ENDS_LAST, offloaded.index(tag)))
     for place, tag in enumerate(offloaded):
         ends_after = places.find_end(tag)
         is_before_hold = places.hold is not None and ends_after < places.hold
@@ -344,6 +356,7 @@ def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], 
                 ends_after=ends_after,
                 held_over=places.hold if is_before_hold else None,
                 opened_before_end=sum(places.find(other) <= ends_after for other in offloaded),
+                submitted_as=ended.index(tag),
                 asked_before=max(take.before for asked in takes.values() for take in asked if take.group == place),
             )
         )
@@ -351,12 +364,13 @@ def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], 
 
 
 def _let_leave(
-    one: ResidentTensor, owners: Sequence[int], groups: Sequence[LeavingGroup], takes: tuple[Take, ...]
+    one: ResidentTensor, owners: Sequence[int], groups: Sequence[LeavingGroup], takes: tuple[Take, ...], places: _Places
 ) -> LeavingTensor:
     return LeavingTensor(
         tensor=one.tensor,
         saved_after=one.saved_after,
-        leaves_with=min(owners, key=lambda place: (groups[place].ends_after, place)),
+        used_until=max(places.find(tag) for tag in one.tensor.tags),
+        leaves_with=min(owners, key=lambda place: groups[place].submitted_as),
         returns_for=max(owners),
         takes=takes,
         freed_after=one.freed_after,

@@ -23,7 +23,7 @@ class Copy:
 
     __slots__ = ("direction", "end_s", "label", "size_bytes", "start_s", "submitted_s", "tag")
 
-    def __init__(self, direction: Direction, size_bytes: float, *, tag: str, label: str, submitted_s: float) -> None:
+    def __init__(self, direction: Direction, size_bytes: int, *, tag: str, label: str, submitted_s: float) -> None:
         self.direction = direction
         self.size_bytes = size_bytes
         self.tag = tag
@@ -69,7 +69,7 @@ class LinkQueue:
         self.done: list[Copy] = []
         """The copies that ended, in order. Who reads it empties it."""
 
-    def submit(self, direction: Direction, size_bytes: float, at_s: float, *, tag: str = "", label: str = "") -> Copy:
+    def submit(self, direction: Direction, size_bytes: int, at_s: float, *, tag: str = "", label: str = "") -> Copy:
         """Let a copy join its queue at `at_s`, which is not before anything that was asked for.
 
         Returns:

@@ -1,21 +1,28 @@
 """One rank over a step: its compute, its copies and its memory, pass by pass.
 
 [Note: Where the engine looks]
-The engine lets go of what copies no longer need where it looks for them, and it looks where a group is submitted and where
-backward comes to a group: device memory is freed there, and not when a copy is done (`OffloadEngine.poll` of
-fgoffload/engine/engine.py). Here the host is as far as compute is; one that has run ahead sees fewer copies done.
+The engine lets go of what copies no longer need where it looks for them, and it looks where a group is submitted, where
+backward comes to a group, and where it has passed a layer of which nothing left: device memory is freed there, and not when a
+copy is done (`OffloadEngine.poll` of fgoffload/engine/engine.py). Here the host is as far as compute is; one that has run ahead
+sees fewer copies done. `tests/unit/planner/test_simulator_engine.py` runs the engine beside this.
 """
 
 import collections
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fgoffload.planner.chunk_program import (
     ChunkProgram,
     ComputeStep,
     FreeStep,
     HostWaitStep,
+    LetGoStep,
+    OpenStep,
+    PassedStep,
+    PollStep,
+    ReadStep,
     Step,
     SubmitStep,
     TakeStep,
@@ -62,6 +69,20 @@ class RankRun:
         self._host_bytes = self._host_peak_bytes = 0
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
+        self._abandoned = 0
+        """Parcels that backward is through with, and that a copy to the host still holds."""
+        self._act: Mapping[type[Step], Callable[[Any, LaneRun], None]] = {
+            ComputeStep: self._compute,
+            HostWaitStep: self._wait_for_host,
+            OpenStep: self._open,
+            SubmitStep: self._submit,
+            ReadStep: self._read,
+            TakeStep: self._take,
+            LetGoStep: self._let_go,
+            FreeStep: self._free,
+            PassedStep: self._pass_layer,
+            PollStep: self._leave_chunk,
+        }
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, and return when its output is."""
@@ -112,23 +133,11 @@ class RankRun:
 
     def _run(self, steps: Sequence[Step], lane: LaneRun) -> None:
         for step in steps:
-            # By type and most frequent first: this loop is where a simulation spends its time.
-            if isinstance(step, ComputeStep):
-                self._compute(step)
-            elif isinstance(step, TakeStep):
-                self._take(step, lane)
-            elif isinstance(step, FreeStep):
-                self._free(step, lane)
-            elif isinstance(step, SubmitStep):
-                self._submit(step, lane)
-            elif isinstance(step, HostWaitStep):
-                self._wait_for_host()
-            else:
-                self._poll()
+            self._act[type(step)](step, lane)
 
     # Compute.
 
-    def _compute(self, step: ComputeStep) -> None:
+    def _compute(self, step: ComputeStep, _: LaneRun) -> None:
         if self._recorder is not None:
             self._record_parts(step, self._recorder)
             return
@@ -233,12 +242,17 @@ class RankRun:
         self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes)
         return True
 
-    def _wait_for_host(self) -> None:
+    def _wait_for_host(self, _: HostWaitStep, __: LaneRun) -> None:
         """The host waits for a few bytes behind all that is queued to it."""
         self._link.advance(self.clock_s)
         last = self._link.find_last(Direction.D2H)
         if last is not None:
             self._wait_for_copy(last, Cause.HOST)
+
+    def _open(self, _: OpenStep, __: LaneRun) -> None:
+        # It looks for storages that something else holds, and one that a copy still holds looks like one of those.
+        if self._abandoned:
+            self._poll()
 
     def _poll(self) -> None:
         """Let go of what copies that are done no longer need. See [Note: Where the engine looks]."""
@@ -254,9 +268,19 @@ class RankRun:
         for parcel in entry.parcels:
             lane.is_copied[parcel] = False
             state = lane.states[parcel]
+            self._abandoned -= state is ParcelState.FREED
             if state is ParcelState.OFFLOADING:
                 lane.states[parcel] = ParcelState.OFFLOADED
-            if state is not ParcelState.RESIDENT:  # that one was called back, and backward still wants it
+            # What was called back backward still wants, and what forward reads is freed behind that.
+            if state is not ParcelState.RESIDENT and not lane.is_read[parcel]:
+                self._device_bytes -= lane.program.parcels[parcel].size_bytes
+        self._note_memory(self.clock_s)
+
+    def _read(self, step: ReadStep, lane: LaneRun) -> None:
+        """Forward has read parcels for the last time: those that have left go."""
+        for parcel in step.parcels:
+            lane.is_read[parcel] = False
+            if lane.states[parcel] is ParcelState.OFFLOADED:
                 self._device_bytes -= lane.program.parcels[parcel].size_bytes
         self._note_memory(self.clock_s)
 
@@ -264,7 +288,9 @@ class RankRun:
 
     def _take(self, step: TakeStep, lane: LaneRun) -> None:
         """Backward asks for parcels: what is not back is waited for."""
-        if step.group is not None and lane.is_news(step.group, step.parcels):
+        if step.group is None:
+            self._prefetch_early(lane)
+        elif lane.is_news(step.group, step.parcels):
             self._approach(lane, step.group)
         for parcel in step.parcels:
             if lane.states[parcel] is ParcelState.OFFLOADED:
@@ -272,6 +298,13 @@ class RankRun:
             reload = lane.reloads[parcel]
             if reload is not None:
                 self._wait_for_copy(reload, Cause.RELOAD)
+
+    def _let_go(self, step: LetGoStep, lane: LaneRun) -> None:
+        """Backward takes what stayed: each time, what it took before is counted among what it has let go of."""
+        if lane.away:
+            for size_bytes in step.sizes_bytes:
+                self._prefetch_early(lane)
+                lane.let_go_bytes += size_bytes
 
     def _approach(self, lane: LaneRun, group: int) -> None:
         """Backward has come to `group`: call back what comes next. `OffloadEngine.approach_backward`, in numbers."""
@@ -282,13 +315,33 @@ class RankRun:
             if lane.away == lane.end:
                 lane.away -= 1
                 self._call_back(lane, lane.list_away(group))
-        if lane.away == 0 or not self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            return
+        self._prefetch(lane)
+
+    def _pass_layer(self, _: PassedStep, lane: LaneRun) -> None:
+        self._poll()
+        self._prefetch(lane)
+
+    def _leave_chunk(self, _: PollStep, __: LaneRun) -> None:
+        self._poll()
+
+    def _prefetch(self, lane: LaneRun) -> None:
+        """Call back what backward wants next, as far as the policy lets it."""
+        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            self._call_back_ahead(lane, self._policy.may_prefetch)
+
+    def _prefetch_early(self, lane: LaneRun) -> None:
+        """Backward is at a site that stays: call back what fits into what it has let go of."""
+        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            may_prefetch = functools.partial(self._policy.may_prefetch_early, let_go_bytes=lane.let_go_bytes)
+            self._call_back_ahead(lane, may_prefetch)
+
+    def _call_back_ahead(self, lane: LaneRun, may_prefetch: Callable[..., bool]) -> None:
+        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one."""
         coming: list[int] = []
         while lane.away > 0:
             waiting = lane.list_away(lane.away - 1, but=coming)
             group_bytes = lane.count_bytes(waiting)
-            if waiting and not self._policy.may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
+            if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
                 break
             lane.away -= 1
             if waiting:
@@ -324,8 +377,13 @@ class RankRun:
             size_bytes = lane.program.parcels[number].size_bytes
             state = lane.states[number]
             lane.states[number] = ParcelState.FREED
+            if state is ParcelState.OFFLOADING:
+                # A site that stays has asked for it while it was still there.
+                self._tallies.get_tag(lane.program.parcels[number].tag).recalled_bytes += size_bytes
             if state is not ParcelState.RESIDENT:
                 self._host_bytes -= size_bytes
-            if not lane.is_copied[number] and state is not ParcelState.OFFLOADED:
+            if lane.is_copied[number]:
+                self._abandoned += 1
+            elif state is not ParcelState.OFFLOADED:
                 self._device_bytes -= size_bytes
         self._note_memory(self.clock_s)

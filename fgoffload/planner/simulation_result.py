@@ -78,6 +78,8 @@ class Span:
     """Of the step."""
     end_s: float
     """Of the step."""
+    size_bytes: int = 0
+    """Of a copy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,16 +78,16 @@ class Recorder:
         self._spans: list[Span] = []
         self._memory: list[MemorySample] = []
 
-    def note_span(self, lane: LaneName, label: str, start_s: float, end_s: float) -> None:
+    def note_span(self, lane: LaneName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
         """Note that `lane` was busy, or waited."""
         if end_s > start_s:
-            self._spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
+            self._spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s, size_bytes=size_bytes))
 
     def note_copies(self, copies: Sequence[Copy]) -> None:
         """Note copies that are through."""
         for copy in copies:
             lane = LaneName.D2H if copy.direction is Direction.D2H else LaneName.H2D
-            self.note_span(lane, copy.label, copy.start_s, copy.end_s)
+            self.note_span(lane, copy.label, copy.start_s, copy.end_s, size_bytes=copy.size_bytes)
 
     def note_memory(self, at_s: float, *, device_bytes: int, host_bytes: int) -> None:
         """Note how many bytes there are from `at_s` on."""

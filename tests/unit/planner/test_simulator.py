@@ -22,6 +22,9 @@ NOTHING = OffloadPlan(actions={})
 FC1 = make_layer({"expert_fc1": 100})
 """20 s forward, 40 s backward, and 100 bytes."""
 
+OUTPUT = (Segment(name="output", forward_s=20.0, backward_s=40.0),)
+"""Behind the layers: it takes as long as one, and the engine sees nothing of it."""
+
 
 def list_copies(result, lane):
     """Return start and end of each copy of a timeline, in order."""
@@ -110,7 +113,7 @@ def test_what_has_not_left_when_backward_wants_it_is_called_back():
 def test_a_faster_link_to_the_host_can_be_slower_where_a_slow_one_is_called_back():
     # Backward comes to the first layer at 80. At 10 bytes a second its tensor has left by then, and has to come back, 10 s. At
     # 1 byte a second it has not, and stays.
-    rank = make_rank(make_chunk(FC1, make_layer({"mlp_norm": 0})), link=make_link(d2h=1.0, h2d=10.0))
+    rank = make_rank(make_chunk(FC1, last=OUTPUT), link=make_link(d2h=1.0, h2d=10.0))
     assert simulate_rank(rank, offload("expert_fc1", (0,))).step_s == 120
     assert simulate_rank(make_rank(*rank.chunks), offload("expert_fc1", (0,))).step_s == 120 + 10
 
@@ -125,11 +128,11 @@ def test_memory_that_a_copy_still_reads_goes_with_the_copy():
 
 
 def test_compute_waits_while_more_than_the_window_is_on_its_way():
-    rank = make_rank(make_chunk(FC1, FC1, FC1), link=make_link(d2h=2), window_bytes=100)
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=make_link(d2h=2), window_bytes=100)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
-    # Submitted at 20 and 40; the first is through at 70, and the third layer starts then. The second is through at 120, when
-    # backward of the third layer, from 90 to 130, is still running: so it has to come back, from 130 to 140, and the first
-    # comes behind it beside the second layer's backward.
+    # Submitted at 20 and 40; the first is through at 70, and what is behind the layers starts then. The second is through at
+    # 120, when backward of that, from 90 to 130, is still running: so it has to come back, from 130 to 140, and the first comes
+    # behind it beside the second layer's backward.
     assert list_copies(result, LaneName.D2H) == [(20, 70), (70, 120)]
     assert result.waits == Waits(window_s=30, reload_s=10)
     assert result.step_s == 60 + 30 + 40 + 10 + 80
@@ -162,7 +165,7 @@ def test_host_memory_is_free_again_when_backward_is_through():
 
 
 def test_backward_finds_what_was_brought_back_ahead():
-    rank = make_rank(make_chunk(FC1, FC1, FC1))
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT))
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
     # Nobody looks before backward comes to layer 1, at 100: that one is waited for, and layer 0 comes right behind it.
     assert list_copies(result, LaneName.H2D) == [(100, 110), (110, 120)]
@@ -171,81 +174,86 @@ def test_backward_finds_what_was_brought_back_ahead():
 
 
 def test_nothing_is_brought_back_ahead_where_prefetch_may_not():
-    rank = make_rank(make_chunk(FC1, FC1, FC1), prefetch_bytes=0)
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), prefetch_bytes=0)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
     assert list_copies(result, LaneName.H2D) == [(100, 110), (150, 160)]
     assert result.waits == Waits(reload_s=20)
 
 
 def test_prefetch_counts_the_bytes_that_are_back_ahead():
-    rank = make_rank(make_chunk(FC1, FC1, FC1, FC1), prefetch_bytes=100)
+    rank = make_rank(make_chunk(FC1, FC1, FC1, last=OUTPUT), prefetch_bytes=100)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)), detail=Detail.TIMELINE)
     # Layer 2 is wanted at 120, and layer 1 may come ahead; layer 0 only when layer 1 is wanted, at 170.
     assert list_copies(result, LaneName.H2D) == [(120, 130), (130, 140), (170, 180)]
     assert result.waits == Waits(reload_s=10)
-    # Two are back at once, at most, beside what layer 3 kept, which went when its backward was over.
+    # Two are back at once, at most.
     assert result.peak_bytes == STATIC_BYTES + 200
 
 
 def test_prefetch_looks_again_when_half_of_it_is_used():
     small, large = make_layer({"expert_fc1": 50}), make_layer({"expert_fc1": 200})
-    rank = make_rank(make_chunk(small, large, small, FC1, make_layer({"mlp_norm": 0})), prefetch_bytes=250)
+    rank = make_rank(make_chunk(small, large, small, FC1, last=OUTPUT), prefetch_bytes=250)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2, 3)), detail=Detail.TIMELINE)
     # Forward is over at 100, and layer 3 is wanted at 140. Layers 2 and 1 come behind it: 250 bytes. At 190, when layer 2 is
     # wanted, 200 bytes are ahead; layer 0 would fit, but more than half is used. It comes when layer 1 is wanted, at 230.
     assert list_copies(result, LaneName.H2D) == [(140, 150), (150, 155), (155, 175), (230, 235)]
 
 
-KEPT = make_layer({"expert_fc1": 100, "moe_combine": 100})
-"""Two stretches, 40 s forward and 80 s backward, for the end of a chunk."""
-
-
-def test_groups_come_back_while_backward_is_in_layers_that_stayed():
-    rank = make_rank(make_chunk(FC1, KEPT), passes=read_passes("F0 F1 B0 B1"))
+def test_groups_come_back_when_backward_has_passed_a_layer_that_stayed():
+    rank = make_rank(make_chunk(FC1, FC1, FC1), passes=read_passes("F0 F1 B0 B1"))
     result = simulate_rank(rank, offload("expert_fc1", (0,)), detail=Detail.TIMELINE)
-    # B0 begins at 120, and at 160 it has let go of 100 bytes, which is as much as the group. B1 is the same from 240 on.
+    # B0 begins at 120 and has passed the last layer at 160. B1 is the same from 240 on.
     assert list_copies(result, LaneName.H2D) == [(160, 170), (280, 290)]
     assert result.waits == Waits()
-    assert result.peak_bytes == STATIC_BYTES + 200 + 300
 
 
-def test_what_comes_back_early_is_no_more_than_backward_has_let_go_of():
-    large = make_layer({"expert_fc1": 110})
-    rank = make_rank(make_chunk(large, KEPT), passes=read_passes("F0 F1 B0 B1"))
-    result = simulate_rank(rank, offload("expert_fc1", (0,)), detail=Detail.TIMELINE)
-    # So they come back when backward is at their layer: at 200, and the second 40 + 80 s after the first is there.
-    assert list_copies(result, LaneName.H2D) == [(200, 211), (331, 342)]
-    assert result.waits == Waits(reload_s=22)
+def test_a_layer_that_runs_again_as_a_whole_says_nothing_when_backward_passes_it():
+    unit = UnitModel(name="layer", segments=("expert_fc1",), drops=(), before="expert_fc1")
+    again = dataclasses.replace(FC1, units=(unit,))
+    rank = make_rank(make_chunk(FC1, again, again), passes=read_passes("F0 F1 B0 B1"))
+    plan = make_plan({(0, "expert_fc1"): O, (1, "layer"): R, (2, "layer"): R})
+    # 60 s each, so that backward is at the first layer 120 s after 120.
+    assert list_copies(simulate_rank(rank, plan, detail=Detail.TIMELINE), LaneName.H2D)[0] == (240, 250)
 
 
-def test_a_group_that_came_back_early_tells_that_backward_has_come_to_it():
-    rank = make_rank(make_chunk(FC1, FC1, KEPT), passes=read_passes("F0 F1 B0 B1"), prefetch_bytes=100)
-    result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
-    # B0 begins at 160. At 200 layer 1 is called back, and when backward comes to that one, at 240, layer 0.
-    assert list_copies(result, LaneName.H2D)[:2] == [(200, 210), (240, 250)]
+@pytest.mark.parametrize(
+    ("combine_bytes", "copies"),
+    [
+        # At 200 backward has let go of 109 bytes: 10 come back, and the 100 before them do not fit. They come when backward is
+        # at those 10, at 240.
+        (109, [(200, 201), (240, 250)]),
+        (110, [(200, 201), (201, 211)]),
+    ],
+)
+def test_while_backward_is_in_sites_that_stay_no_more_comes_back_than_it_has_let_go_of(combine_bytes, copies):
+    mixed = make_layer({"qkv_linear": 10, "expert_fc1": 100, "moe_combine": combine_bytes})
+    rank = make_rank(make_chunk(FC1, mixed), passes=read_passes("F0 F1 B0 B1"))
+    # Each forward takes 80 s. B0 begins at 160, and is through with the last stretch at 200.
+    plan = make_plan({(0, "expert_fc1"): O, (1, "qkv_linear"): O})
+    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
+    assert list_copies(result, LaneName.H2D)[:2] == copies
     assert result.waits == Waits()
 
 
-def test_a_layer_that_runs_again_lets_go_of_nothing_that_the_engine_sees():
-    again = dataclasses.replace(
-        KEPT,
-        units=(UnitModel(name="layer", segments=("expert_fc1", "moe_combine"), drops=("moe_combine",), before="moe_combine"),),
-    )
-    rank = make_rank(make_chunk(FC1, again), passes=read_passes("F0 F1 B0 B1"))
-    result = simulate_rank(rank, make_plan({(0, "expert_fc1"): O, (1, "layer"): R}), detail=Detail.TIMELINE)
-    # It runs again from 120 to 160, and backward from there to 240: the group is fetched then.
-    assert list_copies(result, LaneName.H2D)[0] == (240, 250)
+def test_a_site_that_runs_again_lets_go_of_its_input_when_it_does():
+    unit = UnitModel(name="moe_act", segments=("moe_act",), drops=("expert_fc2",), before="expert_fc2")
+    layer = make_layer({"qkv_linear": 10, "mlp_norm": 20, "moe_act": 100, "expert_fc2": 30}, units=(unit,))
+    rank = make_rank(make_chunk(layer), passes=read_passes("F0 F1 B0 B1"))
+    plan = make_plan({(0, "qkv_linear"): O, (0, "moe_act"): R})
+    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
+    # B0 begins at 160, where the activation takes its input and runs again, until 180. The norm is the next to take something,
+    # behind the backwards of the linear and of the activation, at 260: the 10 fit into what the input was.
+    assert list_copies(result, LaneName.H2D)[0] == (260, 261)
 
 
 def test_one_group_may_be_larger_than_the_prefetch():
-    rank = make_rank(make_chunk(FC1, FC1, FC1, FC1), prefetch_bytes=10)
+    rank = make_rank(make_chunk(FC1, FC1, FC1, last=OUTPUT), prefetch_bytes=10)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)), detail=Detail.TIMELINE)
     # Layer 2 is wanted at 120. Layer 1 comes behind it though it is larger, and layer 0 only when layer 1 is wanted, at 170.
     assert list_copies(result, LaneName.H2D) == [(120, 130), (130, 140), (170, 180)]
 
 
 def test_a_tensor_of_two_sites_leaves_once_and_comes_back_once_for_the_one_that_asks_first():
-    # The two layers behind it give the copies time to be through.
     layer = dataclasses.replace(
         make_layer({"core_attn": 0, "attn_proj": 0}),
         tensors=(
@@ -253,7 +261,7 @@ def test_a_tensor_of_two_sites_leaves_once_and_comes_back_once_for_the_one_that_
             SavedTensor(name="query", tags=("core_attn",), size_bytes=300),
         ),
     )
-    rank = make_rank(make_chunk(layer, make_layer({"mlp_norm": 0}, forward_s=50.0)), prefetch_bytes=0)
+    rank = make_rank(make_chunk(layer, last=(Segment(name="output", forward_s=50.0, backward_s=40.0),)), prefetch_bytes=0)
     plan = make_plan({(0, "core_attn"): O, (0, "attn_proj"): O})
     result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     assert list_copies(result, LaneName.D2H) == [(20, 60)]
@@ -268,7 +276,7 @@ def test_a_site_that_stays_fetches_what_left_with_another():
         make_layer({"core_attn": 0, "attn_proj": 0}),
         tensors=(SavedTensor(name="output", tags=("core_attn", "attn_proj"), size_bytes=100),),
     )
-    rank = make_rank(make_chunk(layer, make_layer({"mlp_norm": 0})))
+    rank = make_rank(make_chunk(layer, last=OUTPUT))
     result = simulate_rank(rank, offload("core_attn", (0,)), detail=Detail.TIMELINE)
     # At 100 the projection asks. The engine has not looked since the group left: the bytes are still there. At 140 attention
     # asks, and that is a place to look: they have gone, and come back.
@@ -306,7 +314,7 @@ def test_copies_slow_compute_beside_them():
 
 
 def test_the_share_of_a_copy_that_compute_waits_for_is_exposed():
-    rank = make_rank(make_chunk(FC1, FC1, FC1), link=make_link(d2h=2), window_bytes=100)
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=make_link(d2h=2), window_bytes=100)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)))
     (tag,) = result.tags
     # To the host 50 s each, of which compute waits from 40 to 70. To the device 10 s each, and it waits for the first.
