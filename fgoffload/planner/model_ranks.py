@@ -167,14 +167,18 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
             efficiency=efficiency,
             network=network,
             execution=layers.assumptions.execution,
-            extra=ExtraBytes(forward=output.forward_extra_bytes, backward=output.backward_extra_bytes),
+            # What the loss saves is there from its forward to its backward, which follows: no layer runs in between.
+            extra=ExtraBytes(
+                forward=output.saved_bytes + output.forward_extra_bytes,
+                backward=output.saved_bytes + output.backward_extra_bytes,
+            ),
         )
     )
     return ChunkModel(
         layers=tuple(NumberedLayer(number=number, model=layers.get_model(number)) for number in chunk.layers),
         first=first,
         last=last,
-        saved_bytes=own_bytes + (0 if output is None else output.saved_bytes),
+        saved_bytes=own_bytes,
     )
 
 
