@@ -69,57 +69,57 @@ class LayerPoint:
         return max(self.last.added_s - self.inner.added_s, 0.0) if self.configuration.moved_bytes else 0.0
 
 
-def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> tuple[LayerPoint, ...]:
-    """Return what the ways to treat a kind of layer cost that may be best for some budget. The first keeps all.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPoints:
+    """What is worth having of the ways to treat a kind of layer."""
+
+    every: tuple[LayerPoint, ...]
+    """All that were measured. The first keeps all."""
+    inner: tuple[LayerPoint, ...]
+    """Those that may be best among other layers, for some budget."""
+    last: tuple[LayerPoint, ...]
+    """Those that may be best for the last layer of a chunk."""
+
+
+def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> LayerPoints:
+    """Return what the ways to treat a kind of layer cost that may be best for some budget.
 
     Args:
-        rank: Says what the link and the engine's rules are.
+        rank: Says what the link and the engine's rules are, and whether there is a host budget to save.
         layer: The kind.
         modes: All that it may choose from.
     """
     nothing = Configuration(mode=modes[0], chosen=tuple(part[0] for part in modes[0].parts))
     base = _measure(rank, layer, nothing)
     measured = [base, *(_measure(rank, layer, one) for one in list_candidates(layer, modes) if one != nothing)]
-    return tuple(
+    points = [
         dataclasses.replace(point, inner=_subtract(point.inner, base.inner), last=_subtract(point.last, base.last))
         for point in measured
+    ]
+    return pick_best(points, saves_host=rank.host_budget_bytes is not None)
+
+
+def pick_best(points: Sequence[LayerPoint], *, saves_host: bool) -> LayerPoints:
+    """Return `points`, and which of them may be best where.
+
+    Args:
+        points: Of one kind of layer. The first keeps all, and is among the best everywhere.
+        saves_host: Whether bytes that leave are bytes to save.
+    """
+    inner = [(*_list_costs(one, one.inner, saves_host), round(one.first_wait_s / _ALIKE_WAIT_S)) for one in points]
+    # A last layer that moves something spares the layers before it the wait for the first copy.
+    last = [(*_list_costs(one, one.last, saves_host), not one.configuration.moved_bytes) for one in points]
+    return LayerPoints(
+        every=tuple(points),
+        inner=tuple(points[place] for place in sorted({0, *find_efficient(inner)})),
+        last=tuple(points[place] for place in sorted({0, *find_efficient(last)})),
     )
 
 
-def keep_best_inner(points: Sequence[LayerPoint], *, moves_count: bool) -> list[LayerPoint]:
-    """Return the points that may be best among other layers.
-
-    Args:
-        points: Of one kind of layer.
-        moves_count: Whether there is a host budget, so that bytes that leave are bytes to save.
-    """
-    waits = [round(point.first_wait_s / _ALIKE_WAIT_S) for point in points]
-    costs = [(*_list_costs(point, point.inner, moves_count), wait) for point, wait in zip(points, waits, strict=True)]
-    return _keep_best(points, costs)
-
-
-def keep_best_last(points: Sequence[LayerPoint], *, moves_count: bool) -> list[LayerPoint]:
-    """Return the points that may be best for the last layer of a chunk.
-
-    Args:
-        points: Of one kind of layer.
-        moves_count: As for `keep_best_inner`.
-    """
-    # One that moves something spares the layers before it the wait for the first copy.
-    spares = [not point.configuration.moved_bytes for point in points]
-    costs = [(*_list_costs(point, point.last, moves_count), spare) for point, spare in zip(points, spares, strict=True)]
-    return _keep_best(points, costs)
-
-
-def _list_costs(point: LayerPoint, place: Place, moves_count: bool) -> tuple[float, ...]:  # noqa: FBT001 - as it came
-    moved_bytes = point.configuration.moved_bytes if moves_count else 0
+def _list_costs(point: LayerPoint, place: Place, saves_host: bool) -> tuple[float, ...]:  # noqa: FBT001 - passed on
+    moved_bytes = point.configuration.moved_bytes if saves_host else 0
     sizes = (round(size_bytes / _ALIKE_BYTES) for size_bytes in (point.kept_bytes, place.extra_bytes, moved_bytes))
     return (round(place.added_s / _ALIKE_S), *sizes)
-
-
-def _keep_best(points: Sequence[LayerPoint], costs: Sequence[Sequence[float]]) -> list[LayerPoint]:
-    # What keeps all stays whatever it costs, so that a program always has it.
-    return [points[place] for place in sorted({0, *find_efficient(costs)})]
 
 
 def list_candidates(layer: LayerModel, modes: Sequence[Mode]) -> list[Configuration]:

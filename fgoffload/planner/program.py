@@ -24,7 +24,7 @@ import scipy.optimize
 import scipy.sparse
 
 from fgoffload.planner.choices import Configuration
-from fgoffload.planner.frontier import LayerPoint, Place, keep_best_inner, keep_best_last
+from fgoffload.planner.frontier import LayerPoint, LayerPoints, Place
 from fgoffload.planner.layer_model import Segment
 from fgoffload.planner.moments import Moment, count_backwards, list_largest, list_moments
 from fgoffload.planner.rank_model import ChunkModel, NumberedLayer, RankModel
@@ -38,8 +38,8 @@ _SCALE_S = 1e-3
 DEFAULT_GAP = 1e-3
 """Of the step: how far from its best HiGHS may stop. Predictions are further off, and it saves most of its time."""
 
-_EXTRA_STEP_BYTES = 256 * MIB
-_WAIT_STEP_S = 2e-3
+_EXTRA_STEP_BYTES = 512 * MIB
+_WAIT_STEP_S = 4e-3
 """Whether any layer has so much beside what is kept, or makes compute wait so long, is a decision of the program: it has one
 for each of these steps, and they are what makes it slow."""
 
@@ -73,7 +73,7 @@ class ProgramResult:
 
 def solve_program(
     rank: RankModel,
-    points: Mapping[str, Sequence[LayerPoint]],
+    points: Mapping[str, LayerPoints],
     *,
     budget_bytes: int | None,
     gap: float = DEFAULT_GAP,
@@ -123,7 +123,7 @@ class _Chunk:
 class _Program:
     """The variables, rows and costs of one rank, while they are put together."""
 
-    def __init__(self, rank: RankModel, points: Mapping[str, Sequence[LayerPoint]]) -> None:
+    def __init__(self, rank: RankModel, points: Mapping[str, LayerPoints]) -> None:
         self._rank = rank
         self._points = points
         self._lower: list[float] = []
@@ -148,13 +148,14 @@ class _Program:
             return found
         microbatches = count_backwards(self._rank.passes, chunk=number)
         last = chunk.layers[-1].model
-        moves_count = self._rank.host_budget_bytes is not None
-        points = keep_best_last(self._points[last.kind], moves_count=moves_count)
-        found.last = [(point, self._add_point(found, point, point.last, 1, microbatches)) for point in points]
+        found.last = [
+            (point, self._add_point(found, point, point.last, 1, microbatches)) for point in self._points[last.kind].last
+        ]
         self._require(_Row(dict.fromkeys([variable for _, variable in found.last], 1.0)), 1, 1)
         for kind, layers in _count_kinds(chunk.layers[:-1]).items():
-            points = keep_best_inner(self._points[kind], moves_count=moves_count)
-            found.inner[kind] = [(point, self._add_point(found, point, point.inner, layers, microbatches)) for point in points]
+            found.inner[kind] = [
+                (point, self._add_point(found, point, point.inner, layers, microbatches)) for point in self._points[kind].inner
+            ]
             self._require(_Row(dict.fromkeys([variable for _, variable in found.inner[kind]], 1.0)), layers, layers)
         self._add_first_copy(found, len(chunk.layers) - 1, microbatches)
         self._add_extra(found, len(chunk.layers) - 1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.choices import Mode, list_modes
-from fgoffload.planner.frontier import LayerPoint, measure_layer
+from fgoffload.planner.frontier import LayerPoints, measure_layer
 from fgoffload.planner.layer_model import LayerModel
 from fgoffload.planner.moments import shorten
 from fgoffload.planner.placement import LayerSlot, State, list_slots, make_plan
@@ -42,7 +42,7 @@ class RankSearches:
         self._results: dict[object, StepResult] = {}
         self._least: tuple[State, ...] | None = None
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
-        self._points: dict[object, tuple[LayerPoint, ...]] = {}
+        self._points: dict[object, LayerPoints] = {}
         searches: dict[RankModel, RankSearch] = {}
         for rank in self.ranks:
             short = shorten(rank)
@@ -87,6 +87,7 @@ class RankSearches:
             budget_bytes: Of each device.
             starts: Of all ranks, from a smaller budget. The result is never slower.
         """
+        self._founds = {}
         if math.prod(search.plans for search in self.of_ranks) <= self._limits.exhaustive_plans:
             return self._try_all(budget_bytes)
         states = self._correct(self._find_apart(budget_bytes, starts), budget_bytes)
@@ -115,7 +116,7 @@ class RankSearches:
             return None, None
         return max(bound for bound, _ in bounds), max(max(gap for _, gap in bounds), 0.0)
 
-    def _measure_layers(self, rank: RankModel) -> dict[str, tuple[LayerPoint, ...]]:
+    def _measure_layers(self, rank: RankModel) -> dict[str, LayerPoints]:
         """Return what each kind of layer of `rank` costs; ranks with the same link and rules share what was measured."""
         models = {layer.model.kind: layer.model for chunk in rank.chunks for layer in chunk.layers}
         rules = (rank.link, rank.policy, rank.min_offloaded_bytes, rank.host_budget_bytes is None)

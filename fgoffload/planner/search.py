@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.choices import Mode, count_configurations, list_configurations
-from fgoffload.planner.frontier import LayerPoint
+from fgoffload.planner.frontier import LayerPoints
 from fgoffload.planner.moments import count_backwards, list_moments
 from fgoffload.planner.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
 from fgoffload.planner.placement import (
@@ -62,7 +62,7 @@ class SearchLimits:
     simulations: int = 400
     """Simulations that may be spent on bettering what programs say, over all ranks. When they are used up, the best plan so far
     is taken: the same one on every machine."""
-    layer_passes: int = 16_000
+    layer_passes: int = 12_000
     """The same limit for large models: forwards and backwards of single layers in those simulations. Each takes some 25 us."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""
@@ -116,7 +116,7 @@ class RankSearch:
         rank: RankModel,
         modes: Mapping[str, Sequence[Mode]],
         *,
-        points: Callable[[], Mapping[str, Sequence[LayerPoint]]],
+        points: Callable[[], Mapping[str, LayerPoints]],
         judge: Judge,
         limits: SearchLimits,
         deadline_s: float = math.inf,
@@ -264,7 +264,7 @@ class RankSearch:
         """
         above_bytes = self.judge(state).peak_bytes - budget_bytes
         prices = self._make_prices(state)
-        ways = {kind: [point.configuration for point in points] for kind, points in self._points().items()}
+        ways = {kind: [point.configuration for point in points.every] for kind, points in self._points().items()}
         changes = list_changes(state, self.slots, ways, prices)
         yield from self._order([(change,) for change in changes], above_bytes, doubt)
         yield from list_swaps(state, self.slots, prices)

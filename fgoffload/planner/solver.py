@@ -74,25 +74,7 @@ def solve(
     """
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
     searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=time.monotonic() + time_limit_s)
-    _check_static(ranks, budget_bytes, searches)
-    states = searches.find_states(budget_bytes, starts=() if start is None else start.states)
-    if searches.simulate_together(states).peak_bytes > budget_bytes:
-        least = searches.find_least_states()
-        if searches.simulate_together(least).peak_bytes > budget_bytes:
-            raise _make_error(searches.simulate_together(least), budget_bytes)
-        states = searches.find_states(budget_bytes, starts=least)
-    result = searches.simulate_together(states)
-    bound_s, gap = searches.find_bound()
-    return Solution(
-        plan=searches.make_plan(states),
-        result=result,
-        budget_bytes=budget_bytes,
-        decisions=_explain(searches, states, result, budget_bytes),
-        bound_s=bound_s,
-        gap=gap,
-        simulations=searches.simulations,
-        states=states,
-    )
+    return _solve(searches, budget_bytes, () if start is None else start.states)
 
 
 def sweep(
@@ -109,24 +91,22 @@ def sweep(
         ranks: The pipeline, by number.
         budgets_bytes: Device bytes of each rank. `find_least_budget` says where to begin.
         host_budget_bytes: As in `solve`.
-        time_limit_s: For each budget.
+        time_limit_s: For each budget, on average.
         limits: For each budget.
 
     Raises:
         ConfigError: As `solve`.
         PlanError: As `solve`, for the smallest budget that no plan was found for.
     """
+    ordered = sorted(set(budgets_bytes))
+    ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
+    deadline_s = time.monotonic() + time_limit_s * len(ordered)
+    searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=deadline_s)
     found: dict[int, Solution] = {}
-    last: Solution | None = None
-    for budget_bytes in sorted(set(budgets_bytes)):
-        last = found[budget_bytes] = solve(
-            ranks,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            time_limit_s=time_limit_s,
-            limits=limits,
-            start=last,
-        )
+    states: tuple[State, ...] = ()
+    for budget_bytes in ordered:
+        found[budget_bytes] = _solve(searches, budget_bytes, states)
+        states = found[budget_bytes].states
     return [found[budget_bytes] for budget_bytes in budgets_bytes]
 
 
@@ -147,6 +127,30 @@ def find_least_budget(
     return searches.simulate_together(searches.find_least_states()).peak_bytes
 
 
+def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -> Solution:
+    """Return the solution for one budget, not slower than `starts`, which are states of all ranks or none."""
+    before = searches.simulations
+    _check_static(searches, budget_bytes)
+    states = searches.find_states(budget_bytes, starts=starts)
+    if searches.simulate_together(states).peak_bytes > budget_bytes:
+        least = searches.find_least_states()
+        if searches.simulate_together(least).peak_bytes > budget_bytes:
+            raise _make_error(searches.simulate_together(least), budget_bytes)
+        states = searches.find_states(budget_bytes, starts=least)
+    result = searches.simulate_together(states)
+    bound_s, gap = searches.find_bound()
+    return Solution(
+        plan=searches.make_plan(states),
+        result=result,
+        budget_bytes=budget_bytes,
+        decisions=_explain(searches, states, result, budget_bytes),
+        bound_s=bound_s,
+        gap=gap,
+        simulations=searches.simulations - before,
+        states=states,
+    )
+
+
 def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> tuple[RankModel, ...]:
     if not ranks:
         raise ConfigError("ranks is empty. Give at least one.")
@@ -158,9 +162,9 @@ def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: i
     return tuple(dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks)
 
 
-def _check_static(ranks: Sequence[RankModel], budget_bytes: int, searches: RankSearches) -> None:
+def _check_static(searches: RankSearches, budget_bytes: int) -> None:
     """Refuse a budget that weights, gradients and the optimizer alone exceed: no plan touches those."""
-    worst = max(ranks, key=lambda rank: rank.static_bytes)
+    worst = max(searches.ranks, key=lambda rank: rank.static_bytes)
     if worst.static_bytes >= budget_bytes:
         least_bytes = searches.simulate_together(searches.find_least_states()).peak_bytes
         raise PlanError(

@@ -6,7 +6,7 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, TransferPolicy
 from fgoffload.planner.choices import list_configurations, list_modes
-from fgoffload.planner.frontier import keep_best_inner, keep_best_last, list_candidates, measure_layer
+from fgoffload.planner.frontier import list_candidates, measure_layer, pick_best
 from fgoffload.planner.rank_model import LinkModel
 from fgoffload.units import GIB, MIB
 
@@ -16,7 +16,7 @@ def measure(layer, **options):
     link = LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0)
     rank = make_toy_rank(layers=[[layer]], link=link, policy=TransferPolicy(window_bytes=100, prefetch_bytes=100), **options)
     points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=rank.min_offloaded_bytes))
-    return {tuple(f"{tag} {action.value}" for tag, action in point.configuration.actions): point for point in points}
+    return {tuple(f"{tag} {action.value}" for tag, action in point.configuration.actions): point for point in points.every}
 
 
 def test_the_first_copy_back_is_waited_for_and_the_next_ones_hide():
@@ -68,11 +68,10 @@ def test_a_large_layer_has_some_hundred_candidates_and_fewer_for_each_place():
     layer = make_layer("moe")
     modes = list_modes(layer, min_offloaded_bytes=2 * MIB)
     points = measure_layer(make_ranks()[0], layer, modes)
-    inner, last = keep_best_inner(points, moves_count=False), keep_best_last(points, moves_count=False)
     assert len(list_candidates(layer, modes)) <= 200
-    assert 10 < len(last) < len(points)
-    assert 10 < len(inner) < len(points)
-    assert inner[0] is last[0] is points[0]
+    assert 10 < len(points.last) < len(points.every)
+    assert 10 < len(points.inner) < len(points.every)
+    assert points.inner[0] is points.last[0] is points.every[0]
 
 
 def test_with_a_host_budget_bytes_that_leave_are_bytes_to_save():
@@ -80,8 +79,8 @@ def test_with_a_host_budget_bytes_that_leave_are_bytes_to_save():
     link = LinkModel(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15, duplex_bytes_per_s=1e15)
     rank = make_toy_rank(layers=[[layer]], link=link, policy=TransferPolicy(window_bytes=9 * GIB, prefetch_bytes=9 * GIB))
     points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=1))
-    free = {one.configuration.actions for one in keep_best_last(points, moves_count=False)}
-    counted = {one.configuration.actions for one in keep_best_last(points, moves_count=True)}
+    free = {one.configuration.actions for one in pick_best(points.every, saves_host=False).last}
+    counted = {one.configuration.actions for one in pick_best(points.every, saves_host=True).last}
     # The link is infinitely fast. What keeps more and moves less has a use where the host is full, and none where it is not.
     assert free < counted
     assert any(Action.RECOMPUTE in dict(actions).values() for actions in counted - free)

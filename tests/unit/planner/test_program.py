@@ -8,7 +8,7 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action
 from fgoffload.planner.choices import Choice, Configuration, Mode
-from fgoffload.planner.frontier import LayerPoint, Place, find_efficient
+from fgoffload.planner.frontier import LayerPoint, Place, find_efficient, pick_best
 from fgoffload.planner.moments import list_moments
 from fgoffload.planner.program import solve_program
 from fgoffload.planner.schedule import PassKind, Pipeline
@@ -40,6 +40,11 @@ def make_rank(*, scale=GIB, layers=3, **options):
     return make_toy_rank(layers=[[layer] * layers], pipeline=Pipeline(stages=2, microbatches=3), **options)
 
 
+def pick(points):
+    """Return `points` as a program takes them."""
+    return {kind: pick_best(of_kind, saves_host=True) for kind, of_kind in points.items()}
+
+
 def read(result):
     """Return the GiB that the layers keep less than all, the inner ones first and then the last one."""
     chunk = result.chunks[0]
@@ -55,7 +60,7 @@ def list_freed(result):
 
 def test_what_fits_is_kept():
     points = {"toy": [make_point(kept_bytes=21), make_point(kept_bytes=5, inner_s=1.0, last_s=1.0)]}
-    result = solve_program(make_rank(), points, budget_bytes=2 * 3 * 21 * GIB)
+    result = solve_program(make_rank(), pick(points), budget_bytes=2 * 3 * 21 * GIB)
     assert read(result) == ([0, 0], 0)
     assert (result.added_s, result.peak_bytes) == (0.0, 126 * GIB)
 
@@ -63,7 +68,7 @@ def test_what_fits_is_kept():
 def test_a_little_less_costs_the_layer_that_is_cheapest():
     # An inner layer adds 1 s for each of 3 microbatches, the last one 2 s.
     points = {"toy": [make_point(kept_bytes=21), make_point(kept_bytes=20, inner_s=1.0, last_s=2.0)]}
-    result = solve_program(make_rank(), points, budget_bytes=2 * 3 * 21 * GIB - MIB, gap=0.0)
+    result = solve_program(make_rank(), pick(points), budget_bytes=2 * 3 * 21 * GIB - MIB, gap=0.0)
     assert read(result) == ([-1, 0], 0)
     assert result.added_s == pytest.approx(3.0)
     assert result.bound_s == pytest.approx(3.0)
@@ -71,8 +76,8 @@ def test_a_little_less_costs_the_layer_that_is_cheapest():
 
 def test_nothing_fits_below_what_the_cheapest_ways_keep():
     points = {"toy": [make_point(kept_bytes=21), make_point(kept_bytes=20, inner_s=1.0, last_s=2.0)]}
-    assert solve_program(make_rank(), points, budget_bytes=2 * 3 * 20 * GIB - MIB) is None
-    least = solve_program(make_rank(), points, budget_bytes=None)
+    assert solve_program(make_rank(), pick(points), budget_bytes=2 * 3 * 20 * GIB - MIB) is None
+    least = solve_program(make_rank(), pick(points), budget_bytes=None)
     assert (read(least), least.peak_bytes) == (([-1, -1], -1), 120 * GIB)
 
 
@@ -86,9 +91,9 @@ def test_a_host_budget_is_for_all_microbatches_in_flight():
         ]
     }
     rank = make_rank(host_budget_bytes=10 * GIB)
-    result = solve_program(rank, points, budget_bytes=2 * (3 * 21 - 5) * GIB, gap=0.0)
+    result = solve_program(rank, pick(points), budget_bytes=2 * (3 * 21 - 5) * GIB, gap=0.0)
     assert (list_freed(result), result.added_s) == ([-5, 0, 0], pytest.approx(0.0, abs=1e-9))
-    result = solve_program(rank, points, budget_bytes=2 * (3 * 21 - 6) * GIB, gap=0.0)
+    result = solve_program(rank, pick(points), budget_bytes=2 * (3 * 21 - 6) * GIB, gap=0.0)
     assert (list_freed(result), result.added_s) == ([-11, 0, 0], pytest.approx(27.0))
 
 
@@ -98,9 +103,9 @@ def test_the_first_copy_back_is_waited_for_where_the_last_layer_moves_nothing():
     points = {"toy": [make_point(kept_bytes=21), make_point(kept_bytes=11, moved_bytes=10, inner_s=0.0, last_s=2.0)]}
     last = make_point(kept_bytes=20, moved_bytes=1, inner_s=9.0, last_s=1.0)
     budget_bytes = 2 * (21 + 11 + 11) * GIB
-    assert solve_program(make_rank(), points, budget_bytes=budget_bytes, gap=0.0).added_s == pytest.approx(3 * 2.0)
+    assert solve_program(make_rank(), pick(points), budget_bytes=budget_bytes, gap=0.0).added_s == pytest.approx(3 * 2.0)
     points["toy"].append(last)
-    result = solve_program(make_rank(), points, budget_bytes=budget_bytes, gap=0.0)
+    result = solve_program(make_rank(), pick(points), budget_bytes=budget_bytes, gap=0.0)
     assert (read(result), result.added_s) == (([-10, -10], -1), pytest.approx(3 * 1.0))
 
 
@@ -114,11 +119,11 @@ def test_what_is_back_from_recompute_counts_once_and_less_what_the_last_layer_ha
         ]
     }
     rank = make_rank()
-    peak_units = {budget: solve_program(rank, points, budget_bytes=budget * GIB, gap=0.0) for budget in (106, 90, 70)}
+    peak_units = {budget: solve_program(rank, pick(points), budget_bytes=budget * GIB, gap=0.0) for budget in (106, 90, 70)}
     # One or two inner layers: 126 - 20 and 126 - 40, and 4 beside that are hidden by the 21.
     assert [round(result.peak_bytes / GIB) for result in peak_units.values()] == [106, 86, 70]
     assert read(peak_units[70]) == ([-10, -10], -10)
-    assert solve_program(rank, points, budget_bytes=69 * GIB) is None
+    assert solve_program(rank, pick(points), budget_bytes=69 * GIB) is None
 
 
 def brute_force(rank, points, budget_bytes):
@@ -161,17 +166,17 @@ def test_it_finds_the_best_of_all_counts(seed):
                 kept_bytes=draw.randint(2, 20),
                 moved_bytes=moved,
                 inner_s=inner_s,
-                # In steps of 2 ms, to which the program rounds waits.
-                last_s=inner_s + 0.002 * draw.randint(0, 5),
+                # In steps of 4 ms, to which the program rounds waits.
+                last_s=inner_s + 0.004 * draw.randint(0, 5),
                 inner_extra=draw.randint(0, 30),
                 last_extra=draw.randint(0, 10),
             )
         )
     rank = make_rank(static_bytes=5 * GIB)
-    least = solve_program(rank, {"toy": points}, budget_bytes=None).peak_bytes
+    least = solve_program(rank, pick({"toy": points}), budget_bytes=None).peak_bytes
     for part in (0.0, 0.3, 0.7):
         budget_bytes = round(least + part * (131 * GIB - least)) + 1
-        result = solve_program(rank, {"toy": points}, budget_bytes=budget_bytes, gap=0.0)
+        result = solve_program(rank, pick({"toy": points}), budget_bytes=budget_bytes, gap=0.0)
         assert result.added_s == pytest.approx(brute_force(rank, points, budget_bytes), abs=2e-6)
         assert result.peak_bytes <= budget_bytes + 1000
 
