@@ -36,11 +36,10 @@ def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
         PlanError: A layer cannot do what the plan says of it.
     """
     chunks = [(chunk, _resolve_chunk(rank, number, actions)) for number, chunk in enumerate(rank.chunks)]
-    # Nothing is on the copy engine where nothing leaves: then nobody waits behind it, and more stretches are one step.
+    # Where nothing leaves nobody waits behind copies or looks for them, and more stretches are one step.
     has_copies = any(layer.leaving for _, resolved in chunks for layer in resolved)
-    waits = frozenset((HostWait.HOLD, HostWait.COPY)) if has_copies else frozenset()
     return tuple(
-        _compile_chunk(chunk, [_Layer(*pair, waits) for pair in zip(chunk.layers, resolved, strict=True)])
+        _compile_chunk(chunk, [_Layer(*pair, has_copies=has_copies) for pair in zip(chunk.layers, resolved, strict=True)])
         for chunk, resolved in chunks
     )
 
@@ -143,14 +142,14 @@ class _Layer:
     Args:
         numbered: The layer.
         resolved: What the plan makes of it.
-        waits: The host's waits that are behind copies.
+        has_copies: Whether anything leaves on the rank.
     """
 
-    def __init__(self, numbered: NumberedLayer, resolved: ResolvedLayer, waits: frozenset[HostWait]) -> None:
+    def __init__(self, numbered: NumberedLayer, resolved: ResolvedLayer, *, has_copies: bool) -> None:
         self.resolved = resolved
         self._segments = numbered.model.segments
         self._name = f"layers.{numbered.number}"
-        self._waits = waits
+        self._has_copies = has_copies
         self._base = 0
         """The groups of the chunk before those of this layer."""
         self._parcels: list[tuple[LeavingTensor, int]] = []
@@ -186,7 +185,9 @@ class _Layer:
         """Add the forward of the layer."""
         saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.resolved.kept, *self.resolved.leaving)
         groups = sorted(enumerate(self.resolved.groups, start=self._base), key=lambda pair: pair[1].submitted_as)
-        starts = {0, *(group.starts_at for _, group in groups)} if groups else ()
+        starts = {group.starts_at for _, group in groups}
+        if self._has_copies and not self._runs_again_as_a_whole:
+            steps.add(PollStep())
         for place, segment in enumerate(self._segments):
             if place in starts:
                 steps.add(OpenStep())
@@ -233,7 +234,7 @@ class _Layer:
             steps.compute(Part(label, segment.forward_s + extra_s, segment.forward_extra_bytes, net_bytes))
 
     def _wait_for_host(self, steps: _Steps, segment: Segment) -> None:
-        if segment.host_wait in self._waits:
+        if self._has_copies and segment.host_wait in (HostWait.HOLD, HostWait.COPY):
             steps.add(HostWaitStep())
 
     def _take(self, steps: _Steps, place: int, unit: str | None) -> None:

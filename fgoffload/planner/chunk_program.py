@@ -44,7 +44,7 @@ class HostWaitStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenStep:
-    """Forward reaches a layer of which something leaves, or a site of it: the engine looks if something was left behind."""
+    """Forward reaches a site of which something leaves: the engine looks if something was left behind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class FreeStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PollStep:
-    """The engine looks for copies that are done: backward has passed the mark before the first group of the chunk."""
+    """The engine looks for copies that are done: forward comes to a layer, or backward has left the first group's site."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

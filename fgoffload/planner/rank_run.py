@@ -1,10 +1,10 @@
 """One rank over a step: its compute, its copies and its memory, pass by pass.
 
 [Note: Where the engine looks]
-The engine lets go of what copies no longer need where it looks for them, and it looks where a group is submitted, where
-backward comes to a group, and where it has passed a layer of which nothing left: device memory is freed there, and not when a
-copy is done (`OffloadEngine.poll` of fgoffload/engine/engine.py). Here the host is as far as compute is; one that has run ahead
-sees fewer copies done. `tests/unit/planner/test_simulator_engine.py` runs the engine beside this.
+The engine lets go of what copies no longer need where it looks for them: where forward comes to a layer, where a group is
+submitted, where backward comes to a group, and where it has passed a layer of which nothing left. Device memory is freed there,
+and not when a copy is done (`OffloadEngine.poll`). Here the host is as far as compute is; one that has run ahead sees fewer
+copies done. `tests/unit/planner/test_simulator_engine.py` runs the engine beside this.
 """
 
 import collections
@@ -81,7 +81,7 @@ class RankRun:
             LetGoStep: self._let_go,
             FreeStep: self._free,
             PassedStep: self._pass_layer,
-            PollStep: self._leave_chunk,
+            PollStep: self._look,
         }
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
@@ -141,7 +141,8 @@ class RankRun:
         if self._recorder is not None:
             self._record_parts(step, self._recorder)
             return
-        self._see_peak(self._device_bytes + step.rise_bytes, step.peak_label)
+        if self._device_bytes + step.rise_bytes > self._peak_bytes:
+            self._see_peak(self._device_bytes + step.rise_bytes, step.peak_label)
         start_s = self.clock_s
         self.clock_s = self._link.run_compute(start_s, step.seconds)
         self._tallies.compute_s += self.clock_s - start_s
@@ -256,6 +257,8 @@ class RankRun:
 
     def _poll(self) -> None:
         """Let go of what copies that are done no longer need. See [Note: Where the engine looks]."""
+        if not self._in_flight:
+            return
         self._link.advance(self.clock_s)
         self._collect(None)
         while self._in_flight and self._in_flight[0].copy.end_s <= self.clock_s:
@@ -321,7 +324,7 @@ class RankRun:
         self._poll()
         self._prefetch(lane)
 
-    def _leave_chunk(self, _: PollStep, __: LaneRun) -> None:
+    def _look(self, _: PollStep, __: LaneRun) -> None:
         self._poll()
 
     def _prefetch(self, lane: LaneRun) -> None:

@@ -134,6 +134,7 @@ class Training:
         lane = Lane(chunk=0, microbatch=one.microbatch)
         x = torch.ones(1, requires_grad=True) * 2
         for number, layer in enumerate(self._layers):
+            self._engine.poll()
             if self._chosen[number]:
                 with self._engine.watch(lane):
                     x = self._run_layer(lane, number, layer, x)
