@@ -53,7 +53,7 @@ HEADINGS = (
     "over nothing",
     "simulated",
     "peak",
-    "simulated",
+    "simulated peak",
     "reserved",
     "host",
     "to host a step",
