@@ -34,7 +34,7 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budge
 
     figure = Figure(figsize=(8.5, 4), layout="constrained")
     axes = figure.subplots()
-    number = next(reversed(results.values())).worst_rank.rank
+    number = list(results.values())[-1].worst_rank.rank
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
         rank = result.ranks[number]
         samples = () if rank.timeline is None else rank.timeline.memory

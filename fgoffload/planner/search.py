@@ -14,6 +14,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.choices import Mode, count_configurations, list_configurations
 from fgoffload.planner.frontier import LayerPoints
+from fgoffload.planner.ladders import count_rungs, find_lowest, list_ladders
 from fgoffload.planner.moments import count_backwards, list_moments
 from fgoffload.planner.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
 from fgoffload.planner.placement import (
@@ -64,6 +65,8 @@ class SearchLimits:
     is taken: the same one on every machine."""
     layer_passes: int = 12_000
     """The same limit for large models: forwards and backwards of single layers in those simulations. Each takes some 25 us."""
+    ladder_passes: int = 6_000
+    """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, on each rank."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""
     gap: float = 1e-3
@@ -75,7 +78,13 @@ class SearchLimits:
         Raises:
             ConfigError: With the field, the value and the fix.
         """
-        for name, least in (("exhaustive_plans", 0), ("simulations", 0), ("layer_passes", 0), ("programs", 1)):
+        for name, least in (
+            ("exhaustive_plans", 0),
+            ("simulations", 0),
+            ("layer_passes", 0),
+            ("ladder_passes", 0),
+            ("programs", 1),
+        ):
             limit = getattr(self, name)
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < least:
                 raise ConfigError(f"{name} {limit!r} is no whole number from {least}. Give one.")
@@ -173,6 +182,8 @@ class RankSearch:
             return self._make_found(kept)
         states = [kept, *starts]
         program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
+        if budget_bytes:
+            states += self._climb_ladders(budget_bytes)
         best = self._repair(states, budget_bytes) if budget_bytes else self._pick(states, budget_bytes)
         if self.judge(best).peak_bytes > budget_bytes:
             best = self._pick([best, free_most(self.slots, self.modes)], budget_bytes)
@@ -229,6 +240,17 @@ class RankSearch:
             asked_bytes = min(budget_bytes - off_bytes, asked_bytes - above_bytes)
         return last, off_bytes
 
+    def _climb_ladders(self, budget_bytes: int) -> Iterator[State]:
+        """Yield the lowest rung that fits of each plan by rule of thumb, while there are simulations for them."""
+        most = self.simulations + self._limits.ladder_passes // max(self.layer_passes, 1)
+        rungs = count_rungs(self.slots)
+        for ladder in list_ladders(self.slots, self.modes):
+            if self.simulations >= most or time.monotonic() > self._deadline_s:
+                return
+            state = find_lowest(ladder, rungs, lambda state: self.judge(state).peak_bytes <= budget_bytes)
+            if state is not None:
+                yield state
+
     def _repair(self, states: Sequence[State], budget_bytes: int) -> State:
         """Return what moves make of the fastest state that is a little above the budget, where that is worth it."""
         best = self._pick(states, budget_bytes)
@@ -238,7 +260,7 @@ class RankSearch:
         is_faster = self.judge(fastest).step_s < self.judge(best).step_s * (1 - self._limits.gap)
         if self.judge(fastest).peak_bytes <= budget_bytes or not (is_faster or self.judge(best).peak_bytes > budget_bytes):
             return best
-        return self.improve(fastest, budget_bytes, simulations=_REPAIRS)
+        return self._pick([best, self.improve(fastest, budget_bytes, simulations=_REPAIRS)], budget_bytes)
 
     def _solve(self, budget_bytes: int) -> ProgramResult | None:
         left_s = self._deadline_s - time.monotonic()
