@@ -88,6 +88,11 @@ class LinkQueue:
         queue = (self._d2h if direction is Direction.D2H else self._h2d).queue
         return queue[-1] if queue else None
 
+    def count_left_bytes(self, direction: Direction) -> float:
+        """Return the bytes of a direction that are not through yet."""
+        lane = self._d2h if direction is Direction.D2H else self._h2d
+        return lane.bytes_left + sum(copy.size_bytes for copy in list(lane.queue)[1:]) if lane.queue else 0.0
+
     def advance(self, until_s: float) -> None:
         """Let time pass until `until_s`; infinity runs both queues empty."""
         while self.now_s < until_s and (self._d2h.queue or self._h2d.queue):

@@ -32,6 +32,7 @@ from fgoffload.planner.link_queue import Copy, Direction, LinkQueue
 from fgoffload.planner.rank_model import RankModel
 from fgoffload.planner.schedule import Pass, PassKind
 from fgoffload.planner.simulation_result import LaneName, RankResult
+from fgoffload.planner.steady_state import RoundState
 from fgoffload.planner.tallies import Cause, Recorder, Tallies
 
 
@@ -100,6 +101,15 @@ class RankRun:
             self._tallies.recompute_s += program.recompute_s
         return self.clock_s
 
+    def get_state(self) -> RoundState:
+        """Return how far the rank is, and what is under way."""
+        self._link.advance(self.clock_s)
+        left = (self._link.count_left_bytes(direction) for direction in Direction)
+        return RoundState(
+            totals=self._get_totals(self.clock_s),
+            left_behind=(self._device_bytes, self._host_bytes, self._in_flight_bytes, *left),
+        )
+
     def finish(self) -> RankResult:
         """Let the copies under way end, and return what the step came to."""
         end_s = self.clock_s
@@ -108,11 +118,14 @@ class RankRun:
         while self._in_flight:
             self._release_oldest()
         self._note_memory(max(end_s, self._link.now_s))
+        return self._get_totals(end_s + self._rank.step_end_s)
+
+    def _get_totals(self, step_s: float) -> RankResult:
         tags = self._tallies.list_tags()
         pass_, label = self._peak_at
         return RankResult(
             rank=self._rank.rank,
-            step_s=end_s + self._rank.step_end_s,
+            step_s=step_s,
             peak_bytes=self._peak_bytes,
             peak_at=label if pass_ is None else f"{pass_} {label}",
             static_bytes=self._rank.static_bytes,
