@@ -212,12 +212,14 @@ def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:
 
 
 def _list_parts(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str]) -> list[list[str]]:
-    """Return `sites` in groups: two are in one where they look at one tensor, or a rule names both."""
+    """Return `sites` in groups: two are in one where they look at one tensor, or a unit covers the other.
+
+    Tags that need each other save one storage, so that they are in one anyway.
+    """
     units = [unit for unit in layer.units if unit.name in base or unit.name in sites]
     dropped = {name for unit in units if unit.name in base for name in unit.drops}
     links = [{unit.name, *_list_covered(unit.name)} for unit in units]
     links += [{unit.name, *tensor.tags} for unit in units for tensor in unit.keeps]
-    links += [{name, *_list_required(name)} for name in sites]
     for tensor in layer.tensors:
         if tensor.name not in dropped:
             links.append({*tensor.tags, *(unit.name for unit in units if tensor.name in unit.drops)})
@@ -249,8 +251,3 @@ def _is_allowed(layer: LayerModel, actions: Mapping[str, Action]) -> bool:
 def _list_covered(unit: str) -> tuple[str, ...]:
     found = find_recompute_unit(unit)
     return () if found is None else tuple(name for name in found.covers if name != unit)
-
-
-def _list_required(name: str) -> tuple[str, ...]:
-    tags = default_tags()
-    return tags.get(name).requires if name in tags else ()

@@ -158,9 +158,11 @@ class RankSearches:
                 break
             changed = list(states)
             for place, above_bytes in above.items():
-                budgets[place] -= above_bytes
-                found = self.of_ranks[place].find_start(max(budgets[place], 0), starts=[states[place]])
-                changed[place] = found.state
+                budgets[place] = max(budgets[place] - above_bytes, 1)
+                search = self.of_ranks[place]
+                found = search.find_start(budgets[place], starts=[states[place]])
+                most = min(self._limits.simulations, self._limits.layer_passes // max(search.layer_passes, 1)) // len(above)
+                changed[place] = search.improve_found(found, budgets[place], simulations=most).state
             if tuple(changed) == states:
                 break
             states = tuple(changed)

@@ -7,10 +7,14 @@ import pytest
 from support.deepseek_ranks import make_ranks
 from support.toy_ranks import draw_rank, make_toy_layer, make_toy_rank
 
-from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
+from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site, TransferPolicy
+from fgoffload.planner import rank_searches
 from fgoffload.planner.megatron_flags import baselines
+from fgoffload.planner.rank_model import LinkModel
+from fgoffload.planner.rank_searches import RankSearches
 from fgoffload.planner.schedule import Pipeline
 from fgoffload.planner.search import SearchLimits
+from fgoffload.planner.simulation_result import StepResult
 from fgoffload.planner.simulator import simulate
 from fgoffload.planner.solver import find_least_budget, solve, sweep
 from fgoffload.units import GIB
@@ -83,6 +87,45 @@ def test_programs_and_moves_alone_come_to_the_best_of_all(seed):
         solution = solve([rank], budget_bytes=budget_bytes, limits=NO_TRYING)
         assert solution.result.peak_bytes <= budget_bytes
         assert solution.result.step_s <= find_fastest(results, budget_bytes) * (1 + 0.011)
+
+
+def test_of_plans_that_are_equally_fast_it_takes_the_one_that_moves_least():
+    # Copies take no time, so that many plans are as fast as to keep all.
+    link = LinkModel(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12, duplex_bytes_per_s=1e12)
+    rank = make_toy_rank(link=link, policy=TransferPolicy(window_bytes=100, prefetch_bytes=100))
+    results = [simulate([rank], plan) for plan in list_plans(rank)]
+    budget_bytes = results[0].peak_bytes - 5
+    fitting = [result for result in results if result.peak_bytes <= budget_bytes]
+    fastest = min(result.step_s for result in fitting)
+    least = min(result.ranks[0].d2h_bytes for result in fitting if result.step_s < fastest + 1e-8)
+    for limits in (SearchLimits(), NO_TRYING):
+        solution = solve([rank], budget_bytes=budget_bytes, limits=limits)
+        assert solution.result.ranks[0].d2h_bytes == least
+
+
+def test_a_rank_that_needs_more_beside_its_neighbours_gets_a_smaller_budget(monkeypatch):
+    rank = draw_rank(3)
+    budget_bytes = find_least_budget([rank]) + 20
+    alone = solve([rank], budget_bytes=budget_bytes - 4, limits=NO_TRYING)
+
+    def simulate_with_more(ranks, plan):
+        results = simulate(ranks, plan).ranks
+        return StepResult(ranks=tuple(dataclasses.replace(one, peak_bytes=one.peak_bytes + 4) for one in results))
+
+    monkeypatch.setattr(rank_searches, "simulate", simulate_with_more)
+    beside = solve([rank], budget_bytes=budget_bytes, limits=NO_TRYING)
+    assert beside.result.peak_bytes <= budget_bytes
+    assert beside.result.step_s <= alone.result.step_s
+
+
+def test_a_start_is_taken_where_the_search_comes_to_nothing_faster(monkeypatch):
+    rank = draw_rank(3)
+    least = find_least_budget([rank])
+    start = solve([rank], budget_bytes=least + 15)
+    slow = solve([rank], budget_bytes=least)
+    assert slow.result.step_s > start.result.step_s
+    monkeypatch.setattr(RankSearches, "_find_apart", lambda *_: slow.states)
+    assert solve([rank], budget_bytes=least + 20, limits=NO_TRYING, start=start).result == start.result
 
 
 def test_two_ranks_together_are_tried_together():
