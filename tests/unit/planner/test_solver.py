@@ -134,15 +134,18 @@ def test_two_ranks_together_are_tried_together():
     small = dataclasses.replace(layer, tensors=layer.tensors[:2], units=())
     ranks = [make_toy_rank(layers=[[small] * 2], pipeline=pipeline, rank=rank, first_number=2 * rank) for rank in (0, 1)]
     choices = [{}, {"core_attn": Action.OFFLOAD}]
-    best = None
+    results = []
     for chosen in itertools.product(choices, repeat=4):
         plan = OffloadPlan(
             actions={Site(chunk=0, layer=layer, tag=tag): one for layer, rows in enumerate(chosen) for tag, one in rows.items()}
         )
         result = simulate(ranks, plan)
-        if result.peak_bytes <= 30 and (best is None or result.step_s < best):
-            best = result.step_s
-    assert solve(ranks, budget_bytes=30).result.step_s == pytest.approx(best, rel=1e-9)
+        if result.peak_bytes <= 30:
+            results.append((round(result.step_s, 9), sum(rank.d2h_bytes for rank in result.ranks)))
+    # The fastest, and of those that are as fast the one that moves least.
+    found = solve(ranks, budget_bytes=30).result
+    assert len(results) > 1
+    assert (round(found.step_s, 9), sum(rank.d2h_bytes for rank in found.ranks)) == min(results)
 
 
 def test_what_fits_is_kept_as_it_is():
