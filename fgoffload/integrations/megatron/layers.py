@@ -115,9 +115,16 @@ def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
 
 def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_inert():
-            get_offload().pass_layer(get_number(self))
-        return original(self, *args, **kwargs)
+        if is_inert():
+            return original(self, *args, **kwargs)
+        offload = get_offload()
+        offload.pass_layer(get_number(self))
+        with offload.watch_attention() as announce:
+            outputs = original(self, *args, **kwargs)
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        if isinstance(hidden, torch.Tensor):
+            announce(hidden)
+        return outputs
 
     return forward
 
@@ -223,7 +230,8 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
             return original(self, *args, **kwargs)
         lane, hidden = offload.enter_layer(get_number(self)), find_tensor(args, kwargs)
         try:
-            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), offload.watch_layer(lane, hidden):
+            watched = offload.watch_layer(lane, hidden, has_parts=hasattr(self, "_forward_attention"))
+            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), watched:
                 return original(self, *args, **kwargs)
         except BaseException:
             offload.abandon_microbatch()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,25 @@ class LayerSites:
     """What can run again by itself, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
 
 
+class Watched(enum.Enum):
+    """Which ops of a layer are watched, for what they save of storages that leave: see `OffloadEngine.watch`.
+
+    Each tensor that autograd saves inside costs the host a few microseconds both ways, and a layer with experts saves over a
+    hundred: a view of the tokens and a weight for each expert.
+    """
+
+    LAYER = "all of it"
+    ATTENTION = "attention alone"
+    NOTHING = "nothing"  # nobody but the sites themselves saves what leaves
+
+
+_ALONE = frozenset({"mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"})
+"""Tags whose storages no op outside of their sites saves: the residual, the experts' tokens and what they compute."""
+
+_IN_ATTENTION = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"})
+"""Tags whose storages ops of attention save too: the rotary embedding, for one, looks at query, key and value as one."""
+
+
 class MegatronOffload:
     """Fine-grained activation offload, applied to the Megatron-Core of this process.
 
@@ -66,8 +86,8 @@ class MegatronOffload:
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._layers: set[tuple[int, int]] = set()
         """The chunk and number of each layer of this rank."""
-        self._moving: dict[tuple[int, int], bool] = {}
-        """Of layers by chunk and number: whether anything leaves there, as the actions say."""
+        self._watched: dict[tuple[int, int], Watched] = {}
+        """By chunk and number of a layer, as the actions say."""
         self._fused_tags: set[str] = set()
         self._lane: Lane | None = None
         self._chunk = 0
@@ -139,28 +159,47 @@ class MegatronOffload:
             return contextlib.nullcontext()
         return self.measurement.watch_model(model, chunk)
 
-    def watch_layer(self, lane: Lane, hidden: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the forward of the layer that was entered last, whose input is `hidden`."""
+    def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the forward of the layer that was entered last.
+
+        Args:
+            lane: As `enter_layer` returned it.
+            hidden: The input of the layer.
+            has_parts: Whether `watch_attention` is called in it, for the part that may have to be watched alone.
+        """
         if self.measurement is not None and self.measurement.is_recording:
             recorded = self.measurement.find_layer(lane, self._chunk, self._layer, hidden)
             if recorded is not None:
                 return recorded
         # What left of the layers before is let go of here, and not only where the next group ends, perhaps in backward.
         self.engine.poll()
-        if not self._moves_in(self._chunk, self._layer):
-            # Nobody there shares a storage with a group, so it need not be watched, which costs the host for every tensor.
-            self.engine.announce_backward(lane, hidden)
-            return contextlib.nullcontext()
-        return self.engine.watch(lane)
+        watched = self._find_watched(self._chunk, self._layer)
+        if watched is Watched.LAYER or (watched is Watched.ATTENTION and not has_parts):
+            return self.engine.watch(lane)
+        self.engine.announce_backward(lane, hidden)
+        return contextlib.nullcontext()
 
-    def _moves_in(self, chunk: int, layer: int) -> bool:
-        """Return whether anything leaves of a layer, or may: what has not been registered is not known."""
+    @contextlib.contextmanager
+    def watch_attention(self) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Watch the attention of the layer that forward is in, where that has to be, and yield what to call with its output."""
+        lane, watched = self._lane, self._find_watched(self._chunk, self._layer)
+        if lane is None or watched is Watched.LAYER or (self.measurement is not None and self.measurement.is_recording):
+            yield lambda hidden: None
+            return
+        with self.engine.watch(lane) if watched is Watched.ATTENTION else contextlib.nullcontext():
+            # Behind attention nothing is watched, so that backward says by this mark that it has come to it.
+            yield lambda hidden: self.engine.announce_backward(lane, hidden)
+
+    def _find_watched(self, chunk: int, layer: int) -> "Watched":
+        """Return what of a layer has to be watched: all, where it has not been registered and nobody knows."""
         if (chunk, layer) not in self._layers:
-            return True
-        moves = self._moving.get((chunk, layer))
-        if moves is None:
-            moves = self._moving[chunk, layer] = any(self._actions[site].offloads for site in self._list_layer(chunk, layer))
-        return moves
+            return Watched.LAYER
+        found = self._watched.get((chunk, layer))
+        if found is None:
+            tags = {site.tag for site in self._list_layer(chunk, layer) if self._actions[site].offloads}
+            found = Watched.LAYER if tags - _ALONE - _IN_ATTENTION else Watched.ATTENTION if tags - _ALONE else Watched.NOTHING
+            self._watched[chunk, layer] = found
+        return found
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
@@ -211,7 +250,7 @@ class MegatronOffload:
             self._actions.update((site, self._plan.get_action(site)) for site in sites)
         else:
             self._actions.update(OffloadPlan.from_fraction(sites, self.config.activation_offload_fraction).actions)
-        self._moving.clear()
+        self._watched.clear()
         offloaded = sum(self._actions[site].offloads for site in sites)
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
@@ -251,7 +290,7 @@ class MegatronOffload:
             return self.measurement.find_region(site, self._lane)
         if site not in self._actions:
             self._actions[site] = self._get_action_of_unlisted(site)
-            self._moving.clear()
+            self._watched.clear()
         if not self._actions[site].offloads:
             return None
         region = self.engine.find_region(site, self._lane)
@@ -317,7 +356,7 @@ class MegatronOffload:
         planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self._layers}
         sites = [site for site in self._actions if site.tag in self.selected and site.tag != "layer_input"]
         self._actions = dict.fromkeys(sites, Action.KEEP) | planned
-        self._moving.clear()
+        self._watched.clear()
 
     def finish_open_step(self) -> None:
         """Finish the step that is under way, if one is; where Megatron's own flag is on, its schedule has done so already.
@@ -370,7 +409,7 @@ class MegatronOffload:
         kept = choose_kept(moved_bytes, less_bytes=rank * self.config.delta_offload_bytes_across_pp_ranks)
         self._actions.update(dict.fromkeys(moved_bytes, Action.OFFLOAD))
         self._actions.update(dict.fromkeys(kept, Action.KEEP))
-        self._moving.clear()
+        self._watched.clear()
         logger.info(
             "pipeline rank %d offloads %s of a step less: %d of %d sites stay",
             rank,

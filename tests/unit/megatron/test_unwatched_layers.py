@@ -1,10 +1,11 @@
 """Layers of which nothing leaves cost the host nothing, and say that backward is on its way."""
 
 import pytest
-from support.trainings import DENSE, make_config, make_trainer, train, write_plan
+from support.trainings import DENSE, MOE, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action
 from fgoffload.engine import OffloadEngine
+from fgoffload.integrations.megatron.offload import MegatronOffload
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -53,3 +54,34 @@ def test_what_left_is_let_go_of_in_the_layers_behind_it(tmp_path):
         trainer.run_step()
     assert waiting
     assert set(waiting) == {0}
+
+
+@pytest.mark.parametrize(
+    ("tags", "watched_layers", "watched_attentions"),
+    [
+        (("expert_fc1", "moe_act"), 0, 0),
+        (("core_attn", "attn_proj", "expert_fc1"), 0, 2),
+        (("router",), 2, 0),
+    ],
+)
+def test_of_a_layer_only_that_part_is_watched_whose_ops_share_what_leaves(
+    monkeypatch, tags, watched_layers, watched_attentions
+):
+    flags = MOE.replace("--global-batch-size 4", "--global-batch-size 2")
+    before, _ = train(flags, steps=1)
+    watched = list_watched(monkeypatch)
+    entered: list[int] = []
+    original = MegatronOffload.watch_layer
+
+    def count(self, *arguments, **options):
+        so_far = len(watched)
+        context = original(self, *arguments, **options)
+        entered.append(len(watched) - so_far)
+        return context
+
+    monkeypatch.setattr(MegatronOffload, "watch_layer", count)
+    after, moved = train(flags, make_config(*tags), steps=1)
+    assert after == before
+    assert all(moved[tag] > 0 for tag in tags if tag != "attn_proj")
+    assert sum(entered) == watched_layers
+    assert len(watched) - sum(entered) == watched_attentions
