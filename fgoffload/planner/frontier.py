@@ -23,7 +23,6 @@ from fgoffload.planner.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.schedule import Pipeline, list_passes
 from fgoffload.planner.simulation_result import RankResult
 from fgoffload.planner.simulator import simulate_rank
-from fgoffload.units import MIB
 
 _MICROBATCHES = 4
 _PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
@@ -32,10 +31,8 @@ _IN_FLIGHT = 2
 
 _RESOLUTION_PARTS = 64
 """Ways that differ by less than this part of a layer's bytes, and of its forward, are one: moves find the rest."""
-_ALIKE_S = 100e-6
-_ALIKE_BYTES = 16 * MIB
-_ALIKE_WAIT_S = 2e-3
-"""Ways of one microbatch and layer that differ by less are one to a program."""
+_ALIKE_PARTS = 24
+"""Ways of which a program has one are coarser still: twice as many make it twice as slow and its plans no better."""
 _MOST_CANDIDATES = 200
 """Ways of one kind of layer that are simulated; with more, the resolution is halved. Each takes two milliseconds."""
 
@@ -79,6 +76,10 @@ class LayerPoints:
     """Those that may be best among other layers, for some budget."""
     last: tuple[LayerPoint, ...]
     """Those that may be best for the last layer of a chunk."""
+    resolution_s: float
+    """Seconds of a microbatch: ways that differ by less are one to a program."""
+    resolution_bytes: int
+    """Bytes of a microbatch, likewise."""
 
 
 def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> LayerPoints:
@@ -96,30 +97,41 @@ def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> 
         dataclasses.replace(point, inner=_subtract(point.inner, base.inner), last=_subtract(point.last, base.last))
         for point in measured
     ]
-    return pick_best(points, saves_host=rank.host_budget_bytes is not None)
+    return pick_best(layer, points, saves_host=rank.host_budget_bytes is not None)
 
 
-def pick_best(points: Sequence[LayerPoint], *, saves_host: bool) -> LayerPoints:
+def pick_best(layer: LayerModel, points: Sequence[LayerPoint], *, saves_host: bool) -> LayerPoints:
     """Return `points`, and which of them may be best where.
 
     Args:
-        points: Of one kind of layer. The first keeps all, and is among the best everywhere.
+        layer: A kind of layer.
+        points: Its own. The first keeps all, and is among the best everywhere.
         saves_host: Whether bytes that leave are bytes to save.
     """
-    inner = [(*_list_costs(one, one.inner, saves_host), round(one.first_wait_s / _ALIKE_WAIT_S)) for one in points]
-    # A last layer that moves something spares the layers before it the wait for the first copy.
-    last = [(*_list_costs(one, one.last, saves_host), not one.configuration.moved_bytes) for one in points]
+    resolution_s = max(layer.forward_s / _ALIKE_PARTS, 1e-9)
+    resolution_bytes = max(layer.saved_bytes // _ALIKE_PARTS, 1)
+
+    def find(places: Sequence[Place], others: Sequence[float]) -> tuple[LayerPoint, ...]:
+        costs = [
+            (
+                round(place.added_s / resolution_s),
+                round(point.kept_bytes / resolution_bytes),
+                round(place.extra_bytes / resolution_bytes),
+                round(point.configuration.moved_bytes / resolution_bytes) if saves_host else 0,
+                other,
+            )
+            for point, place, other in zip(points, places, others, strict=True)
+        ]
+        return tuple(points[place] for place in sorted({0, *find_efficient(costs)}))
+
     return LayerPoints(
         every=tuple(points),
-        inner=tuple(points[place] for place in sorted({0, *find_efficient(inner)})),
-        last=tuple(points[place] for place in sorted({0, *find_efficient(last)})),
+        inner=find([one.inner for one in points], [round(one.first_wait_s / resolution_s / 4) for one in points]),
+        # A last layer that moves something spares the layers before it the wait for the first copy.
+        last=find([one.last for one in points], [not one.configuration.moved_bytes for one in points]),
+        resolution_s=resolution_s,
+        resolution_bytes=resolution_bytes,
     )
-
-
-def _list_costs(point: LayerPoint, place: Place, saves_host: bool) -> tuple[float, ...]:  # noqa: FBT001 - passed on
-    moved_bytes = point.configuration.moved_bytes if saves_host else 0
-    sizes = (round(size_bytes / _ALIKE_BYTES) for size_bytes in (point.kept_bytes, place.extra_bytes, moved_bytes))
-    return (round(place.added_s / _ALIKE_S), *sizes)
 
 
 def list_candidates(layer: LayerModel, modes: Sequence[Mode]) -> list[Configuration]:

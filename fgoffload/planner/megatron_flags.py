@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.moments import shorten
 from fgoffload.planner.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.simulator import simulate, simulate_rank
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
@@ -294,13 +295,13 @@ class _FlagSearch:
 
 
 def _pick_ranks(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Return, of the ranks that have the same kinds of layers, the one that has the highest peak where all is kept."""
+    """Return, of the ranks that have the same kinds of layers, the one with the highest peak where all is kept, shortened."""
     found: dict[frozenset[str], tuple[int, RankModel]] = {}
     for rank, result in zip(ranks, simulate(ranks, OffloadPlan(actions={})).ranks, strict=True):
         kinds = frozenset(layer.model.kind for chunk in rank.chunks for layer in chunk.layers)
         if kinds not in found or result.peak_bytes > found[kinds][0]:
             found[kinds] = (result.peak_bytes, rank)
-    return [rank for _, rank in found.values()]
+    return [shorten(rank) for _, rank in found.values()]
 
 
 def _add_tag(flags: MegatronFlags, tag: str) -> MegatronFlags:

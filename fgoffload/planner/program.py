@@ -29,7 +29,6 @@ from fgoffload.planner.layer_model import Segment
 from fgoffload.planner.moments import Moment, count_backwards, list_largest, list_moments
 from fgoffload.planner.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.schedule import PassKind
-from fgoffload.units import MIB
 
 _SCALE_BYTES = 1e9
 """Bytes of one unit of the program, which counts milliseconds: HiGHS wants numbers near 1."""
@@ -38,10 +37,11 @@ _SCALE_S = 1e-3
 DEFAULT_GAP = 1e-3
 """Of the step: how far from its best HiGHS may stop. Predictions are further off, and it saves most of its time."""
 
-_EXTRA_STEP_BYTES = 512 * MIB
-_WAIT_STEP_S = 4e-3
-"""Whether any layer has so much beside what is kept, or makes compute wait so long, is a decision of the program: it has one
-for each of these steps, and they are what makes it slow."""
+_EXTRA_STEPS = 8
+_WAIT_STEPS = 16
+"""Whether any layer has so much beside what is kept, or makes compute wait so long, is a decision of the program. It has one for
+each step of so many times the resolution: a third of a layer's bytes, and two thirds of its forward. Finer steps make
+it slower."""
 
 _TIE_S_PER_BYTE = 1e-15
 """Seconds that a byte which is moved counts for: of plans that are equally fast the one that moves less, a microsecond a GB."""
@@ -126,6 +126,8 @@ class _Program:
     def __init__(self, rank: RankModel, points: Mapping[str, LayerPoints]) -> None:
         self._rank = rank
         self._points = points
+        self._resolution_s = max((one.resolution_s for one in points.values()), default=1.0)
+        self._resolution_bytes = max((one.resolution_bytes for one in points.values()), default=1)
         self._lower: list[float] = []
         self._upper: list[float] = []
         self._costs: list[float] = []
@@ -176,7 +178,7 @@ class _Program:
         longest = max((wait for wait, _ in waits), default=0.0)
         moving = _Row(dict.fromkeys([variable for point, variable in chunk.last if point.configuration.moved_bytes], longest))
         waited = self._add(0, math.inf, cost=microbatches)
-        self._add_levels(waits, waited, moving, inner_layers, step=_WAIT_STEP_S / _SCALE_S)
+        self._add_levels(waits, waited, moving, inner_layers, step=_WAIT_STEPS * self._resolution_s / _SCALE_S)
 
     def _add_extra(self, chunk: _Chunk, inner_layers: int) -> None:
         """Let the most bytes beside what is kept be those of the layer that has most."""
@@ -187,7 +189,7 @@ class _Program:
         ]
         # When backward is in the layers before, what the last one kept is gone.
         freed = _Row({variable: point.kept_bytes / _SCALE_BYTES for point, variable in chunk.last})
-        self._add_levels(sizes, chunk.extra, freed, inner_layers, step=_EXTRA_STEP_BYTES / _SCALE_BYTES)
+        self._add_levels(sizes, chunk.extra, freed, inner_layers, step=_EXTRA_STEPS * self._resolution_bytes / _SCALE_BYTES)
 
     def _add_levels(self, amounts: Sequence[tuple[float, int]], most: int, less: _Row, layers: int, *, step: float) -> None:
         """Let the variable `most` be at least the largest amount of those that any layer has, less what `less` comes to.

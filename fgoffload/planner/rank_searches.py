@@ -44,6 +44,7 @@ class RankSearches:
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
         self._points: dict[object, LayerPoints] = {}
         searches: dict[RankModel, RankSearch] = {}
+        shared = dataclasses.replace(limits, ladder_passes=limits.ladder_passes // max(len(self.ranks), 1))
         for rank in self.ranks:
             short = shorten(rank)
             alike = _strip_place(short)
@@ -53,7 +54,7 @@ class RankSearches:
                     _list_modes(rank, self._modes),
                     points=functools.partial(self._measure_layers, rank),
                     judge=_make_judge(short),
-                    limits=limits,
+                    limits=shared,
                     deadline_s=deadline_s,
                 )
             self.of_ranks.append(searches[alike])

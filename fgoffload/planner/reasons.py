@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fgoffload.plan import Action
 from fgoffload.planner.choices import Choice, measure_actions
+from fgoffload.planner.layer_choice import resolve_layer
 from fgoffload.planner.layer_model import LayerModel
 from fgoffload.planner.placement import LayerSlot, State
 from fgoffload.planner.rank_model import RankModel
@@ -123,15 +124,17 @@ def _list_names(layer: LayerModel) -> list[str]:
 
 
 def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Choice:
-    """Return what the action of `tag` changes in a layer that does the rest of `actions` anyway."""
+    """Return what the action of `tag` changes in a layer that does the rest of `actions` anyway, and what leaves with it."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in _list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_actions(layer, own, min_offloaded_bytes=rank.min_offloaded_bytes)
     without = measure_actions(layer, others, min_offloaded_bytes=rank.min_offloaded_bytes)
+    # Not by difference: what runs again may spare another tag as many bytes as leave with this one.
+    groups = resolve_layer(layer, own, min_offloaded_bytes=rank.min_offloaded_bytes).groups
     return Choice(
         actions=(),
         kept_bytes=with_it.kept_bytes - without.kept_bytes,
-        moved_bytes=with_it.moved_bytes - without.moved_bytes,
+        moved_bytes=sum(group.size_bytes for group in groups if group.tag == tag),
         recompute_s=with_it.recompute_s - without.recompute_s,
     )
 

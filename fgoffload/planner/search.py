@@ -66,7 +66,7 @@ class SearchLimits:
     layer_passes: int = 12_000
     """The same limit for large models: forwards and backwards of single layers in those simulations. Each takes some 25 us."""
     ladder_passes: int = 6_000
-    """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, on each rank."""
+    """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, over all ranks."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""
     gap: float = 1e-3

@@ -79,8 +79,8 @@ def test_with_a_host_budget_bytes_that_leave_are_bytes_to_save():
     link = LinkModel(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15, duplex_bytes_per_s=1e15)
     rank = make_toy_rank(layers=[[layer]], link=link, policy=TransferPolicy(window_bytes=9 * GIB, prefetch_bytes=9 * GIB))
     points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=1))
-    free = {one.configuration.actions for one in pick_best(points.every, saves_host=False).last}
-    counted = {one.configuration.actions for one in pick_best(points.every, saves_host=True).last}
+    free = {one.configuration.actions for one in pick_best(layer, points.every, saves_host=False).last}
+    counted = {one.configuration.actions for one in pick_best(layer, points.every, saves_host=True).last}
     # The link is infinitely fast. What keeps more and moves less has a use where the host is full, and none where it is not.
     assert free < counted
     assert any(Action.RECOMPUTE in dict(actions).values() for actions in counted - free)

@@ -8,7 +8,7 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action
 from fgoffload.planner.choices import Choice, Configuration, Mode
-from fgoffload.planner.frontier import LayerPoint, Place, find_efficient, pick_best
+from fgoffload.planner.frontier import LayerPoint, LayerPoints, Place, find_efficient
 from fgoffload.planner.moments import list_moments
 from fgoffload.planner.program import solve_program
 from fgoffload.planner.schedule import PassKind, Pipeline
@@ -41,8 +41,18 @@ def make_rank(*, scale=GIB, layers=3, **options):
 
 
 def pick(points):
-    """Return `points` as a program takes them."""
-    return {kind: pick_best(of_kind, saves_host=True) for kind, of_kind in points.items()}
+    """Return `points` as a program takes them, all of them everywhere."""
+    return {
+        kind: LayerPoints(
+            every=tuple(of_kind),
+            inner=tuple(of_kind),
+            last=tuple(of_kind),
+            # Bytes beside what is kept in steps of eight times that, 1 GiB, and waits in steps of 16 times, 4 ms.
+            resolution_s=0.25e-3,
+            resolution_bytes=GIB // 8,
+        )
+        for kind, of_kind in points.items()
+    }
 
 
 def read(result):
