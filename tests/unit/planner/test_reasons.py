@@ -1,15 +1,17 @@
 """What a solution says of each decision, with the numbers that it rests on."""
 
+import dataclasses
+
 import pytest
+from support.deepseek_ranks import make_layer, make_ranks
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, OffloadPlan, Site
-from fgoffload.planner.choices import list_modes
-from fgoffload.planner.placement import list_slots
-from fgoffload.planner.rank_model import LinkModel
+from fgoffload.planner.choices import list_configurations, list_modes
+from fgoffload.planner.placement import keep_all, list_slots
+from fgoffload.planner.rank_model import ChunkModel, LinkModel, NumberedLayer
 from fgoffload.planner.reasons import explain_rank
-from fgoffload.planner.schedule import Pipeline
-from fgoffload.planner.search import RankSearch, SearchLimits
+from fgoffload.planner.schedule import Pipeline, list_passes
 from fgoffload.planner.simulator import simulate_rank
 
 
@@ -17,9 +19,9 @@ def explain(rank, *rows):
     """Return the decisions of a rank whose layers do `rows`, by tag and first layer."""
     slots = list_slots(rank)
     modes = {slot.layer.kind: list_modes(slot.layer, min_offloaded_bytes=rank.min_offloaded_bytes) for slot in slots}
-    search = RankSearch(rank, modes, points=dict, judge=None, limits=SearchLimits())
     wanted = [tuple(sorted(row.items())) for row in rows]
-    state = next(state for state in search.list_states() if [one.actions for one in state] == wanted)
+    ways = {kind: {way.actions: way for way in list_configurations(of_kind)} for kind, of_kind in modes.items()}
+    state = tuple(ways[slot.layer.kind][row] for slot, row in zip(slots, wanted, strict=True))
     actions = {
         Site(chunk=slot.chunk, layer=slot.number, tag=tag): action
         for slot, row in zip(slots, rows, strict=True)
@@ -80,6 +82,17 @@ def test_what_runs_again_and_leaves_has_both_reasons():
     assert (decision.moved_bytes, decision.freed_bytes) == (4, 6)
 
 
+def test_what_leaves_with_a_tag_counts_though_recompute_spares_another_tag_as_much():
+    # The norm's input of 58.7 MB leaves, and its output, which the projection behind it would send, is made again.
+    rank = dataclasses.replace(
+        make_ranks()[0], chunks=(ChunkModel(layers=(NumberedLayer(number=0, model=make_layer("moe")),)),)
+    )
+    rank = dataclasses.replace(rank, passes=list_passes(Pipeline(microbatches=2), rank=0))
+    rows = {"attn_norm": Action.RECOMPUTE_AND_OFFLOAD, "qkv_linear": Action.OFFLOAD}
+    decision = explain(rank, rows)["attn_norm", 0]
+    assert decision.moved_bytes == 2 * 4096 * 7168
+
+
 def test_what_is_kept_says_why():
     rank = make_rank(bytes_per_s=1.0, min_offloaded_bytes=5)
     decisions = explain(rank, {"core_attn": Action.OFFLOAD}, {"moe_act": Action.RECOMPUTE})
@@ -99,8 +112,7 @@ def test_what_fits_says_so():
     rank = make_rank(bytes_per_s=1.0)
     slots = list_slots(rank)
     modes = {"toy": list_modes(make_toy_layer(), min_offloaded_bytes=1)}
-    search = RankSearch(rank, modes, points=dict, judge=None, limits=SearchLimits())
-    kept = next(search.list_states())
+    kept = keep_all(slots, modes)
     result = simulate_rank(rank, OffloadPlan(actions={}))
     decisions = explain_rank(rank, slots, kept, result, keeps_within_budget=True)
     assert {decision.reason for decision in decisions} == {"kept: everything fits"}
