@@ -263,8 +263,6 @@ class _Layer:
 
     def _let_go(self, steps: _Steps, place: int, unit: str | None) -> None:
         """Add what sites that stay ask for and is there. What a group saved tells instead that backward is at that group."""
-        if self._runs_again_as_a_whole:
-            return
         sizes_bytes = []
         for kept in self.resolved.kept:
             asked = [take for take in kept.takes if take.group is None]

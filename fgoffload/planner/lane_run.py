@@ -63,19 +63,15 @@ class LaneRun:
         """What backward took of sites that stay: it lets go of it when the op that asked is done."""
         self._ahead_bytes_of = [0] * len(program.groups)
 
-    def is_news(self, group: int, parcels: tuple[int, ...]) -> bool:
-        """Return whether that `parcels` of `group` are asked for shows that backward has come to it."""
+    def is_news(self, group: int) -> bool:
+        """Return whether that something of `group` is asked for shows that backward has come to it."""
         if self.end > self.program.groups[group].end_position or self.away > group:
             return True
-        if any(self.states[parcel] is ParcelState.OFFLOADED for parcel in parcels[:1]):
-            return group >= self.end
         # The last group may have been called back while backward was behind all groups.
         return self._ahead_bytes_of[group] > 0 and group == self.end - 1
 
     def leave(self, position: int) -> None:
         """Take note that backward has left the groups from `position` on."""
-        if position > self.end:
-            self.end = self.away = position
         for group in range(position, self.end):
             self.expect(group, 0)
         self.end = min(self.end, position)

@@ -324,15 +324,10 @@ def _list_takes(
     # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
     askers |= {(places.find(tag), "", tag) for tag in tags if tag not in asked}
-    keepers = [unit.name for unit in units if any(kept.name == one.tensor.name for kept in unit.keeps)]
-    askers |= {(rerun.before, rerun.unit, one.tensor.tags[0]) for rerun in reruns if rerun.unit in keepers}
-    # What runs again before a stretch does so before that stretch's own backward.
-    ordered = sorted(askers, key=lambda asker: (-asker[0], not asker[1], -places.find(asker[2]), asker))
-    # What a unit keeps may have a tag without a stretch: it is gone when the unit's own backward is over.
+    ordered = sorted(askers, key=lambda asker: (-asker[0], -places.find(asker[2]), asker))
     return tuple(
         Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)
         for place, unit, tag in ordered
-        if place >= one.freed_after
     )
 
 

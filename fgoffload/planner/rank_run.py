@@ -306,7 +306,7 @@ class RankRun:
         """Backward asks for parcels: what is not back is waited for."""
         if step.group is None:
             self._prefetch_early(lane)
-        elif lane.is_news(step.group, step.parcels):
+        elif lane.is_news(step.group):
             self._approach(lane, step.group)
         for parcel in step.parcels:
             if lane.states[parcel] is ParcelState.OFFLOADED:

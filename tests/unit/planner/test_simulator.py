@@ -127,6 +127,13 @@ def test_memory_that_a_copy_still_reads_goes_with_the_copy():
     assert result.host_peak_bytes == 100
 
 
+def test_memory_of_a_copy_that_is_done_goes_when_backward_leaves_the_first_site():
+    # Called back at 20, and its copy, 40 s, is done when backward is through with it.
+    embedding = (Segment(name="embedding", forward_s=0.0, backward_s=2.0, backward_extra_bytes=500),)
+    rank = make_rank(make_chunk(FC1, first=embedding), link=make_link(d2h=2.5))
+    assert simulate_rank(rank, offload("expert_fc1", (0,))).peak_bytes == STATIC_BYTES + 500
+
+
 def test_compute_waits_while_more_than_the_window_is_on_its_way():
     rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=make_link(d2h=2), window_bytes=100)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
@@ -244,6 +251,18 @@ def test_a_site_that_runs_again_lets_go_of_its_input_when_it_does():
     # B0 begins at 160, where the activation takes its input and runs again, until 180. The norm is the next to take something,
     # behind the backwards of the linear and of the activation, at 260: the 10 fit into what the input was.
     assert list_copies(result, LaneName.H2D)[0] == (260, 261)
+
+
+def test_what_two_sites_share_is_let_go_of_once():
+    # Both stretches at the end take the 100 that they share. At 240, when attention takes its own, backward has let go of 100.
+    shared = SavedTensor(name="normed", tags=("shared_expert", "router"), size_bytes=100)
+    layer = make_layer({"qkv_linear": 150, "core_attn": 1, "router": 0, "shared_expert": 0})
+    rank = make_rank(
+        make_chunk(dataclasses.replace(layer, tensors=(*layer.tensors, shared))), passes=read_passes("F0 F1 B0 B1")
+    )
+    result = simulate_rank(rank, offload("qkv_linear", (0,)), detail=Detail.TIMELINE)
+    # So the 150 come back when they are wanted, 40 s later.
+    assert list_copies(result, LaneName.H2D)[0] == (280, 295)
 
 
 def test_one_group_may_be_larger_than_the_prefetch():

@@ -11,7 +11,7 @@ import re
 from random import Random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rank_models import STATIC_BYTES, make_chunk, make_link, make_plan, make_rank
 
@@ -230,6 +230,9 @@ def list_sizes(result, lane):
     st.sampled_from((0, 150, 600, 1500, 10**6)),
     st.sampled_from((0, 200)),
 )
+# Groups that end behind others; and a site that stays, which asks for what has left with another.
+@example(4338, Pipeline(microbatches=2), 16.0, 16.0, 0, 150, 0)
+@example(659, Pipeline(stages=3, microbatches=4), 16.0, 16.0, 1000, 10**6, 0)
 def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, window, prefetch, least):
     random = Random(seed)
     layers = make_layers(random)

@@ -11,7 +11,7 @@ from fgoffload import OffloadPlan
 from fgoffload.planner import simulator
 from fgoffload.planner.schedule import Pipeline, count_in_flight, list_passes
 from fgoffload.planner.simulator import Detail, simulate, simulate_rank
-from fgoffload.planner.steady_state import ROUNDS, take_out_rounds
+from fgoffload.planner.steady_state import ROUNDS, RoundState, add_rounds, take_out_rounds
 
 NOTHING = OffloadPlan(actions={})
 
@@ -74,7 +74,7 @@ def test_what_is_left_of_interleaved_chunks_is_what_fewer_microbatches_would_be(
     [
         "F0 B0 F1 B1 F2 B2 F3 B3",  # as few as would be simulated anyway
         "F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 B0 B1 B2 B3 B4 B5 B6 B7 B8 B9",  # nothing in turn
-        "F0 B0 F1 F2 B1 B2 F3 B3 F4 F5 B4 B5 F6 B6 F7 F8 B7 B8 F9 B9",  # no schedule of Megatron's
+        " ".join(f"F{n + 1} B{n + 1} F{n} B{n}" for n in range(0, 40, 2)),  # in turn, and not one microbatch after the other
         "",
     ],
 )
@@ -165,6 +165,34 @@ def test_ranks_of_which_one_is_slower_are_simulated_to_the_end_where_others_have
         simulate(ranks, NOTHING).ranks, simulate(ranks, NOTHING, detail=Detail.TIMELINE).ranks, strict=True
     ):
         check_equal(found, expected)
+
+
+def test_a_timeline_has_every_microbatch():
+    result = simulate([make_stage(rank) for rank in range(2)], NOTHING, detail=Detail.TIMELINE)
+    labels = {span.label for span in result.ranks[1].timeline.spans}
+    assert {f"{kind}{number} layers.1.expert_fc1" for kind in "FB" for number in range(100)} <= labels
+
+
+def make_state(step_s, *, left_behind=(0.0,)):
+    result = simulate_rank(make_stage(0), NOTHING)
+    return RoundState(totals=dataclasses.replace(result, step_s=step_s), left_behind=left_behind)
+
+
+@pytest.mark.parametrize(
+    ("states", "step_s"),
+    [
+        ([[make_state(s) for s in (100, 160, 220)]] * 2, 1000 + 5 * 60),
+        # A round that took longer than the one before it; one that left more behind; a rank that is slower than the other.
+        ([[make_state(s) for s in (100, 160, 221)]] * 2, None),
+        ([[make_state(s, left_behind=(s,)) for s in (100, 160, 220)]] * 2, None),
+        ([[make_state(s) for s in (100, 160, 220)], [make_state(s) for s in (100, 161, 222)]], None),
+    ],
+    ids=["alike", "longer", "more left", "unlike ranks"],
+)
+def test_rounds_are_counted_in_where_they_are_alike(states, step_s):
+    results = [make_state(1000).totals] * 2
+    found = add_rounds(results, states, 5)
+    assert found is None if step_s is None else [result.step_s for result in found] == [step_s] * 2
 
 
 def test_microbatches_in_flight_stay_the_same_without_rounds():
