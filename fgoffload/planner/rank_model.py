@@ -1,7 +1,10 @@
 """What one pipeline rank runs in a step, and on what: the simulator's input, and the solver's."""
 
 import dataclasses
+import math
 
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_rate
 from fgoffload.planner.layer_model import LayerModel, Segment
 from fgoffload.planner.schedule import Pass
 from fgoffload.policy import TransferPolicy
@@ -25,6 +28,21 @@ class LinkModel:
     """Before the bytes of each group's copy move."""
     compute_slowdown: float = 0.0
     """What a stretch of compute takes longer while copies run beside it, as a part: 0.06 for 6%."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no link has.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
+            rate = getattr(self, name)
+            check_rate(name, rate)
+            if rate is None:
+                raise ConfigError(f"{name} is not known, and copies cannot be simulated without it. Give a number like 50e9.")
+        for name in ("copy_latency_s", "compute_slowdown"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} {getattr(self, name)} is not from 0 and finite. Give such a number.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fgoffload import ConfigError
 from fgoffload.planner.link_queue import Direction, LinkQueue
 from fgoffload.planner.rank_model import LinkModel
 
@@ -125,6 +127,21 @@ def test_what_is_last_of_a_direction_is_known_until_it_is_through():
     assert queue.find_last(D2H) is last
     queue.advance(2.0)
     assert queue.find_last(D2H) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d2h": 0.0}, "d2h_bytes_per_s 0.0 is not above 0"),
+        ({"h2d": None}, "h2d_bytes_per_s is not known"),
+        ({"duplex": math.inf}, "duplex_bytes_per_s inf"),
+        ({"latency_s": -1.0}, "copy_latency_s -1.0 is not from 0"),
+        ({"slowdown": math.nan}, "compute_slowdown nan"),
+    ],
+)
+def test_what_no_link_has_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_queue(**fields)
 
 
 sizes = st.integers(0, 1000)
