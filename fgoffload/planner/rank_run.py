@@ -121,7 +121,6 @@ class RankRun:
         return self._get_totals(end_s + self._rank.step_end_s)
 
     def _get_totals(self, step_s: float) -> RankResult:
-        tags = self._tallies.list_tags()
         pass_, label = self._peak_at
         return RankResult(
             rank=self._rank.rank,
@@ -131,17 +130,8 @@ class RankRun:
             static_bytes=self._rank.static_bytes,
             end_bytes=self._device_bytes,
             host_peak_bytes=self._host_peak_bytes,
-            d2h_bytes=sum(tag.d2h_bytes for tag in tags),
-            h2d_bytes=sum(tag.h2d_bytes for tag in tags),
-            recalled_bytes=sum(tag.recalled_bytes for tag in tags),
-            kept_bytes=sum(tag.kept_bytes for tag in tags),
-            waits=self._tallies.get_waits(),
-            compute_s=self._tallies.compute_s,
-            recompute_s=self._tallies.recompute_s,
-            d2h_s=sum(tag.d2h_s for tag in tags),
-            h2d_s=sum(tag.h2d_s for tag in tags),
-            tags=tags,
             timeline=None if self._recorder is None else self._recorder.finish(),
+            **self._tallies.sum_up(),
         )
 
     def _run(self, steps: Sequence[Step], lane: LaneRun) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 from fgoffload.planner.link_queue import Copy, Direction
 from fgoffload.planner.simulation_result import LaneName, MemorySample, RankTimeline, Span, TagTraffic, Waits
@@ -57,18 +58,23 @@ class Tallies:
             tally.h2d_s += copy.end_s - copy.start_s
         tally.exposed_s += exposed_s
 
-    def list_tags(self) -> tuple[TagTraffic, ...]:
-        """Return the counts of each tag."""
-        return tuple(TagTraffic(tag=tag, **dataclasses.asdict(tally)) for tag, tally in self._tags.items())
-
-    def get_waits(self) -> Waits:
-        """Return the seconds in which compute waited."""
-        return Waits(
+    def sum_up(self) -> dict[str, Any]:
+        """Return what was counted, by the fields of `RankResult`."""
+        tags = tuple(TagTraffic(tag=tag, **dataclasses.asdict(tally)) for tag, tally in self._tags.items())
+        names = ("d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "d2h_s", "h2d_s")
+        waits = Waits(
             window_s=self._waits[Cause.WINDOW],
             reload_s=self._waits[Cause.RELOAD],
             host_s=self._waits[Cause.HOST],
             neighbours_s=self._waits[Cause.NEIGHBOURS],
         )
+        return {
+            **{name: sum(getattr(tag, name) for tag in tags) for name in names},
+            "waits": waits,
+            "compute_s": self.compute_s,
+            "recompute_s": self.recompute_s,
+            "tags": tags,
+        }
 
 
 class Recorder:
