@@ -17,9 +17,12 @@ def test_rates_that_were_measured_count_as_they_are():
 
 def test_both_ways_at_once_are_a_part_of_the_slower_way_where_nobody_measured_them():
     # Of an H100's 47 GB/s 33.5 were left.
-    link = make_link_model(get_hardware("h200"))
+    measured = get_hardware("h200")
+    one_way = dataclasses.replace(measured, link=dataclasses.replace(measured.link, duplex_bytes_per_s=None))
+    link = make_link_model(one_way)
     assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s) == (55.1e9, 54.5e9)
     assert link.duplex_bytes_per_s == pytest.approx(54.5e9 * 33.5 / 47)
+    assert make_link_model(measured).duplex_bytes_per_s == 50.5e9
 
 
 def test_a_makers_rates_count_in_part():
