@@ -2,7 +2,7 @@
 
 The program of a rank needs a number for the seconds that a layer's copies and recompute add. How much of a copy hides depends
 on where in the layer its group ends and is asked for, on the window and on prefetch. So the simulator is asked: each candidate
-runs a few microbatches alone in a chunk, and twice in a chunk. What the second one adds is what a layer costs among others;
+runs a few microbatches alone in a chunk, and several times in a chunk. What one more adds is what a layer costs among others;
 what one alone costs is what the last layer of a chunk does, whose copies no backward before it could announce.
 
     [Note: What a short simulation leaves out]
@@ -28,6 +28,9 @@ _MICROBATCHES = 4
 _PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
 """The short schedule, of its first rank: two microbatches in flight, and a forward and a backward in turn."""
 _IN_FLIGHT = 2
+
+_MOST_LAYERS = 8
+"""Layers of a short simulation, of chunks that have more. A window of 1 GiB is full before, or a layer moves little."""
 
 _RESOLUTION_PARTS = 64
 """Ways that differ by less than this part of a layer's bytes, and of its forward, are one: moves find the rest."""
@@ -184,16 +187,28 @@ def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: in
 
 
 def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> LayerPoint:
-    alone, twice = (_simulate(rank, layer, configuration, layers) for layers in (1, 2))
+    few, many = _count_layers(rank)
+    alone, shorter, longer = (_simulate(rank, layer, configuration, layers) for layers in (1, few, many))
     kept_bytes = layer.saved_bytes + configuration.kept_bytes
     return LayerPoint(
         configuration=configuration,
         kept_bytes=kept_bytes,
         last=Place(added_s=alone.step_s / _MICROBATCHES, extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes),
         inner=Place(
-            added_s=(twice.step_s - alone.step_s) / _MICROBATCHES, extra_bytes=twice.peak_bytes - 2 * _IN_FLIGHT * kept_bytes
+            added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
+            extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
         ),
     )
+
+
+def _count_layers(rank: RankModel) -> tuple[int, int]:
+    """Return the layers of two chunks whose difference says what a layer costs among others, in chunks like those of `rank`.
+
+    What is on its way or ahead hides a burst of copies, and not what goes on for as long as a long chunk takes. So of a long
+    chunk the second half counts, by when the window is full.
+    """
+    many = min(max([2, *(len(chunk.layers) for chunk in rank.chunks)]), _MOST_LAYERS)
+    return many // 2, many
 
 
 def _subtract(place: Place, base: Place) -> Place:

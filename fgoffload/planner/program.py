@@ -76,6 +76,7 @@ def solve_program(
     points: Mapping[str, LayerPoints],
     *,
     budget_bytes: int | None,
+    moved_s_per_byte: float = 0.0,
     gap: float = DEFAULT_GAP,
     time_limit_s: float = math.inf,
 ) -> ProgramResult | None:
@@ -85,10 +86,11 @@ def solve_program(
         rank: The rank. Its `host_budget_bytes` holds for the bytes of all microbatches in flight.
         points: What each kind of its layers may do.
         budget_bytes: Of the device. None asks for the least peak instead of the least time.
+        moved_s_per_byte: Seconds that a byte which leaves, of one microbatch, costs beside what was measured of its layer.
         gap: How far from the best the result may be, as a part of the time of a step.
         time_limit_s: For HiGHS. With the best that was found until then; a result may then differ from run to run.
     """
-    program = _Program(rank, points)
+    program = _Program(rank, points, moved_s_per_byte)
     program.add_memory(budget_bytes)
     return program.solve(gap, time_limit_s)
 
@@ -123,9 +125,10 @@ class _Chunk:
 class _Program:
     """The variables, rows and costs of one rank, while they are put together."""
 
-    def __init__(self, rank: RankModel, points: Mapping[str, LayerPoints]) -> None:
+    def __init__(self, rank: RankModel, points: Mapping[str, LayerPoints], moved_s_per_byte: float) -> None:
         self._rank = rank
         self._points = points
+        self._moved_s_per_byte = moved_s_per_byte
         self._resolution_s = max((one.resolution_s for one in points.values()), default=1.0)
         self._resolution_bytes = max((one.resolution_bytes for one in points.values()), default=1)
         self._lower: list[float] = []
@@ -166,7 +169,8 @@ class _Program:
     def _add_point(self, chunk: _Chunk, point: LayerPoint, place: Place, layers: int, microbatches: int) -> int:
         moved_bytes = point.configuration.moved_bytes
         tie = microbatches * moved_bytes * _TIE_S_PER_BYTE / _SCALE_S
-        variable = self._add(0, layers, cost=microbatches * place.added_s / _SCALE_S + tie, is_whole=True)
+        added_s = place.added_s + moved_bytes * self._moved_s_per_byte
+        variable = self._add(0, layers, cost=microbatches * added_s / _SCALE_S + tie, is_whole=True)
         self._ties[variable] = tie
         chunk.kept[variable] = point.configuration.kept_bytes / _SCALE_BYTES
         chunk.moved[variable] = moved_bytes / _SCALE_BYTES

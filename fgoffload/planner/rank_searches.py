@@ -120,7 +120,8 @@ class RankSearches:
     def _measure_layers(self, rank: RankModel) -> dict[str, LayerPoints]:
         """Return what each kind of layer of `rank` costs; ranks with the same link and rules share what was measured."""
         models = {layer.model.kind: layer.model for chunk in rank.chunks for layer in chunk.layers}
-        rules = (rank.link, rank.policy, rank.min_offloaded_bytes, rank.host_budget_bytes is None)
+        longest = max((len(chunk.layers) for chunk in rank.chunks), default=0)
+        rules = (rank.link, rank.policy, rank.min_offloaded_bytes, rank.host_budget_bytes is None, longest)
         for model in models.values():
             if (model, rules) not in self._points:
                 self._points[model, rules] = measure_layer(rank, model, self._modes[model])

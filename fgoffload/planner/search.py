@@ -32,6 +32,9 @@ from fgoffload.planner.rank_model import RankModel
 _CLOSE_PARTS = 40
 """A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
 
+_LATE_PARTS = 0.01
+"""A step longer than the program said by less than this part of it is as the program said. Else copies cost more next time."""
+
 _DOUBTS = (0.02, 0.2, math.inf)
 """How far moves may exceed the budget by estimate and are tried all the same, as a part of what plans have a say in: first
 those that should fit, then those that may, and at last all of them, with those that should be slower."""
@@ -223,22 +226,36 @@ class RankSearch:
         return Found(state=state, verdict=self.judge(state), program=program, off_bytes=off_bytes, kept_s=kept_s)
 
     def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
-        """Add to `states` what programs come to, each with a budget that is corrected by what the one before was off."""
-        last = None
-        asked_bytes = budget_bytes - off_bytes
+        """Add to `states` what programs come to, each corrected by what the peak and the time of the one before were off."""
+        first = last = None
+        asked_bytes, moved_s_per_byte = budget_bytes - off_bytes, 0.0
         for _ in range(self._limits.programs if budget_bytes else 1):
-            result = self._solve(asked_bytes)
+            result = self._solve(asked_bytes, moved_s_per_byte)
             if result is None or time.monotonic() > self._deadline_s or (last and result.chunks == last.chunks):
                 break
             placed = [place_counts(result, self.slots, order) for order in Order]
             states += placed
-            peak_bytes = self.judge(self._pick(placed, budget_bytes)).peak_bytes
-            last, off_bytes = result, peak_bytes - result.peak_bytes
+            best = self._pick(placed, budget_bytes)
+            peak_bytes = self.judge(best).peak_bytes
+            # The bound that counts is of a program without a price on copies.
+            first, last, off_bytes = first or result, result, peak_bytes - result.peak_bytes
             above_bytes = peak_bytes - budget_bytes
-            if -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0:
+            late_s = self._count_added_s(best) - result.added_s
+            is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
+            if is_close and late_s <= _LATE_PARTS * self.judge(best).step_s:
                 break
-            asked_bytes = min(budget_bytes - off_bytes, asked_bytes - above_bytes)
-        return last, off_bytes
+            asked_bytes = asked_bytes if is_close else min(budget_bytes - off_bytes, asked_bytes - above_bytes)
+            moved_s_per_byte += max(late_s, 0.0) / max(self._count_moved_bytes(best), 1)
+        return first, off_bytes
+
+    def _count_added_s(self, state: State) -> float:
+        """Return the seconds that the step is longer than where all is kept."""
+        return self.judge(state).step_s - self.judge(keep_all(self.slots, self.modes)).step_s
+
+    def _count_moved_bytes(self, state: State) -> int:
+        """Return the bytes that leave in a step."""
+        pairs = zip(self.slots, state, strict=True)
+        return sum(configuration.moved_bytes * self._microbatches[slot.chunk] for slot, configuration in pairs)
 
     def _climb_ladders(self, budget_bytes: int) -> Iterator[State]:
         """Yield the lowest rung that fits of each plan by rule of thumb, while there are simulations for them."""
@@ -262,14 +279,21 @@ class RankSearch:
             return best
         return self._pick([best, self.improve(fastest, budget_bytes, simulations=_REPAIRS)], budget_bytes)
 
-    def _solve(self, budget_bytes: int) -> ProgramResult | None:
+    def _solve(self, budget_bytes: int, moved_s_per_byte: float) -> ProgramResult | None:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             return None
         points = self._points()
         result = None
         if budget_bytes > self.rank.static_bytes:
-            result = solve_program(self.rank, points, budget_bytes=budget_bytes, gap=self._limits.gap, time_limit_s=left_s)
+            result = solve_program(
+                self.rank,
+                points,
+                budget_bytes=budget_bytes,
+                moved_s_per_byte=moved_s_per_byte,
+                gap=self._limits.gap,
+                time_limit_s=left_s,
+            )
         # Where nothing fits by its count, something may fit all the same: what has the least peak.
         return result or solve_program(self.rank, points, budget_bytes=None, gap=self._limits.gap, time_limit_s=left_s)
 
@@ -309,11 +333,10 @@ class RankSearch:
 
     def _make_prices(self, state: State) -> Prices:
         """Return what bytes and seconds come to, as `state` and a plan that keeps all compare."""
-        moved_bytes = recompute_s = 0.0
-        for slot, configuration in zip(self.slots, state, strict=True):
-            moved_bytes += configuration.moved_bytes * self._microbatches[slot.chunk]
-            recompute_s += configuration.recompute_s * self._microbatches[slot.chunk]
-        longer_s = self.judge(state).step_s - self.judge(keep_all(self.slots, self.modes)).step_s - recompute_s
+        pairs = zip(self.slots, state, strict=True)
+        recompute_s = sum(configuration.recompute_s * self._microbatches[slot.chunk] for slot, configuration in pairs)
+        moved_bytes = self._count_moved_bytes(state)
+        longer_s = self._count_added_s(state) - recompute_s
         return Prices(
             in_flight=self._in_flight,
             microbatches=self._microbatches,

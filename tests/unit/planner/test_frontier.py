@@ -53,6 +53,21 @@ def test_what_is_made_again_is_beside_what_is_kept():
     assert (point.kept_bytes, point.last.extra_bytes) == (1, 20)
 
 
+def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():
+    # A layer sends 9 bytes while its forward takes 5 s at a byte a second: 4 s of copies are left over, in every layer. A window
+    # of 30 bytes holds what two layers send, and the backward that follows drains it. Of eight layers the second half waits.
+    layer = make_toy_layer(sizes=(1, 9, 6, 4, 2), forward_s=(2.0, 1.0, 1.0, 1.0))
+    link = LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0)
+    added_s = {}
+    for layers in (2, 8):
+        rank = make_toy_rank(layers=[[layer] * layers], link=link, policy=TransferPolicy(window_bytes=30, prefetch_bytes=30))
+        points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=1))
+        wanted = (("core_attn", Action.OFFLOAD),)
+        added_s[layers] = next(one.inner.added_s for one in points.every if one.configuration.actions == wanted)
+    assert added_s[2] == pytest.approx(0.0, abs=1e-9)
+    assert 3.0 < added_s[8] <= 4.0
+
+
 def test_candidates_are_not_worse_in_bytes_kept_bytes_moved_and_recompute_than_any_way():
     layer = make_toy_layer()
     modes = list_modes(layer, min_offloaded_bytes=1)

@@ -119,6 +119,22 @@ def test_the_first_copy_back_is_waited_for_where_the_last_layer_moves_nothing():
     assert (read(result), result.added_s) == (([-10, -10], -1), pytest.approx(3 * 1.0))
 
 
+def test_a_price_on_bytes_that_leave_counts_for_each_microbatch():
+    # Of two ways to free 10 GiB the one that moves them is free and the other takes 1 s: 1.5 s for the copies turn that round.
+    points = {
+        "toy": [
+            make_point(kept_bytes=21),
+            make_point(kept_bytes=11, moved_bytes=10),
+            make_point(kept_bytes=11, inner_s=1.0, last_s=1.0),
+        ]
+    }
+    budget_bytes = 2 * 3 * 11 * GIB
+    free = solve_program(make_rank(), pick(points), budget_bytes=budget_bytes, gap=0.0)
+    assert free.added_s == pytest.approx(0.0, abs=1e-9)
+    priced = solve_program(make_rank(), pick(points), budget_bytes=budget_bytes, moved_s_per_byte=0.15 / GIB, gap=0.0)
+    assert priced.added_s == pytest.approx(3 * 3 * 1.0)
+
+
 def test_what_is_back_from_recompute_counts_once_and_less_what_the_last_layer_has_freed():
     # Each layer that runs again has 4 units back while backward is in it, the last one with everything of two microbatches
     # there, an inner one when the 21 that the last layer kept are gone.
