@@ -35,6 +35,7 @@ OWN_FLAGS = (
     "--activation-offload-fraction PART",
     "--delta-offload-bytes-across-pp-ranks BYTES",
     "--offload-plan FILE",
+    "--offload-memory-budget SIZE",
     "--offload-host-budget SIZE",
     "--offload-window SIZE",
     "--offload-prefetch SIZE",
