@@ -30,10 +30,6 @@ from fgoffload.planner.moments import Moment, count_backwards, list_largest, lis
 from fgoffload.planner.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.schedule import PassKind
 
-_SCALE_BYTES = 1e9
-"""Bytes of one unit of the program, which counts milliseconds: HiGHS wants numbers near 1."""
-_SCALE_S = 1e-3
-
 DEFAULT_GAP = 1e-3
 """Of the step: how far from its best HiGHS may stop. Predictions are further off, and it saves most of its time."""
 
@@ -127,6 +123,10 @@ class _Program:
 
     def __init__(self, rank: RankModel, points: Mapping[str, LayerPoints], moved_s_per_byte: float) -> None:
         self._rank = rank
+        # HiGHS wants numbers near 1, and takes 1e-9 for 0: bytes and seconds are counted in layers.
+        layers = [layer.model for chunk in rank.chunks for layer in chunk.layers]
+        self._unit_bytes = float(max([1, *(layer.saved_bytes for layer in layers)]))
+        self._unit_s = max([1e-6, *(layer.forward_s for layer in layers)])
         self._points = points
         self._moved_s_per_byte = moved_s_per_byte
         self._resolution_s = max((one.resolution_s for one in points.values()), default=1.0)
@@ -139,7 +139,7 @@ class _Program:
         self._ties = _Row()
         self._moments = list_moments(rank.passes, chunks=len(rank.chunks))
         # The step as it is without any plan: HiGHS takes a gap as a part of the whole objective.
-        self._step = self._add(1, 1, cost=count_step_s(rank) / _SCALE_S)
+        self._step = self._add(1, 1, cost=count_step_s(rank) / self._unit_s)
         self._chunks = [self._add_chunk(number, chunk) for number, chunk in enumerate(rank.chunks)]
         self._peak = -1
 
@@ -147,8 +147,8 @@ class _Program:
 
     def _add_chunk(self, number: int, chunk: ChunkModel) -> _Chunk:
         found = _Chunk(kept=_Row(), moved=_Row(), extra=self._add(0, math.inf), last=[], inner={})
-        found.kept.constant = _count_fixed_bytes(chunk) / _SCALE_BYTES
-        self._require(_Row({found.extra: 1.0}), _count_extra_bytes(chunk) / _SCALE_BYTES, math.inf)
+        found.kept.constant = _count_fixed_bytes(chunk) / self._unit_bytes
+        self._require(_Row({found.extra: 1.0}), _count_extra_bytes(chunk) / self._unit_bytes, math.inf)
         if not chunk.layers:
             return found
         microbatches = count_backwards(self._rank.passes, chunk=number)
@@ -168,32 +168,34 @@ class _Program:
 
     def _add_point(self, chunk: _Chunk, point: LayerPoint, place: Place, layers: int, microbatches: int) -> int:
         moved_bytes = point.configuration.moved_bytes
-        tie = microbatches * moved_bytes * _TIE_S_PER_BYTE / _SCALE_S
+        tie = microbatches * moved_bytes * _TIE_S_PER_BYTE / self._unit_s
         added_s = place.added_s + moved_bytes * self._moved_s_per_byte
-        variable = self._add(0, layers, cost=microbatches * added_s / _SCALE_S + tie, is_whole=True)
+        variable = self._add(0, layers, cost=microbatches * added_s / self._unit_s + tie, is_whole=True)
         self._ties[variable] = tie
-        chunk.kept[variable] = point.configuration.kept_bytes / _SCALE_BYTES
-        chunk.moved[variable] = moved_bytes / _SCALE_BYTES
+        chunk.kept[variable] = point.configuration.kept_bytes / self._unit_bytes
+        chunk.moved[variable] = moved_bytes / self._unit_bytes
         return variable
 
     def _add_first_copy(self, chunk: _Chunk, inner_layers: int, microbatches: int) -> None:
         """Add the seconds for which the first copy back is waited for where the last layer moves nothing."""
-        waits = [(point.first_wait_s / _SCALE_S, variable) for points in chunk.inner.values() for point, variable in points]
+        waits = [(point.first_wait_s / self._unit_s, variable) for points in chunk.inner.values() for point, variable in points]
         longest = max((wait for wait, _ in waits), default=0.0)
         moving = _Row(dict.fromkeys([variable for point, variable in chunk.last if point.configuration.moved_bytes], longest))
         waited = self._add(0, math.inf, cost=microbatches)
-        self._add_levels(waits, waited, moving, inner_layers, step=_WAIT_STEPS * self._resolution_s / _SCALE_S)
+        self._add_levels(waits, waited, moving, inner_layers, step=_WAIT_STEPS * self._resolution_s / self._unit_s)
 
     def _add_extra(self, chunk: _Chunk, inner_layers: int) -> None:
         """Let the most bytes beside what is kept be those of the layer that has most."""
         for point, variable in chunk.last:
-            self._require(_Row({chunk.extra: 1.0, variable: -point.last.extra_bytes / _SCALE_BYTES}), 0, math.inf)
+            self._require(_Row({chunk.extra: 1.0, variable: -point.last.extra_bytes / self._unit_bytes}), 0, math.inf)
         sizes = [
-            (point.inner.extra_bytes / _SCALE_BYTES, variable) for points in chunk.inner.values() for point, variable in points
+            (point.inner.extra_bytes / self._unit_bytes, variable)
+            for points in chunk.inner.values()
+            for point, variable in points
         ]
         # When backward is in the layers before, what the last one kept is gone.
-        freed = _Row({variable: point.kept_bytes / _SCALE_BYTES for point, variable in chunk.last})
-        self._add_levels(sizes, chunk.extra, freed, inner_layers, step=_EXTRA_STEPS * self._resolution_bytes / _SCALE_BYTES)
+        freed = _Row({variable: point.kept_bytes / self._unit_bytes for point, variable in chunk.last})
+        self._add_levels(sizes, chunk.extra, freed, inner_layers, step=_EXTRA_STEPS * self._resolution_bytes / self._unit_bytes)
 
     def _add_levels(self, amounts: Sequence[tuple[float, int]], most: int, less: _Row, layers: int, *, step: float) -> None:
         """Let the variable `most` be at least the largest amount of those that any layer has, less what `less` comes to.
@@ -218,7 +220,7 @@ class _Program:
 
     def add_memory(self, budget_bytes: int | None) -> None:
         """Hold each moment to the budget, or, where it is None, make the largest of them as small as it can be."""
-        upper = math.inf if budget_bytes is None else budget_bytes / _SCALE_BYTES
+        upper = math.inf if budget_bytes is None else budget_bytes / self._unit_bytes
         # The least peak counts before any time: a gigabyte is worth a thousand seconds. With a budget it is worth nothing.
         self._peak = self._add(0, upper, cost=1e6 if budget_bytes is None else 0.0)
         for moment in self._moments:
@@ -230,11 +232,11 @@ class _Program:
                 row = _Row()
                 for microbatches, chunk in zip(in_flight, self._chunks, strict=True):
                     row.add(chunk.moved, microbatches)
-                self._require(row, -math.inf, self._rank.host_budget_bytes / _SCALE_BYTES)
+                self._require(row, -math.inf, self._rank.host_budget_bytes / self._unit_bytes)
 
     def _make_memory_row(self, moment: Moment) -> _Row:
         row = _Row()
-        row.constant = self._rank.static_bytes / _SCALE_BYTES
+        row.constant = self._rank.static_bytes / self._unit_bytes
         for microbatches, chunk in zip(moment.in_flight, self._chunks, strict=True):
             row.add(chunk.kept, microbatches)
         if moment.gap.after is not None and moment.gap.after[0] is PassKind.BACKWARD:
@@ -260,8 +262,8 @@ class _Program:
         fixed += sum(solved.x[variable] * tie for variable, tie in self._ties.items())
         return ProgramResult(
             chunks=tuple(_read_chunk(chunk, solved.x) for chunk in self._chunks),
-            added_s=float(solved.fun - fixed) * _SCALE_S,
-            bound_s=float(bound - fixed) * _SCALE_S,
+            added_s=float(solved.fun - fixed) * self._unit_s,
+            bound_s=float(bound - fixed) * self._unit_s,
             peak_bytes=self._read_peak(solved.x),
         )
 
@@ -278,7 +280,7 @@ class _Program:
         for moment in self._moments:
             row = self._make_memory_row(moment)
             most = max(most, row.constant + sum(solution[variable] * factor for variable, factor in row.items()))
-        return round(most * _SCALE_BYTES)
+        return round(most * self._unit_bytes)
 
     def _add(self, lower: float, upper: float, *, cost: float = 0.0, is_whole: bool = False) -> int:
         self._lower.append(lower)

@@ -54,8 +54,8 @@ def test_what_is_made_again_is_beside_what_is_kept():
 
 
 def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():
-    # A layer sends 9 bytes while its forward takes 5 s at a byte a second: 4 s of copies are left over, in every layer. A window
-    # of 30 bytes holds what two layers send, and the backward that follows drains it. Of eight layers the second half waits.
+    # A layer sends 9 bytes while its forward takes 5 s, at a byte a second: 4 s of copies are left over in each. A window of
+    # 30 bytes holds what two layers send, and the backward that follows drains it. Of eight layers the second half waits.
     layer = make_toy_layer(sizes=(1, 9, 6, 4, 2), forward_s=(2.0, 1.0, 1.0, 1.0))
     link = LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0)
     added_s = {}

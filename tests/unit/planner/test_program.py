@@ -84,6 +84,13 @@ def test_a_little_less_costs_the_layer_that_is_cheapest():
     assert result.bound_s == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("scale", [1, 1024, GIB])
+def test_layers_of_a_few_bytes_are_counted_as_well_as_those_of_gibibytes(scale):
+    points = {"toy": [make_point(kept_bytes=21, scale=scale), make_point(kept_bytes=20, inner_s=1.0, last_s=2.0, scale=scale)]}
+    result = solve_program(make_rank(scale=scale), pick(points), budget_bytes=2 * (3 * 21 - 1) * scale, gap=0.0)
+    assert (result.added_s, result.peak_bytes) == (pytest.approx(3.0), 124 * scale)
+
+
 def test_nothing_fits_below_what_the_cheapest_ways_keep():
     points = {"toy": [make_point(kept_bytes=21), make_point(kept_bytes=20, inner_s=1.0, last_s=2.0)]}
     assert solve_program(make_rank(), pick(points), budget_bytes=2 * 3 * 20 * GIB - MIB) is None
