@@ -192,7 +192,8 @@ class MegatronOffload:
 
     def _find_watched(self, chunk: int, layer: int) -> "Watched":
         """Return what of a layer has to be watched: all, where it has not been registered and nobody knows."""
-        if (chunk, layer) not in self._layers:
+        # Who observes wants to know of every save where it was.
+        if (chunk, layer) not in self._layers or self.engine.observers:
             return Watched.LAYER
         found = self._watched.get((chunk, layer))
         if found is None:
