@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
+from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.methods import set_attribute, wrap_method
@@ -63,11 +64,6 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
     wrap_method(patches, layer, "forward", _run_once_without_grad)
     if switch.prepare_fp8 is not None and is_quantized(layer.config):
         switch.prepare_fp8()
-
-
-def is_quantized(config: Any) -> bool:
-    """Return whether the linears of a model with this config work in FP8 or FP4."""
-    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def _find_switches(layer: Any) -> dict[str, _Switch]:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from fgoffload.integrations.megatron.grouped_linears import choose_saved_inputs
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, LinearTags, add_linear_sites, add_region
@@ -72,12 +73,8 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
     """
     mlp = layer.mlp
     experts = getattr(mlp, "experts", None)
-    if experts is not None and getattr(experts, "offload_expert_fc1", False):
-        # For its own engine Megatron lets this linear save its whole input, and not one part for each expert, or in FP8 what it
-        # quantized. Ours moves the parts as the one storage that they are. So the linear works as it does without offload: FP8
-        # leaves at half the size, and delayed scaling, which refuses this attribute, works. Source: `TEGroupedMLP.__init__`,
-        # megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
-        experts.linear_fc1.save_original_input = False
+    if experts is not None:
+        choose_saved_inputs(patches, experts, offloaded)
     if experts is None:
         if _is_pair(mlp):
             add_linear_sites(patches, get_offload, mlp, [mlp], DENSE_TAGS.select(offloaded))
