@@ -1,5 +1,6 @@
 """Tests of this folder run on the CPU, on a machine with a GPU too: those that need one are in `tests/gpu`."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,3 +13,18 @@ def _on_the_cpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that tests start
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_environment_stays() -> Iterator[None]:
+    """Name the file whose tests leave a variable behind, and not the one that trips over it: Megatron's models write some."""
+    before = _get_environment()
+    yield
+    changed = set(before.items()) ^ set(_get_environment().items())
+    assert not changed, f"these environment variables are not as they were before the tests of this file: {sorted(changed)}"
+
+
+def _get_environment() -> dict[str, str]:
+    # pytest's own, and the one that deterministic trainings leave on purpose: CUDA's first matrix product reads it.
+    left_out = ("PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG")
+    return {name: value for name, value in os.environ.items() if name not in left_out}

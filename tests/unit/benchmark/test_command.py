@@ -127,7 +127,7 @@ def test_bits_are_compared_and_the_pipeline_has_its_processes_started(capsys):
     words = ["--check-bits", "--settings", "recompute:full", "ours:core_attn+attn_proj", "--pipeline-model-parallel-size", "2"]
     assert main(["bench", ARGUMENTS, *words]) == 0
     shown, _ = capsys.readouterr()
-    assert "4 layers on 2 x CPU" in shown
+    assert "4 layers on 2 x CPU" in " ".join(shown.split())  # a title is as wide as its table, and the path takes what it takes
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert cells == [
         ["nothing, again", "yes", ""],

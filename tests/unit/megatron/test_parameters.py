@@ -12,6 +12,7 @@ from support.attention import ReferenceAttention
 
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
+from fgoffload.integrations.megatron.process_state import keep_environment
 from fgoffload.planner.layer_shape import ExpertsShape
 from fgoffload.planner.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.parallelism import Parallelism, list_chunks
@@ -150,7 +151,7 @@ def build_rank(model, parallelism, rank):
         "get_expert_tensor_parallel_group": Group(parallelism.expert_tensor_parallel_size),
     }
     config = make_config(model, parallelism)
-    with pytest.MonkeyPatch.context() as patch, ignore_expected_warnings():
+    with pytest.MonkeyPatch.context() as patch, ignore_expected_warnings(), keep_environment():
         for name, group in groups.items():
             patch.setattr(state, name, lambda *_, group=group, **__: group)
         patch.setattr(state, "get_pipeline_model_parallel_rank", lambda: rank)
