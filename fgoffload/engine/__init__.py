@@ -7,7 +7,7 @@ from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
-from fgoffload.engine.region import Region, Saving, is_inert
+from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
 from fgoffload.engine.stats import KeptReason, StepStats, TagStats, TimeKind
 
 __all__ = [
@@ -32,5 +32,6 @@ __all__ = [
     "TagStats",
     "TimeKind",
     "find_device",
+    "is_in_backward",
     "is_inert",
 ]

@@ -24,7 +24,9 @@ def _the_environment_stays() -> Iterator[None]:
     assert not changed, f"these environment variables are not as they were before the tests of this file: {sorted(changed)}"
 
 
+_MATTER = ("NVTE_", "NCCL_", "CUDA_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
+"""What Megatron, Transformer Engine and process groups read. Torch writes others at will, where its caches are for one."""
+
+
 def _get_environment() -> dict[str, str]:
-    # pytest's own, and the one that deterministic trainings leave on purpose: CUDA's first matrix product reads it.
-    left_out = ("PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG")
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+    return {name: value for name, value in os.environ.items() if name.startswith(_MATTER)}

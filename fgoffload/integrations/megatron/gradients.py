@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fgoffload.integrations.megatron.dispatchers import detach_routing
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
@@ -45,10 +46,9 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
     The graph ends in the parameters' gradients, whose hooks hold the data-parallel wrapper, and so the model, and so the
     dispatchers: a cycle through autograd, which Python's collector cannot see. Without this no model with experts is freed.
     """
-    for dispatcher in (getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()):
-        for name, value in tuple(vars(dispatcher).items()) if dispatcher is not None else ():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                setattr(dispatcher, name, None)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "token_dispatcher"):
+            detach_routing(module.token_dispatcher)
 
 
 class Optimizer(Protocol):

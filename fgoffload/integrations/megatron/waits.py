@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload
-
-DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 
 
 class Remedy(enum.Enum):

@@ -3,10 +3,14 @@
 import itertools
 
 import pytest
+import torch
 from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action, IntegrationError, PlanError
+from fgoffload.engine.identity import StorageRef
 from fgoffload.tags import RECOMPUTE_UNITS
+
+checkpoints = pytest.importorskip("megatron.core.tensor_parallel.random")
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -144,6 +148,41 @@ def test_what_recomputes_runs_once_more_in_backward(tmp_path):
     assert calls.count(0) == calls.count("attention 0") == 2 * microbatches
     assert calls.count(1) == 2 * microbatches
     assert calls.count("attention 1") == microbatches
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("unit", ["layer", "moe"])
+def test_the_leaf_that_a_recompute_begins_with_is_gone_after_backward(unit, dispatcher, monkeypatch, tmp_path):
+    # Its gradient goes with it. Dispatchers hold the probabilities of their last forward, and so all that these came from.
+    path = write_plan(tmp_path / "plan.json", {(0, unit): R, (1, unit): R})
+    flags = f"{MOE} --moe-token-dispatcher-type {dispatcher}"
+    with make_trainer(flags, make_config(offload_plan=path)) as trainer:
+        leaves = record_leaves(monkeypatch)
+        trainer.run_step()
+        assert len(leaves) >= 4  # two layers, two microbatches
+        assert [leaf.is_freed for leaf in leaves] == [True] * len(leaves)
+
+
+def test_megatrons_own_full_recompute_lets_go_of_its_leaves_too_beside_offload(monkeypatch):
+    flags = f"{MOE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    with make_trainer(flags, make_config("layer_input")) as trainer:
+        leaves = record_leaves(monkeypatch)
+        trainer.run_step()
+        assert [leaf.is_freed for leaf in leaves] == [True] * 4
+
+
+def record_leaves(monkeypatch):
+    """Return a list that gets a reference to the storage of each hidden state that a checkpoint's backward begins with."""
+    leaves = []
+
+    def detach_variable(inputs):
+        detached = original(inputs)
+        leaves.extend(StorageRef(one) for one in detached if isinstance(one, torch.Tensor) and one.requires_grad)
+        return detached
+
+    original = checkpoints.detach_variable
+    monkeypatch.setattr(checkpoints, "detach_variable", detach_variable)
+    return leaves
 
 
 @pytest.mark.parametrize(
