@@ -5,8 +5,7 @@ nor the recompute of the experts. So each part has a few dozen choices, where th
 that covers several parts, as `layer` and `moe` do, comes first: each set of such units that goes together is a mode, with parts
 of its own.
 
-    >>> from fgoffload.planner.layer_model import Segment
-    >>> from fgoffload.planner.saved_bytes import SavedTensor
+    >>> from fgoffload.planner.layer_model import SavedTensor, Segment
     >>> residual = SavedTensor(name="residual", tags=("mlp_norm",), size_bytes=8)
     >>> norm = Segment(name="mlp_norm", forward_s=1.0, backward_s=2.0)
     >>> layer = LayerModel(kind="toy", segments=(norm,), tensors=(residual,))

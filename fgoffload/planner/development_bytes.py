@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from fgoffload.errors import ConfigError
+from fgoffload.planner.layer_model import SavedTensor
 from fgoffload.planner.layer_shape import LayerShape
-from fgoffload.planner.saved_bytes import SavedTensor
 
 _BF16 = 2
 _FP32 = 4

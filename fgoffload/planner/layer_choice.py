@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from fgoffload.plan import Action
 from fgoffload.planner.choice_rules import check_choice
-from fgoffload.planner.layer_model import HostWait, LayerModel, UnitModel
-from fgoffload.planner.saved_bytes import SavedTensor
+from fgoffload.planner.layer_model import HostWait, LayerModel, SavedTensor, UnitModel
 from fgoffload.tags import default_tags, find_recompute_unit
 
 _LAST = "the last stretch"

@@ -7,8 +7,6 @@ on one rank, with nothing else running.
 import dataclasses
 import enum
 
-from fgoffload.planner.saved_bytes import SavedTensor
-
 
 class HostWait(enum.Enum):
     """What stands between the host and the launch of a stretch: a few bytes of the device that it has to read first.
@@ -37,6 +35,20 @@ class Segment:
     """Device bytes that are there while backward runs: gradients of activations, and what it computes with."""
     host_wait: HostWait | None = None
     """What the host waits for before it launches the forward, or None."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """What one or several tags of a layer keep of one storage."""
+
+    name: str
+    """For people."""
+    tags: tuple[str, ...]
+    """Those that save it, in the order of forward; none in `saved_bytes.list_untagged_tensors`."""
+    size_bytes: int
+    """On this rank, of one microbatch."""
+    is_same_in_all_layers: bool = False
+    """All layers save the same storage, which leaves once a microbatch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,8 @@ from pathlib import Path
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_rate
 from fgoffload.planner.json_fields import read_json_value, to_json_value
-from fgoffload.planner.layer_model import LayerModel, Segment
+from fgoffload.planner.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, LinkModel, NumberedLayer, RankModel
-from fgoffload.planner.saved_bytes import SavedTensor
 from fgoffload.planner.schedule import Pipeline, list_passes
 from fgoffload.policy import TransferPolicy
 

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fgoffload.errors import InternalError
 from fgoffload.planner.attention_ops import has_fused_attention_norm
-from fgoffload.planner.layer_model import Segment, UnitModel
+from fgoffload.planner.layer_model import SavedTensor, Segment, UnitModel
 from fgoffload.planner.layer_shape import LatentShape, LayerShape
 from fgoffload.planner.layer_sizes import LayerSizes
 from fgoffload.planner.ops import BF16
-from fgoffload.planner.saved_bytes import SavedTensor
 from fgoffload.tags import RECOMPUTE_UNITS
 
 _ATTENTION_NORM = ("output of the norm before attention", "statistics of the norm before attention")

@@ -16,9 +16,9 @@ Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.1
 `tests/gpu/test_megatron_bytes.py` compares. docs/formulas.md says what is from the code of both and not measured.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 
+from fgoffload.planner.layer_model import SavedTensor
 from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
 from fgoffload.planner.linear_inputs import count_input_bytes, pad_rows
 from fgoffload.tags import default_tags
@@ -31,20 +31,6 @@ _INT64 = 8
 
 _RANDOM_STATE_BYTES = 2 * _INT64
 """Seed and offset of the attention's dropout, saved whether or not there is any. Source: measured."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensor:
-    """What one or several tags of a layer keep of one storage."""
-
-    name: str
-    """For people."""
-    tags: tuple[str, ...]
-    """Those that save it, in the order of forward; none in `list_untagged_tensors`."""
-    size_bytes: int
-    """On this rank, of one microbatch."""
-    is_same_in_all_layers: bool = False
-    """All layers save the same storage, which leaves once a microbatch."""
 
 
 def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:

@@ -5,9 +5,8 @@ Bytes and seconds are small whole numbers: a byte a second is a rate, and a wind
 
 import random
 
-from fgoffload.planner.layer_model import LayerModel, Segment, UnitModel
+from fgoffload.planner.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
-from fgoffload.planner.saved_bytes import SavedTensor
 from fgoffload.planner.schedule import Pipeline, list_passes
 from fgoffload.policy import TransferPolicy
 

@@ -13,8 +13,7 @@ from fgoffload import Action, PlanError
 from fgoffload.planner import choices
 from fgoffload.planner.choices import count_configurations, list_configurations, list_modes, measure_actions
 from fgoffload.planner.layer_choice import resolve_layer
-from fgoffload.planner.layer_model import LayerModel, Segment
-from fgoffload.planner.saved_bytes import SavedTensor
+from fgoffload.planner.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.units import MIB
 
 KEEP, RECOMPUTE, OFFLOAD, BOTH = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 
 from fgoffload import ConfigError, TransferPolicy
-from fgoffload.planner.layer_model import HostWait, LayerModel, Segment, UnitModel
+from fgoffload.planner.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.profile import (
     CopyRate,
     LinkProfile,
@@ -20,7 +20,6 @@ from fgoffload.planner.profile import (
     merge_processes,
 )
 from fgoffload.planner.rank_model import ChunkModel, NumberedLayer
-from fgoffload.planner.saved_bytes import SavedTensor
 from fgoffload.planner.schedule import Pipeline
 
 LINK = LinkProfile(

@@ -10,8 +10,7 @@ from support.layer_models import make_moe_layer
 from support.rank_models import STATIC_BYTES, make_chunk, make_layer, make_link, make_plan, make_rank, offload, read_passes
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
-from fgoffload.planner.layer_model import HostWait, Segment, UnitModel
-from fgoffload.planner.saved_bytes import SavedTensor
+from fgoffload.planner.layer_model import HostWait, SavedTensor, Segment, UnitModel
 from fgoffload.planner.schedule import Pipeline, list_passes
 from fgoffload.planner.simulation_result import LaneName, Waits
 from fgoffload.planner.simulator import Detail, simulate, simulate_rank

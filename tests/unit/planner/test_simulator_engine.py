@@ -17,8 +17,7 @@ from support.rank_models import STATIC_BYTES, make_chunk, make_link, make_plan, 
 
 from fgoffload import Action, Site
 from fgoffload.engine import ActivationLedger, CpuDevice, Lane, OffloadEngine
-from fgoffload.planner.layer_model import HostWait, LayerModel, Segment
-from fgoffload.planner.saved_bytes import SavedTensor
+from fgoffload.planner.layer_model import HostWait, LayerModel, SavedTensor, Segment
 from fgoffload.planner.schedule import PassKind, Pipeline, list_passes
 from fgoffload.planner.simulation_result import LaneName
 from fgoffload.planner.simulator import Detail, simulate_rank
