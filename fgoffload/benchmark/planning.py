@@ -12,13 +12,13 @@ from fgoffload.integrations.megatron.model_shapes import read_model
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Update
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.hardware import Hardware
+from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
-from fgoffload.planner.ops import Execution
-from fgoffload.planner.rank_model import RankModel
-from fgoffload.planner.simulator import simulate
-from fgoffload.planner.solver import solve
-from fgoffload.planner.static_memory import ADAM, ParameterState
+from fgoffload.planner.operations.ops import Execution
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.solver import solve
+from fgoffload.planner.timing.hardware import Hardware
 
 logger = logging.getLogger(__name__)
 

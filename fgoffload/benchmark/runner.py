@@ -35,7 +35,7 @@ from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import RandomTokens
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
-from fgoffload.planner.rank_model import RankModel
+from fgoffload.planner.ranks.rank_model import RankModel
 
 OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from fgoffload.doctor.gpus import find_gpus
 from fgoffload.doctor.machine import Machine
-from fgoffload.planner.hardware import HARDWARE, Hardware
+from fgoffload.planner.timing.hardware import HARDWARE, Hardware
 
 PACKAGES = ("fgoffload", "torch", "megatron-core", "transformer-engine", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 """Distributions whose versions matter."""

@@ -12,11 +12,11 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import parse_bytes
 
 if TYPE_CHECKING:
-    from fgoffload.planner.hardware import Hardware
+    from fgoffload.planner.model.model_shape import ModelShape
+    from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
-    from fgoffload.planner.model_shape import ModelShape
-    from fgoffload.planner.parallelism import Parallelism
-    from fgoffload.planner.rank_model import RankModel
+    from fgoffload.planner.ranks.rank_model import RankModel
+    from fgoffload.planner.timing.hardware import Hardware
 
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
@@ -186,14 +186,14 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 
     if checked.model.suffix != ".json":
         return read_model_file(checked.model, typed=checked.megatron_flags)
-    from fgoffload.planner.huggingface import read_huggingface_config
+    from fgoffload.planner.model.huggingface import read_huggingface_config
 
     model = read_huggingface_config(checked.model)
     return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model)[:2]
 
 
 def _get_hardware(checked: PlanOptions) -> "Hardware":
-    from fgoffload.planner.hardware import Hardware, get_hardware
+    from fgoffload.planner.timing.hardware import Hardware, get_hardware
 
     if checked.hardware is not None:
         return Hardware.load(checked.hardware)
@@ -201,8 +201,8 @@ def _get_hardware(checked: PlanOptions) -> "Hardware":
 
 
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":
+    from fgoffload.planner.memory.static_memory import ADAM, DEFAULT_RESERVE_BYTES, NO_OPTIMIZER
     from fgoffload.planner.model_ranks import Assumptions
-    from fgoffload.planner.static_memory import ADAM, DEFAULT_RESERVE_BYTES, NO_OPTIMIZER
 
     return Assumptions(
         state=ADAM if checked.has_optimizer else NO_OPTIMIZER,
@@ -211,7 +211,7 @@ def _make_assumptions(checked: PlanOptions) -> "Assumptions":
 
 
 def _read_profile(checked: PlanOptions, parallelism: "Parallelism") -> "tuple[RankModel, ...]":
-    from fgoffload.planner.profile import Profile, make_rank_model
+    from fgoffload.planner.timing.profile import Profile, make_rank_model
 
     profile = Profile.load(Path(str(checked.profile)))
     stages = range(parallelism.pipeline_parallel_size)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.simulation_result import StepResult
-from fgoffload.planner.solver import Solution
+from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import GIB
 
 _COLORS = ("#8a8f98", "#1f77b4")

@@ -12,17 +12,17 @@ from rich.text import Text
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
 from fgoffload.errors import ConfigError
 from fgoffload.plan import Action
-from fgoffload.planner.hardware import Hardware
-from fgoffload.planner.megatron_flags import MegatronFlags, find_nearest_flags
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
-from fgoffload.planner.model_shape import ModelShape
-from fgoffload.planner.parallelism import Parallelism
 from fgoffload.planner.planning import PlanReport, plan_ranks
-from fgoffload.planner.rank_model import RankModel
-from fgoffload.planner.reasons import Decision
-from fgoffload.planner.simulation_result import Detail, RankResult, StepResult, TagTraffic
-from fgoffload.planner.simulator import simulate
-from fgoffload.planner.solver import Solution, find_least_budget, sweep
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult, TagTraffic
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import MegatronFlags, find_nearest_flags
+from fgoffload.planner.solving.reasons import Decision
+from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
+from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import GIB, format_bytes, format_ms
 
 PLAN = "this plan"
@@ -101,7 +101,7 @@ def show_plan(
             kept = simulate(ranks, type(report.solution.plan)(actions={}), detail=Detail.TIMELINE)
             write_memory_picture(path, {"nothing": kept, PLAN: detailed}, budget_bytes=budget_bytes, title=subject.title)
         if (path := files["timeline"]) is not None:
-            from fgoffload.planner.timeline import write_chrome_trace
+            from fgoffload.planner.simulation.timeline import write_chrome_trace
 
             write_chrome_trace(detailed, path)
 

@@ -11,7 +11,7 @@ from fgoffload.cli.launch import Launch, find_launch
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fgoffload.planner.profile import Profile
+    from fgoffload.planner.timing.profile import Profile
 
 NAME = "profile"
 SUMMARY = "measure the link to the host, and one step of a model"

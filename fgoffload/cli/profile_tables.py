@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from fgoffload.planner.layer_model import LayerModel
-from fgoffload.planner.profile import DEFAULT_TOLERANCE, LinkProfile, Profile, RankProfile, merge_alike
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE, LinkProfile, Profile, RankProfile, merge_alike
 from fgoffload.units import format_bytes, format_ms
 
 

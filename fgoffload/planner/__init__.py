@@ -4,22 +4,26 @@
 
 `planning` has an example; docs/planner.md says how it works and how right it is. What is below `plan` can be used by itself:
 
-| modules | what they say |
-|---|---|
-| `model_shape`, `parallelism`, `huggingface` | what a model is, and how ranks share it |
-| `layer_shape`, `saved_bytes`, `static_memory` | bytes |
-| `hardware`, `op_times`, `edge_segments`, `link_rates`, `profile` | seconds, from a device's peaks or from measurements |
-| `schedule`, `layer_model`, `rank_model`, `model_ranks` | what each pipeline rank runs, in order |
-| `layer_choice`, `simulator`, `timeline` | what a plan comes to |
-| `solver`, `megatron_flags` | the plan, and what else users would choose |
+| folder | what it says | begin with |
+|---|---|---|
+| `ranks` | what each pipeline rank runs, in order | `rank_model`, `layer_model`, `schedule` |
+| `model` | what a model is, and how ranks share it | `model_shape`, `parallelism`, `huggingface` |
+| `operations` | what a layer has to do, for any device | `ops`, `attention_ops`, `mlp_ops` |
+| `memory` | bytes | `saved_bytes`, `static_memory` |
+| `timing` | seconds, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |
+| `simulation` | what a plan comes to | `simulator`, `layer_choice`, `timeline` |
+| `solving` | the plan, and what else users would choose | `solver`, `megatron_flags` |
+
+Folders import one way. `model`, `operations`, `memory` and `timing` stand on each other in this order and are there to make the
+`ranks`, which `model_ranks` does; `simulation`, and `solving` on top of it, know the `ranks` alone, and no model or device.
 """
 
-from fgoffload.planner.hardware import Hardware, Link, get_hardware
-from fgoffload.planner.layer_shape import ExpertsShape, RouterShape
+from fgoffload.planner.model.layer_shape import ExpertsShape, RouterShape
+from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
+from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
-from fgoffload.planner.model_shape import LatentAttention, ModelShape
-from fgoffload.planner.parallelism import Parallelism
 from fgoffload.planner.planning import PlanReport, plan
+from fgoffload.planner.timing.hardware import Hardware, Link, get_hardware
 
 __all__ = [
     "Assumptions",

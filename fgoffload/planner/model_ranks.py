@@ -3,20 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from fgoffload.planner.edge_segments import EdgeShape, make_first_segments, make_last_segments
-from fgoffload.planner.efficiency import Efficiency, Network
-from fgoffload.planner.hardware import Hardware
-from fgoffload.planner.layer_model import LayerModel
-from fgoffload.planner.layer_shape import LayerShape
-from fgoffload.planner.link_rates import make_link_model
-from fgoffload.planner.model_shape import ModelShape, make_layer_shape
-from fgoffload.planner.op_times import make_layer_model
-from fgoffload.planner.ops import Execution
-from fgoffload.planner.parallelism import Parallelism, StageChunk, list_chunks
-from fgoffload.planner.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, NumberedLayer, RankModel
-from fgoffload.planner.saved_bytes import list_untagged_tensors
-from fgoffload.planner.schedule import list_passes
-from fgoffload.planner.static_memory import (
+from fgoffload.planner.memory.saved_bytes import list_untagged_tensors
+from fgoffload.planner.memory.static_memory import (
     ADAM,
     DEFAULT_RESERVE_BYTES,
     ParameterState,
@@ -24,7 +12,19 @@ from fgoffload.planner.static_memory import (
     count_output_bytes,
     list_static_memory,
 )
-from fgoffload.planner.temporaries import ExtraBytes
+from fgoffload.planner.memory.temporaries import ExtraBytes
+from fgoffload.planner.model.layer_shape import LayerShape
+from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape
+from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
+from fgoffload.planner.operations.ops import Execution
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import list_passes
+from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
+from fgoffload.planner.timing.efficiency import Efficiency, Network
+from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.link_rates import make_link_model
+from fgoffload.planner.timing.op_times import make_layer_model
 from fgoffload.policy import TransferPolicy
 
 

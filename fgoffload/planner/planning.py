@@ -29,15 +29,15 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from fgoffload.planner.hardware import Hardware
-from fgoffload.planner.megatron_flags import baselines
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
-from fgoffload.planner.model_shape import ModelShape
-from fgoffload.planner.parallelism import Parallelism
-from fgoffload.planner.rank_model import RankModel
-from fgoffload.planner.simulation_result import StepResult
-from fgoffload.planner.simulator import simulate
-from fgoffload.planner.solver import Solution, solve
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import baselines
+from fgoffload.planner.solving.solver import Solution, solve
+from fgoffload.planner.timing.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

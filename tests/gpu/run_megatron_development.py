@@ -205,8 +205,8 @@ def count_expected(training: Training, rows: list[list[int]]) -> int:
         training: What ran.
         rows: Of each expert, before they were padded, for each layer with experts and microbatch of the step.
     """
-    from fgoffload.planner import development_bytes as formulas
-    from fgoffload.planner.layer_shape import ExpertsShape, LayerShape
+    from fgoffload.planner.memory import development_bytes as formulas
+    from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
 
     fields = training.fields
     if not training.pattern:

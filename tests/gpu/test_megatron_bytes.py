@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.processes import run_processes
 
-from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
-from fgoffload.planner.saved_bytes import count_tag_bytes
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes
+from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
 
 LAYERS = 3
 SHAPE = (

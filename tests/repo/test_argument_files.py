@@ -7,10 +7,10 @@ import pytest
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.model_shapes import read_model_file
-from fgoffload.planner.model_shape import make_layer_shape
-from fgoffload.planner.parallelism import list_chunks
-from fgoffload.planner.parameters import count_parameters
-from fgoffload.planner.saved_bytes import count_tag_bytes
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes
+from fgoffload.planner.model.model_shape import make_layer_shape
+from fgoffload.planner.model.parallelism import list_chunks
+from fgoffload.planner.model.parameters import count_parameters
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "arguments").glob("*.sh"))

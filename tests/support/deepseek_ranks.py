@@ -6,11 +6,11 @@ Units are written down here, so that tests of the solver need no other part of t
 
 import functools
 
-from fgoffload.planner.layer_model import LayerModel, Segment, UnitModel
-from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
-from fgoffload.planner.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
-from fgoffload.planner.saved_bytes import list_saved_tensors
-from fgoffload.planner.schedule import Pipeline, list_passes
+from fgoffload.planner.memory.saved_bytes import list_saved_tensors
+from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
+from fgoffload.planner.ranks.layer_model import LayerModel, Segment, UnitModel
+from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.policy import TransferPolicy
 from fgoffload.units import GIB
 

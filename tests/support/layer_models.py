@@ -1,6 +1,6 @@
 """Layers for the tests of the planner: small numbers that can be added up by hand."""
 
-from fgoffload.planner.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 
 STRETCHES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "router", "dispatch"),

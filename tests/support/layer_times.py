@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from fgoffload.planner.efficiency import Efficiency
-from fgoffload.planner.hardware import Hardware
-from fgoffload.planner.layer_shape import ExpertsShape, LatentShape, LayerShape
-from fgoffload.planner.op_times import make_layer_model
+from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape
+from fgoffload.planner.timing.efficiency import Efficiency
+from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.op_times import make_layer_model
 
 FAST = 1e40
 """A rate at which nothing takes any time."""

@@ -1,9 +1,9 @@
 """Small ranks for the tests of the simulator: seconds and bytes that can be added up by hand."""
 
 from fgoffload import Action, OffloadPlan, Site
-from fgoffload.planner.layer_model import LayerModel, SavedTensor, Segment
-from fgoffload.planner.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
-from fgoffload.planner.schedule import Pass, PassKind, Pipeline, list_passes
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
+from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import Pass, PassKind, Pipeline, list_passes
 from fgoffload.policy import TransferPolicy
 
 STATIC_BYTES = 1000

@@ -5,9 +5,9 @@ Bytes and seconds are small whole numbers: a byte a second is a rate, and a wind
 
 import random
 
-from fgoffload.planner.layer_model import LayerModel, SavedTensor, Segment, UnitModel
-from fgoffload.planner.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
-from fgoffload.planner.schedule import Pipeline, list_passes
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.policy import TransferPolicy
 
 NAMES = ("core_attn", "expert_fc1", "moe_act", "expert_fc2")

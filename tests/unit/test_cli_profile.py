@@ -7,7 +7,7 @@ from support.command import ARGUMENTS
 
 from fgoffload.cli import main
 from fgoffload.integrations import link as link_module
-from fgoffload.planner.profile import Profile, make_rank_model
+from fgoffload.planner.timing.profile import Profile, make_rank_model
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeas
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.profile import LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
+from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,8 @@ class AutoOffload(StepMeasurement):
 
     def _solve(self, call: ScheduleCall) -> "PlannedStep | str":
         """Return the plan for `call`, or why there is none."""
-        from fgoffload.planner.solver import solve  # here: SciPy takes longer to load than all else, and one process plans
+        # Here: SciPy takes longer to load than all else, and one process plans.
+        from fgoffload.planner.solving.solver import solve
 
         # The slowest link of all: which process of a pipeline rank is late makes no difference to the step.
         link = min((one.link for one in self._measured), key=lambda link: link.copies[-1].d2h_bytes_per_s)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
+from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 
 logger = logging.getLogger(__name__)
 

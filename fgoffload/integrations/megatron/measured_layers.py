@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, keeps_bits
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
-from fgoffload.planner.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
-from fgoffload.planner.rank_model import ChunkModel, NumberedLayer
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 
 LAYER_INPUT = "layer input"
 """The name of that tensor."""

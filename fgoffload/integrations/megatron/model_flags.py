@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fgoffload.integrations.megatron.flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
-from fgoffload.planner.layer_shape import FP8_RECIPES
+from fgoffload.planner.model.layer_shape import FP8_RECIPES
 
 OWN_FLAGS = ("--num-gpus",)
 """Flags that Megatron does not have: it asks the launcher how many processes there are."""

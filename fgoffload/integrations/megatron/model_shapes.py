@@ -21,8 +21,8 @@ from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.flags import to_flag
 from fgoffload.integrations.megatron.model_flags import build_model_parser, list_unknown
 from fgoffload.integrations.megatron.parallel_flags import PARALLEL_FLAGS, make_parallelism
-from fgoffload.planner.model_shape import LatentAttention, ModelShape, list_moe_layers, list_window_layers, pad_vocab_size
-from fgoffload.planner.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model.model_shape import LatentAttention, ModelShape, list_moe_layers, list_window_layers, pad_vocab_size
+from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
-from fgoffload.planner.parallelism import Parallelism
+from fgoffload.planner.model.parallelism import Parallelism
 
 _SIZES = {
     "tensor_parallel_size": "tensor_model_parallel_size",

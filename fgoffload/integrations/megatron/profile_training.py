@@ -16,7 +16,7 @@ from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy
-from fgoffload.planner.profile import LinkProfile, Profile, RankProfile, merge_processes
+from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, merge_processes
 from fgoffload.units import TIB
 
 _POLICY = TrainingPolicy(kernels=Kernels.FASTEST)

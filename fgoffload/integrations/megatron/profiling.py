@@ -25,10 +25,10 @@ from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.waits import has_held_wait
 from fgoffload.plan import Site
-from fgoffload.planner.layer_model import HostWait
-from fgoffload.planner.profile import RankProfile
-from fgoffload.planner.rank_model import ChunkModel
-from fgoffload.planner.schedule import Pipeline
+from fgoffload.planner.ranks.layer_model import HostWait
+from fgoffload.planner.ranks.rank_model import ChunkModel
+from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.timing.profile import RankProfile
 
 
 class MeasurementState(enum.Enum):

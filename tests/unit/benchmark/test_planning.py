@@ -15,7 +15,7 @@ from fgoffload.benchmark.runner import Runner
 from fgoffload.benchmark.settings import NOTHING, parse_setting
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.training_policy import Update
-from fgoffload.planner.hardware import get_hardware
+from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.policy import TransferPolicy
 
 W2 = Path(__file__).parents[3] / "arguments" / "w2_moe.sh"

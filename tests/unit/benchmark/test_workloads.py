@@ -11,8 +11,8 @@ from fgoffload.benchmark.model_flop import count_model_flop
 from fgoffload.benchmark.settings import NOTHING, list_default_settings
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.arguments import build_transformer_config
-from fgoffload.planner.layer_shape import ExpertsShape, LayerShape
-from fgoffload.planner.saved_bytes import list_saved_tensors
+from fgoffload.planner.memory.saved_bytes import list_saved_tensors
+from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
 from fgoffload.tags import find_recompute_unit
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_trainer, tr
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
-from fgoffload.planner import solver
+from fgoffload.planner.solving import solver
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

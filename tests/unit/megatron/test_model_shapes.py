@@ -11,9 +11,9 @@ import pytest
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.model_flags import OWN_FLAGS, build_model_parser
 from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file, read_parallelism
-from fgoffload.planner.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
-from fgoffload.planner.model_shape import LatentAttention, ModelShape
-from fgoffload.planner.parallelism import Parallelism
+from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
+from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
+from fgoffload.planner.model.parallelism import Parallelism
 
 LEAST = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
 DENSE = f"{LEAST} --ffn-hidden-size 256 --vocab-size 1000 --swiglu --position-embedding-type rope --bf16"

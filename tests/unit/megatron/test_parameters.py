@@ -13,10 +13,10 @@ from support.attention import ReferenceAttention
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
 from fgoffload.integrations.megatron.process_state import keep_environment
-from fgoffload.planner.layer_shape import ExpertsShape
-from fgoffload.planner.model_shape import LatentAttention, ModelShape
-from fgoffload.planner.parallelism import Parallelism, list_chunks
-from fgoffload.planner.parameters import count_parameters, count_rank_parameters
+from fgoffload.planner.model.layer_shape import ExpertsShape
+from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
+from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model.parameters import count_parameters, count_rank_parameters
 
 state = pytest.importorskip("megatron.core.parallel_state")
 gpt_model = pytest.importorskip("megatron.core.models.gpt.gpt_model")

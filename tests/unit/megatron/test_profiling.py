@@ -11,8 +11,8 @@ from fgoffload.engine import CpuDevice
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.measured_units import count_edges
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
-from fgoffload.planner.layer_model import HostWait
-from fgoffload.planner.profile import Profile, count_tag_bytes, make_rank_model, merge_alike
+from fgoffload.planner.ranks.layer_model import HostWait
+from fgoffload.planner.timing.profile import Profile, count_tag_bytes, make_rank_model, merge_alike
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

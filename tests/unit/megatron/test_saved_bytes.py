@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.trainings import make_config, make_trainer
 
-from fgoffload.planner.layer_shape import ExpertsShape, LayerShape, RouterShape
-from fgoffload.planner.saved_bytes import count_tag_bytes
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes
+from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

@@ -8,9 +8,9 @@ import pytest
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner import Assumptions, ExpertsShape, ModelShape, Parallelism, build_ranks, get_hardware, plan, planning
+from fgoffload.planner.memory.static_memory import NO_OPTIMIZER, ParameterState
 from fgoffload.planner.model_ranks import count_host_bytes_per_node, list_rank_memory
-from fgoffload.planner.simulator import simulate
-from fgoffload.planner.static_memory import NO_OPTIMIZER, ParameterState
+from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.units import GIB
 
 MODEL = ModelShape(

@@ -1,0 +1,135 @@
+"""What the units of `fgoffload.tags.RECOMPUTE_UNITS` save in a layer, and what they cost.
+
+Two kinds, as Megatron has them. A checkpoint saves its input, and runs again right before its own backward: `layer`,
+`core_attn`, `mlp`, `moe` and `shared_expert`. The others drop what they return, which the module behind them would save; they
+run again as soon as backward reaches the end of what used it, and fill the dropped storage with a copy. What ran again is there
+twice until then.
+
+Source: `CheckpointWithoutOutput` and `checkpoint` of megatron/core/tensor_parallel/random.py and their callers in
+transformer_layer.py, multi_latent_attention.py, attention.py and moe/, in megatron-core 0.16.1.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from fgoffload.errors import InternalError
+from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
+from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
+from fgoffload.planner.operations.layer_sizes import LayerSizes
+from fgoffload.planner.operations.ops import BF16
+from fgoffload.planner.ranks.layer_model import SavedTensor, Segment, UnitModel
+from fgoffload.tags import RECOMPUTE_UNITS
+
+_ATTENTION_NORM = ("output of the norm before attention", "statistics of the norm before attention")
+_MLP_NORM = ("output of the norm before the MLP", "statistics of the norm before the MLP")
+
+_AROUND = ("mtp_projection", "mtp_norm")
+"""Stretches of multi-token prediction that no unit covers: the units are those of the transformer layer between them."""
+
+
+def make_units(
+    shape: LayerShape,
+    segments: Sequence[Segment],
+    tensors: Sequence[SavedTensor],
+    *,
+    copy_bytes_per_s: float = math.inf,
+) -> tuple[UnitModel, ...]:
+    """Return the units that such a layer can run again by themselves, in the order of `RECOMPUTE_UNITS`.
+
+    Args:
+        shape: Of the layer.
+        segments: Its stretches, in the order of forward.
+        tensors: What it saves.
+        copy_bytes_per_s: What a copy within the device reads and writes a second, both together. By default it takes no time.
+
+    Raises:
+        InternalError: A tensor that a unit drops is not among `tensors`.
+    """
+    names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
+    checkpoints = _list_checkpoints(shape, names, tensors)
+    refills = _list_refills(shape, names, tensors, copy_bytes_per_s)
+    found = {unit.name: unit for unit in (*checkpoints, *refills)}
+    return tuple(found[unit.name] for unit in RECOMPUTE_UNITS if unit.name in found)
+
+
+def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
+    # What all layers share stays whoever runs again: other layers, and the model, hold it.
+    inside = tuple(one.name for one in tensors if "layer_input" not in one.tags and not one.is_same_in_all_layers)
+    yield _make_checkpoint("layer", names, inside, extra_bytes=LayerSizes(shape).hidden)
+    # Query, key and value are the checkpoint's input. The output is there once: the projection saved it, and let go of it. But
+    # with delayed scaling that saved a copy in fp8.
+    made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
+    dropped = _pick(tensors, "log-sum-exp", "random state", *made)
+    yield _make_checkpoint("core_attn", ("core_attn",), dropped, extra_bytes=0)
+    yield from _list_mlp_checkpoints(shape, names, tensors)
+
+
+def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
+    experts, hidden = shape.experts, LayerSizes(shape).hidden
+    half = names[names.index("attn_proj") + 1 :]
+    stretches = tuple(name for name in half if name != "mlp_norm")
+    # The input is the residual where the norm is fused into the first linear, else the norm's output.
+    has_norm = "mlp_norm" in half
+    kept = _pick(tensors, "output of the norm before the MLP" if has_norm else "residual")
+    own = ("mlp_norm", *kept)
+    inside = tuple(one.name for one in tensors if _is_within(one, stretches) and one.name not in own)
+    yield _make_checkpoint("mlp" if experts is None else "moe", stretches, inside, extra_bytes=hidden)
+    # Overlapped shared experts are a part of the dispatcher, and no checkpoint can be around them.
+    if experts is not None and experts.shared_ffn_hidden_size and not experts.has_shared_overlap:
+        inside = tuple(one.name for one in tensors if one.tags == ("shared_expert",))
+        yield _make_checkpoint("shared_expert", ("shared_expert",), inside, extra_bytes=hidden)
+
+
+def _is_within(tensor: SavedTensor, stretches: tuple[str, ...]) -> bool:
+    return set(tensor.tags) <= set(stretches)
+
+
+def _make_checkpoint(name: str, stretches: tuple[str, ...], drops: tuple[str, ...], *, extra_bytes: int) -> UnitModel:
+    return UnitModel(name=name, segments=stretches, drops=drops, before=stretches[-1], extra_bytes=extra_bytes)
+
+
+def _list_refills(
+    shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor], copy_bytes_per_s: float
+) -> Iterator[UnitModel]:
+    sizes = LayerSizes(shape)
+
+    def make(name: str, stretch: str, before: str, output_bytes: int, drops: tuple[str, ...]) -> UnitModel:
+        return UnitModel(
+            name=name,
+            segments=(stretch,),
+            drops=drops,
+            keeps=_list_kept(shape, shape.latent) if name == "mla_up_proj" and shape.latent is not None else (),
+            before=before,
+            extra_s=2 * output_bytes / copy_bytes_per_s,
+            extra_bytes=output_bytes,
+        )
+
+    if shape.latent is not None:
+        normed = (one.name for one in tensors if one.name.startswith("normed compressed"))
+        drops = _pick(tensors, "query, key and value", "rotary tables", *normed)
+        yield make("mla_up_proj", "qkv_linear", "core_attn", sizes.query_key_value, drops)
+    if shape.fp8_recipe == "delayed":
+        # What is behind the others would have to save its input as it was given, which delayed scaling cannot.
+        return
+    # Megatron hangs the recompute of a norm on the output of its half of the layer.
+    if not has_fused_attention_norm(shape):
+        yield make("attn_norm", "attn_norm", "attn_proj", sizes.hidden, _pick(tensors, *_ATTENTION_NORM))
+    if "mlp_norm" in names:
+        yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
+    if shape.experts is not None:
+        yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, "activation's output"))
+
+
+def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:
+    # The compressed tensors are saved in any case, but not the key's channels that rotary embeddings turn: 2sb dpos, of the
+    # whole sequence on each rank. The embedding itself is cached by its module.
+    size_bytes = BF16 * LayerSizes(shape).rows * latent.qk_pos_emb_head_dim
+    return (SavedTensor(name="rotary channels of the key", tags=("qkv_linear",), size_bytes=size_bytes),)
+
+
+def _pick(tensors: Iterable[SavedTensor], *names: str) -> tuple[str, ...]:
+    found = tuple(one.name for one in tensors if one.name in names)
+    if len(found) != len(names):
+        missing = ", ".join(name for name in names if name not in found)
+        raise InternalError(f"the layer saves no {missing}, which a unit that runs again would drop. Please report it.")
+    return found

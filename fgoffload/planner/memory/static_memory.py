@@ -1,0 +1,257 @@
+"""What a rank's device holds all the time: weights, gradients, the optimizer, buffers, and a reserve. And what the loss holds.
+
+Of each parameter, with Adam, gradients in fp32 and the distributed optimizer over d ranks:
+
+    2 bytes of weight + 4 of gradient + (4 of main parameter + 8 of moments) / d
+
+where d is data times context parallel size, or for experts the copies that there are of each. Without the distributed optimizer
+d is 1.
+
+Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py and its page on the
+distributed optimizer, for the bytes of a parameter; the code of megatron-core 0.16.1 for the rest. What is measured is on
+docs/static_memory.md.
+"""
+
+import dataclasses
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model.parameters import (
+    RankParameters,
+    count_active_parameters,
+    count_parameters,
+    count_rank_parameters,
+)
+from fgoffload.units import GIB, MIB
+
+__all__ = [
+    "ADAM",
+    "DEFAULT_RESERVE_BYTES",
+    "DEFAULT_WORKSPACE_BYTES",
+    "NO_OPTIMIZER",
+    "OutputBytes",
+    "ParameterState",
+    "StaticMemory",
+    "count_active_parameters",
+    "count_output_bytes",
+    "count_parameters",
+    "list_static_memory",
+]
+
+DEFAULT_WORKSPACE_BYTES = 6 * 32 * MIB
+"""Of matrix products, which stay allocated: torch has one, Transformer Engine one and for grouped products four.
+
+Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper. A model with experts on
+one H100 had 11.7 GiB allocated between steps, and its weights and gradients are 11.48.
+"""
+
+DEFAULT_RESERVE_BYTES = 4 * GIB
+"""What a device holds that no allocation of the training is: an estimate, and not measured.
+
+CUDA's context and loaded kernels are up to 1 GiB; NCCL's buffers, 4 MiB a channel, are as much again where a rank is in many
+groups. The rest is for what the caching allocator reserves and cannot use.
+
+Source: NCCL's documentation of `NCCL_BUFFSIZE`, for its buffers.
+"""
+
+_BF16 = 2
+_FP32 = 4
+_INT64 = 8
+_BOOL = 1
+"""Bytes of an element."""
+
+
+def _check_bytes(name: str, size_bytes: object) -> None:
+    if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
+        raise ConfigError(f"{name} {size_bytes!r} is no whole number. Give an int.")
+    if size_bytes < 0:
+        raise ConfigError(f"{name} {size_bytes} is below 0. Give 0 or more.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterState:
+    """Bytes that each number of a parameter has beside its weight."""
+
+    gradient_bytes: int = _FP32
+    """Of the buffer that gradients are summed in, on every rank: 4, or 2 with `--grad-reduce-in-bf16`."""
+    main_parameter_bytes: int = _FP32
+    """Of the parameter that the optimizer updates. 2 where the precision-aware optimizer keeps what bf16 lacks of fp32."""
+    moment_bytes: int = 2 * _FP32
+    """Of both moments of Adam together. Less with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and its like."""
+
+    def __post_init__(self) -> None:
+        """Refuse bytes that are none.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for field in dataclasses.fields(self):
+            _check_bytes(field.name, getattr(self, field.name))
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What ranks share with the distributed optimizer."""
+        return self.main_parameter_bytes + self.moment_bytes
+
+
+ADAM = ParameterState()
+"""Adam with parameters, moments and gradients in fp32: what Megatron does with --bf16 and no other flag."""
+
+NO_OPTIMIZER = ParameterState(main_parameter_bytes=0, moment_bytes=0)
+"""Gradients are summed in fp32 and nothing is updated."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StaticMemory:
+    """Device bytes of one rank that no plan changes."""
+
+    weight_bytes: int
+    """In the type of the activations."""
+    fp8_weight_bytes: int = 0
+    """Of copies of linear layers' weights in fp8, row-wise and column-wise, which are kept over the microbatches of a step."""
+    gradient_bytes: int
+    """Of the buffers that gradients are summed in."""
+    optimizer_bytes: int
+    """Of main parameters and moments."""
+    gather_buffer_bytes: int = 0
+    """Of the hidden states of whole sequences that the output layer gathers, in a buffer that stays."""
+    dispatch_buffer_bytes: int = 0
+    """Of a token dispatcher that has buffers, like DeepEP's; the all-to-all one has none."""
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    """Of matrix products."""
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    """What the training does not allocate: CUDA, NCCL, and what the allocator cannot use."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 0.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for field in dataclasses.fields(self):
+            _check_bytes(field.name, getattr(self, field.name))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Without the reserve: what `torch.cuda.memory_allocated` is to say between steps."""
+        return self.total_bytes - self.reserve_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutputBytes:
+    """What the last norm, the output layer and the loss of one microbatch take on the rank that has them."""
+
+    saved_bytes: int
+    """Until their backward, which comes right after their forward."""
+    forward_extra_bytes: int
+    """More while forward runs: the logits."""
+    backward_extra_bytes: int
+    """More while backward runs: gradients of the logits and of hidden states."""
+
+
+def list_static_memory(
+    model: ModelShape,
+    parallelism: Parallelism,
+    rank: int,
+    *,
+    state: ParameterState = ADAM,
+    dispatch_buffer_bytes: int = 0,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+) -> StaticMemory:
+    """Return what a rank's device holds all the time.
+
+    Args:
+        model: All of it.
+        parallelism: How ranks share it.
+        rank: Of the pipeline, from 0.
+        state: What a parameter has beside its weight.
+        dispatch_buffer_bytes: Of a token dispatcher with buffers of its own.
+        workspace_bytes: Of matrix products.
+        reserve_bytes: What the training does not allocate.
+
+    Raises:
+        ConfigError: There is no such rank, the ranks cannot share the model, or a size is below 0.
+    """
+    parameters = count_rank_parameters(model, parallelism, rank)
+    has_output = any(chunk.has_output for chunk in list_chunks(model, parallelism)[rank])
+    return StaticMemory(
+        weight_bytes=model.activation_dtype_bytes * parameters.count,
+        fp8_weight_bytes=_count_fp8_weight_bytes(model, parameters),
+        gradient_bytes=state.gradient_bytes * parameters.count,
+        optimizer_bytes=_count_optimizer_bytes(parallelism, parameters, state),
+        gather_buffer_bytes=_count_gather_bytes(model, parallelism) if has_output else 0,
+        dispatch_buffer_bytes=dispatch_buffer_bytes,
+        workspace_bytes=workspace_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputBytes:
+    """Return what the last norm, the output layer and the loss take of one microbatch.
+
+    The logits, 2sbV/t, become fp32, in which the softmax is computed in place and saved: 4sbV/t. In backward the gradient takes
+    the softmax's place, and a copy in bf16 goes to the output layer. `--cross-entropy-loss-fusion` changes nothing of it. Each
+    layer of multi-token prediction has a loss of its own; they all run forward before any runs backward.
+
+    Source: tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py and models/gpt/gpt_model.py of megatron-core
+    0.16.1; triton/cross_entropy.py of Transformer Engine 2.18, which before that overwrote the logits instead. Not measured on
+    a GPU.
+
+    Raises:
+        ConfigError: The ranks cannot share the model.
+    """
+    parallelism.check_model(model)
+    tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
+    part = tokens // parallelism.tensor_parallel_size
+    logits = tokens * model.vocab_size // parallelism.tensor_parallel_size
+    hidden = _BF16 * part * model.hidden_size
+    losses = 1 + model.mtp_num_layers
+    # The last norm's input and statistics. Of the others, those of multi-token prediction keep theirs in their layers.
+    norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * _FP32 * part
+    # What the output layer was given; the softmax; the place of each token's own logit, and whether it is of another rank.
+    loss_bytes = hidden + _FP32 * logits + (_INT64 + _BOOL) * tokens
+    gradient_bytes = _BF16 * tokens * model.hidden_size
+    return OutputBytes(
+        saved_bytes=norm_bytes + losses * loss_bytes,
+        forward_extra_bytes=_BF16 * logits,
+        backward_extra_bytes=_BF16 * logits + gradient_bytes,
+    )
+
+
+def _count_optimizer_bytes(parallelism: Parallelism, parameters: RankParameters, state: ParameterState) -> int:
+    dense_ranks = experts_ranks = 1
+    if parallelism.has_distributed_optimizer:
+        dense_ranks = parallelism.data_parallel_size * parallelism.context_parallel_size
+        experts_ranks = parallelism.expert_data_parallel_size
+    return state.optimizer_bytes * (-(-parameters.dense_count // dense_ranks) + -(-parameters.expert_count // experts_ranks))
+
+
+def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> int:
+    """Return the bytes of two copies of all linear weights, and of their scales.
+
+    The copies are made in the first microbatch of a step. Where products take any layout (Blackwell, with one scale a tensor),
+    one of them is enough: this is the most.
+
+    Source: `Linear.get_weight_workspace` of Transformer Engine, with `is_first_microbatch` as Megatron gives it.
+    """
+    if model.fp8_recipe is None:
+        return 0
+    count = parameters.linear_count
+    # A scale in fp32 for 128 x 128 weights, or in one byte for 32 of them.
+    scales = {"blockwise": _FP32 * count // (128 * 128), "mxfp8": count // 32}.get(model.fp8_recipe, 0)
+    return 2 * (count + scales)
+
+
+def _count_gather_bytes(model: ModelShape, parallelism: Parallelism) -> int:
+    """Return the bytes of Megatron's buffer for gathered hidden states, [s, b, h]: only the output layer takes it."""
+    if parallelism.tensor_parallel_size == 1:
+        return 0
+    tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
+    return _BF16 * tokens * model.hidden_size

@@ -1,0 +1,184 @@
+"""Device bytes that are there while a stretch runs and gone when it is over, beside what the layer saves.
+
+The rule, for forward: what the stretch is given and what it returns, where no stretch before it saved them; what tensor
+parallelism gathers; and what Megatron's callers hold meanwhile, such as the output of the shared experts until it is added. A
+tensor that the stretch itself saves counts here while it runs, and as saved from its end on.
+
+For backward: the gradient of the residual, which waits for the sum at the norm; the gradients of what the stretch returned and
+was given; what is gathered again; and the gradients of weights that wait to be added. What it saved is counted as saved.
+
+Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; compared with no measurement yet.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape
+from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
+from fgoffload.planner.operations.layer_sizes import LayerSizes, count_compressed_bytes, make_linear, make_mlp_linears
+from fgoffload.planner.operations.ops import BF16, FP32, Execution
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraBytes:
+    """Of one stretch."""
+
+    forward: int = 0
+    """While forward runs."""
+    backward: int = 0
+    """While backward runs."""
+
+
+def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, ExtraBytes]:
+    """Return the temporaries of each stretch of a layer, by its name."""
+    found = _count_attention(shape, execution)
+    if shape.has_mtp_projection:
+        hidden = LayerSizes(shape).hidden
+        # Two norms' inputs and outputs, the latter side by side, and what the projection returns; a norm behind the layer.
+        found |= {
+            "mtp_projection": ExtraBytes(forward=7 * hidden, backward=5 * hidden),
+            "mtp_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden),
+        }
+    if shape.experts is None:
+        return found | _count_dense(shape, execution)
+    return found | _count_mixture(shape, shape.experts, execution)
+
+
+def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, ExtraBytes]:
+    sizes = LayerSizes(shape)
+    hidden, output = sizes.hidden, sizes.attention_output
+    found = {} if has_fused_attention_norm(shape) else {"attn_norm": _count_norm(sizes)}
+    if shape.latent is None:
+        found["qkv_linear"] = _count_projections(shape, execution)
+    else:
+        found |= _count_latent(shape, shape.latent)
+    # Fused attention sums the query's gradient in fp32, twice the bytes of the query, and keeps one number a row and head.
+    rows = FP32 * shape.tokens * shape.num_attention_heads
+    found["core_attn"] = ExtraBytes(
+        forward=sizes.query_key_value + output + rows,
+        backward=hidden + output + sizes.query_key_value + 2 * sizes.query + rows,
+    )
+    found["attn_proj"] = ExtraBytes(forward=sizes.gathered + 2 * hidden, backward=hidden + sizes.gathered + output)
+    return found
+
+
+def _count_norm(sizes: LayerSizes) -> ExtraBytes:
+    # Input and output; in backward a gradient of each, and the residual's.
+    return ExtraBytes(forward=2 * sizes.hidden, backward=3 * sizes.hidden)
+
+
+def _count_projections(shape: LayerShape, execution: Execution) -> ExtraBytes:
+    sizes = LayerSizes(shape)
+    hidden, together = sizes.hidden, sizes.query_key_value
+    norm = hidden if has_fused_attention_norm(shape) else 0
+    linear = make_linear(shape, sizes.rows, shape.hidden_size, together // (BF16 * sizes.rows))
+    turned = sizes.query + sizes.key if shape.rotary_channels else 0
+    return ExtraBytes(
+        # The gathered input is gone when query and key turn.
+        forward=norm + hidden + together + max(sizes.gathered, turned),
+        # First the three gradients are put side by side, then come the matrix products.
+        backward=hidden
+        + max(
+            2 * together,
+            together + 2 * sizes.gathered + hidden + norm + linear.count_gradient_bytes(execution),
+        ),
+    )
+
+
+def _count_latent(shape: LayerShape, latent: LatentShape) -> dict[str, ExtraBytes]:
+    sizes = LayerSizes(shape)
+    compressed = count_compressed_bytes(shape, latent)
+    gathered = compressed * shape.tensor_parallel_size if shape.tensor_parallel_size > 1 else 0
+    normed = compressed if latent.has_qk_norm else 0
+    # Both projections return tensors from which query, key and value are put together: as large again.
+    widened = 2 * sizes.query_key_value
+    return {
+        "qkv_down": ExtraBytes(
+            forward=sizes.hidden + compressed,
+            # What it saved went with the tag's group, which ends behind it; it is still needed here.
+            backward=3 * sizes.hidden + 2 * compressed,
+        ),
+        "qkv_linear": ExtraBytes(
+            forward=sizes.hidden + compressed + normed + gathered + widened,
+            backward=sizes.hidden + widened + 2 * gathered + compressed,
+        ),
+    }
+
+
+def _count_dense(shape: LayerShape, execution: Execution) -> dict[str, ExtraBytes]:
+    sizes = LayerSizes(shape)
+    hidden, gathered, inner = sizes.hidden, sizes.gathered, sizes.dense_inner
+    first, second = (linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, shape.ffn_hidden_size))
+    norm, wide = (hidden if shape.has_fused_norms else 0), sizes.gates * inner
+    found = {} if shape.has_fused_norms else {"mlp_norm": _count_norm(sizes)}
+    return found | {
+        "mlp_fc1": ExtraBytes(
+            forward=norm + hidden + gathered + wide,
+            backward=hidden + wide + 2 * gathered + hidden + norm + first,
+        ),
+        "mlp_act": ExtraBytes(forward=wide + inner, backward=hidden + wide + inner),
+        "mlp_fc2": ExtraBytes(forward=inner + gathered + 2 * hidden, backward=hidden + gathered + inner + second),
+    }
+
+
+def _count_mixture(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> dict[str, ExtraBytes]:
+    sizes = LayerSizes(shape)
+    found = {"mlp_norm": _count_norm(sizes)}
+    if experts.shared_ffn_hidden_size:
+        found["shared_expert"] = _count_shared(shape, experts, execution)
+    routed = _count_router(sizes, experts) | _count_experts(sizes, experts, execution)
+    # What the shared experts return waits until it is added.
+    waiting = sizes.hidden if experts.shared_ffn_hidden_size else 0
+    return found | {name: ExtraBytes(forward=one.forward + waiting, backward=one.backward) for name, one in routed.items()}
+
+
+def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> ExtraBytes:
+    sizes = LayerSizes(shape)
+    hidden, gathered, inner = sizes.hidden, sizes.gathered, sizes.shared_inner
+    wide = sizes.gates * inner
+    weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
+    return ExtraBytes(
+        forward=2 * hidden + gathered + wide + inner,
+        # The residual's gradient, which is the output's too, and that of the norm's output, which the router has begun.
+        backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
+    )
+
+
+def _count_router(sizes: LayerSizes, experts: ExpertsShape) -> dict[str, ExtraBytes]:
+    hidden = sizes.hidden
+    tables = FP32 * sizes.shape.tokens * experts.num_experts
+    copied = 2 * hidden if experts.router.dtype_bytes == FP32 else 0
+    return {
+        # Logits, scores and probabilities of all experts; in backward the gradients of two of them.
+        "router": ExtraBytes(forward=hidden + copied + 3 * tables, backward=3 * hidden + copied + 2 * tables),
+        "dispatch": ExtraBytes(
+            forward=sum(sizes.way_to_experts),
+            backward=hidden + _find_most((hidden, *sizes.way_to_experts)),
+        ),
+    }
+
+
+def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Execution) -> dict[str, ExtraBytes]:
+    hidden, arrived, inner = sizes.hidden, sizes.arrived, sizes.expert_inner
+    wide = sizes.gates * inner
+    weights = BF16 * sizes.shape.hidden_size * experts.local_experts
+    weights *= experts.ffn_hidden_size // experts.expert_tensor_parallel_size
+    waiting = 0 if execution.has_fused_gradient_accumulation else weights
+    # The dispatcher's callers hold the tokens as they were before each step of their way until the layer has returned.
+    held = sum(sizes.way_to_experts[:-1])
+    return {
+        "expert_fc1": ExtraBytes(forward=held + arrived + wide, backward=hidden + wide + arrived + sizes.gates * waiting),
+        "moe_act": ExtraBytes(forward=held + wide + inner, backward=hidden + wide + inner),
+        "expert_fc2": ExtraBytes(forward=held + inner + arrived, backward=hidden + arrived + inner + waiting),
+        "moe_combine": ExtraBytes(
+            forward=held + _find_most((hidden, *sizes.way_to_experts)),
+            # The residual's gradient is the output's.
+            backward=hidden + _find_most((0, *sizes.way_to_experts)),
+        ),
+    }
+
+
+def _find_most(steps: Sequence[int]) -> int:
+    """Return the most bytes of two neighbours among `steps`: each is there while the next one is made of it."""
+    return max(one + other for one, other in itertools.pairwise(steps))

@@ -1,0 +1,255 @@
+"""Models as Hugging Face describes them: the `config.json` beside their weights.
+
+    model = read_huggingface_config(Path("Qwen3-30B-A3B/config.json"))
+
+A `config.json` says what a model is, not how it is trained: sequences are of `seq_length` tokens, activations in bf16, without
+dropout, and no loss balances the experts. How a checkpoint is quantized does not matter.
+
+Source: the configuration classes of the transformers library, whose defaults stand where a file leaves a field out.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
+from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
+from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
+
+DEFAULT_SEQ_LENGTH = 4096
+"""Tokens. What most pre-training uses; `max_position_embeddings`, which is for inference, is often far more."""
+
+
+def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH) -> ModelShape:
+    """Return the model that the file at `path` describes.
+
+    Args:
+        path: A `config.json`, or the folder that it is in.
+        seq_length: Tokens of a sequence in training.
+
+    Raises:
+        ConfigError: The file cannot be read, lacks a field, or is of a kind of model that is not known here.
+    """
+    if path.is_dir():
+        path /= "config.json"
+    document = _load(path)
+    kind = document.get("model_type")
+    if not isinstance(kind, str) or kind not in _READERS:
+        raise ConfigError(f"{path}: {_describe_kind(kind)}")
+    name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    try:
+        fields = {**_read_common(document), **_READERS[kind](document)}
+        return ModelShape(name=name, seq_length=seq_length, **fields)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: {reason}. Give the config.json of a model.") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}. Give the config.json of a model.") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} holds no JSON object. Give the config.json of a model.")
+    return document
+
+
+def _describe_kind(kind: object) -> str:
+    known = f"Give one of: {', '.join(_READERS)}."
+    if not isinstance(kind, str):
+        return f"model_type is {'missing' if kind is None else repr(kind)}. {known}"
+    nearest = difflib.get_close_matches(kind, _READERS, n=1, cutoff=0.75)
+    hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
+    return f"model_type {kind!r} is not known here. {hint}{known}"
+
+
+def _read_common(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all kinds of models write in the same way."""
+    heads = _get_count(document, "num_attention_heads")
+    return {
+        "num_layers": _get_count(document, "num_hidden_layers"),
+        "hidden_size": _get_count(document, "hidden_size"),
+        "ffn_hidden_size": _get_count(document, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": _find_count(document, "num_key_value_heads") or heads,
+        "kv_channels": _find_count(document, "head_dim") or _get_count(document, "hidden_size") // heads,
+        "vocab_size": _get_count(document, "vocab_size"),
+        "has_tied_embeddings": _find_flag(document, "tie_word_embeddings", default=False),
+    }
+
+
+def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
+    # Biases of attention alone are rare, and counted as those of query, key and value.
+    has_bias = _find_flag(document, "attention_bias", default=False)
+    has_all = has_bias and _find_flag(document, "mlp_bias", default=False)
+    return {"has_linear_bias": has_all, "has_qkv_bias": has_bias}
+
+
+def _read_qwen2(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {"has_qkv_bias": True, **_find_upper_window(document)}
+
+
+def _read_qwen3(document: Mapping[str, Any]) -> dict[str, Any]:
+    has_bias = _find_flag(document, "attention_bias", default=False)
+    return {"has_qk_norm": True, "has_qkv_bias": has_bias, **_find_upper_window(document)}
+
+
+def _read_qwen3_moe(document: Mapping[str, Any]) -> dict[str, Any]:
+    step = _find_count(document, "decoder_sparse_step") or 1
+    dense = _find_numbers(document, "mlp_only_layers")
+    layers = range(_get_count(document, "num_hidden_layers"))
+    return {
+        **_read_qwen3(document),
+        "experts": ExpertsShape(
+            num_experts=_get_count(document, "num_experts"),
+            topk=_get_count(document, "num_experts_per_tok"),
+            ffn_hidden_size=_get_count(document, "moe_intermediate_size"),
+            imbalance=DEFAULT_IMBALANCE,
+            router=_make_router(document),
+        ),
+        "moe_layers": tuple(number not in dense and (number + 1) % step == 0 for number in layers),
+    }
+
+
+def _read_mixtral(document: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = _find_count(document, "sliding_window")
+    layers = _get_count(document, "num_hidden_layers")
+    return {"experts": _make_local_experts(document), **_make_window(tokens, [True] * layers)}
+
+
+def _read_deepseek_v2(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_read_latent(document), **_read_deepseek_experts(document, _make_router(document))}
+
+
+def _read_deepseek_v3(document: Mapping[str, Any]) -> dict[str, Any]:
+    router = RouterShape(score_function="sigmoid", has_expert_bias=True)
+    return {
+        **_read_latent(document),
+        **_read_deepseek_experts(document, router),
+        "mtp_num_layers": _find_count(document, "num_nextn_predict_layers") or 0,
+    }
+
+
+def _read_latent(document: Mapping[str, Any]) -> dict[str, Any]:
+    latent = LatentAttention(
+        q_lora_rank=_find_count(document, "q_lora_rank"),
+        kv_lora_rank=_get_count(document, "kv_lora_rank"),
+        qk_head_dim=_get_count(document, "qk_nope_head_dim"),
+        qk_pos_emb_head_dim=_get_count(document, "qk_rope_head_dim"),
+        v_head_dim=_get_count(document, "v_head_dim"),
+    )
+    heads = _get_count(document, "num_attention_heads")
+    return {"latent": latent, "kv_channels": 0, "num_query_groups": heads, "has_qk_norm": True}
+
+
+def _read_deepseek_experts(document: Mapping[str, Any], router: RouterShape) -> dict[str, Any]:
+    channels, shared = _get_count(document, "moe_intermediate_size"), _find_count(document, "n_shared_experts") or 0
+    first, step = _find_count(document, "first_k_dense_replace") or 0, _find_count(document, "moe_layer_freq") or 1
+    layers = range(_get_count(document, "num_hidden_layers"))
+    experts = ExpertsShape(
+        num_experts=_get_count(document, "n_routed_experts"),
+        topk=_get_count(document, "num_experts_per_tok"),
+        ffn_hidden_size=channels,
+        shared_ffn_hidden_size=shared * channels,
+        imbalance=DEFAULT_IMBALANCE,
+        router=router,
+    )
+    return {"experts": experts, "moe_layers": tuple(number >= first and number % step == 0 for number in layers)}
+
+
+def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
+    alternating = ["sliding_attention", "full_attention"]
+    default = [alternating[number % 2] for number in range(_get_count(document, "num_hidden_layers"))]
+    kinds = document.get("layer_types") or default
+    if not isinstance(kinds, list):
+        raise ConfigError(f"layer_types {kinds!r} is no list. Give the attention of each layer, as in {alternating}.")
+    return {
+        "has_linear_bias": True,
+        "has_attention_sinks": True,
+        "experts": _make_local_experts(document),
+        **_make_window(_find_count(document, "sliding_window"), [kind == "sliding_attention" for kind in kinds]),
+    }
+
+
+def _make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
+    """Return the experts of models that have no dense MLP, and name theirs as one."""
+    return ExpertsShape(
+        num_experts=_get_count(document, "num_local_experts"),
+        topk=_get_count(document, "num_experts_per_tok"),
+        ffn_hidden_size=_get_count(document, "intermediate_size"),
+        imbalance=DEFAULT_IMBALANCE,
+    )
+
+
+def _make_router(document: Mapping[str, Any]) -> RouterShape:
+    """Return a router with a softmax over all experts, or over the chosen ones: that is what dividing by their sum comes to."""
+    return RouterShape(has_pre_softmax=not _find_flag(document, "norm_topk_prob", default=False))
+
+
+def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window of Qwen's models: in the layers from `max_window_layers` on, where they use it at all."""
+    if not _find_flag(document, "use_sliding_window", default=False):
+        return {}
+    layers, first = _get_count(document, "num_hidden_layers"), _get_count(document, "max_window_layers")
+    return _make_window(_find_count(document, "sliding_window"), [number >= first for number in range(layers)])
+
+
+def _make_window(tokens: int | None, layers: list[bool]) -> dict[str, Any]:
+    # A query is one of the tokens that its window counts, and not one of those before it.
+    return {} if tokens is None else {"window_tokens": tokens - 1, "window_layers": tuple(layers)}
+
+
+def _get_count(document: Mapping[str, Any], name: str) -> int:
+    count = _find_count(document, name)
+    if count is None:
+        raise ConfigError(f"{name} is missing. Add it, as the maker of the model has it.")
+    check_count(name, count)
+    return count
+
+
+def _find_count(document: Mapping[str, Any], name: str) -> int | None:
+    """Return the number called `name`, or None where there is none or it is null."""
+    count = document.get(name)
+    if count is None:
+        return None
+    # By type: JSON's true is an int in Python.
+    if type(count) is not int or count < 0:
+        raise ConfigError(f"{name} {count!r} is no whole number from 0. Give one.")
+    return count
+
+
+def _find_numbers(document: Mapping[str, Any], name: str) -> frozenset[int]:
+    numbers = document.get(name) or []
+    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+        raise ConfigError(f"{name} {numbers!r} is no list of layers. Give one, as in [0, 1].")
+    return frozenset(numbers)
+
+
+def _find_flag(document: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    flag = document.get(name, default)
+    if not isinstance(flag, bool):
+        raise ConfigError(f"{name} {flag!r} is neither true nor false. Give one of them.")
+    return flag
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
+    {
+        "llama": _read_llama,
+        "qwen2": _read_qwen2,
+        "qwen3": _read_qwen3,
+        "qwen3_moe": _read_qwen3_moe,
+        "mixtral": _read_mixtral,
+        "deepseek_v2": _read_deepseek_v2,
+        "deepseek_v3": _read_deepseek_v3,
+        "kimi_k2": _read_deepseek_v3,  # the same layers, and the same names for their sizes
+        "gpt_oss": _read_gpt_oss,
+    }
+)
+"""By `model_type`, what reads the fields of such a model that not all kinds have."""

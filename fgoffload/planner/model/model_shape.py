@@ -1,0 +1,372 @@
+"""A whole model: what its layers are, before anyone says how ranks share them.
+
+Fields carry Megatron's names where Megatron has one. Llama 3 8B:
+
+    >>> llama = ModelShape(
+    ...     name="Llama 3 8B",
+    ...     num_layers=32,
+    ...     hidden_size=4096,
+    ...     ffn_hidden_size=14336,
+    ...     num_attention_heads=32,
+    ...     num_query_groups=8,
+    ...     kv_channels=128,
+    ...     vocab_size=128256,
+    ...     seq_length=8192,
+    ... )
+    >>> llama.get_kind(31)
+    'dense'
+
+`make_layer_shape` gives one of its layers as a rank runs it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
+from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe, LatentShape, LayerShape
+
+if TYPE_CHECKING:
+    from fgoffload.planner.model.parallelism import Parallelism
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-latent attention: queries, keys and values through low ranks."""
+
+    q_lora_rank: int | None
+    """Channels of the compressed query; None where the query is projected in one go."""
+    kv_lora_rank: int
+    """Channels of the compressed key and value."""
+    qk_head_dim: int
+    """Channels of a query and key head that rotary embeddings leave alone."""
+    qk_pos_emb_head_dim: int
+    """Those that they turn."""
+    v_head_dim: int
+    """Channels of a value head."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 1.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            check_count(name, getattr(self, name))
+        if self.q_lora_rank is not None:
+            check_count("q_lora_rank", self.q_lora_rank)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A GPT model: embedding, layers, final norm and output layer, and layers of multi-token prediction behind them."""
+
+    name: str
+    """For people."""
+    num_layers: int
+    """Of the decoder, without those of multi-token prediction."""
+    hidden_size: int
+    """Channels between layers."""
+    ffn_hidden_size: int = 0
+    """Channels of the MLP of dense layers, behind its activation; 0 where all layers have experts."""
+    num_attention_heads: int
+    """Query heads."""
+    num_query_groups: int
+    """Key and value heads; as many as query heads in latent attention."""
+    kv_channels: int = 0
+    """Of a query, key and value head; 0 in latent attention, which has its own. `qk_channels` and `v_channels` have both."""
+    vocab_size: int
+    """Rows of the embedding: with the padding that Megatron adds, for which see `pad_vocab_size`."""
+    seq_length: int
+    """Tokens of a sequence, over all context-parallel ranks."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """As in `--normalization`."""
+    is_gated: bool = True
+    """The activation of MLPs and experts is gated, as with `--swiglu`: it multiplies halves of the first linear's output."""
+    has_tied_embeddings: bool = False
+    """Embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
+    has_linear_bias: bool = False
+    """All linear layers have biases, the router too: without `--disable-bias-linear`."""
+    has_qkv_bias: bool = False
+    """The projection to query, key and value has one, as with `--add-qkv-bias`."""
+    has_qk_norm: bool = False
+    """With `--qk-layernorm`: norms of query and key heads, or of the compressed query and key-value in latent attention."""
+    has_attention_sinks: bool = False
+    """With `--softmax-type learnable`: each head has one number that takes a part of its softmax."""
+    latent: LatentAttention | None = None
+    """Multi-latent attention, or None where queries come in groups."""
+    rotary_percent: float = 1.0
+    """The part of a head that rotary embeddings turn; 0 without them. Not for latent attention, which says it in channels."""
+    has_fused_rotary: bool = True
+    """One kernel turns a head, unless `--no-rope-fusion`. Of latent attention it is not known what that saves: it has none."""
+    learned_positions: int = 0
+    """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
+    experts: ExpertsShape | None = None
+    """Of a layer with experts, with parallel sizes 1: how ranks share them is in Parallelism. None in a dense model."""
+    moe_layers: tuple[bool, ...] | None = None
+    """For each layer of the decoder whether it has experts: see `list_moe_layers`. None is all, if there are experts."""
+    mtp_num_layers: int = 0
+    """Layers of multi-token prediction, each like the decoder's last, with a projection before it."""
+    window_tokens: int | None = None
+    """Tokens before itself that a query sees under sliding-window attention, as in `--window-size`. None is all of them."""
+    window_layers: tuple[bool, ...] | None = None
+    """For each layer of the decoder whether it has the window. None is all of them, where there is a window."""
+    has_hidden_dropout: bool = False
+    """With `--hidden-dropout` above 0, which Megatron has unless told not to."""
+    fp8_recipe: Fp8Recipe | None = None
+    """As in `--fp8-recipe`, or None for linear layers in the type of the activations."""
+    activation_dtype_bytes: int = 2
+    """Of an element between layers: 2 for bf16 and fp16, 4 for fp32."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ConfigError: A size is too small, or two fields contradict each other.
+        """
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
+            check_count(name, getattr(self, name))
+        for name in ("ffn_hidden_size", "kv_channels", "mtp_num_layers", "learned_positions"):
+            if getattr(self, name) != 0:
+                check_count(name, getattr(self, name))
+        self._check_choices()
+        self._check_attention()
+        self._check_layers()
+
+    @property
+    def qk_channels(self) -> int:
+        """Channels of a query and key head."""
+        return self.kv_channels if self.latent is None else self.latent.qk_head_dim + self.latent.qk_pos_emb_head_dim
+
+    @property
+    def v_channels(self) -> int:
+        """Channels of a value head."""
+        return self.kv_channels if self.latent is None else self.latent.v_head_dim
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that the rotary embedding of the whole model turns; 0 in latent attention, which makes its own."""
+        return int(self.kv_channels * self.rotary_percent) if self.latent is None else 0
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of all layers, as plans count: those of multi-token prediction are behind the decoder's."""
+        return range(self.num_layers + self.mtp_num_layers)
+
+    def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
+        """Return what kind of layer `number` is.
+
+        Args:
+            number: From 0, as in `numbers`.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        self._check_number(number)
+        if number >= self.num_layers:
+            return "mtp"
+        return "moe" if self.has_experts(number) else "dense"
+
+    def has_experts(self, number: int) -> bool:
+        """Return whether layer `number` has experts. One of multi-token prediction has what the decoder's last has.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        self._check_number(number)
+        if self.experts is None:
+            return False
+        return self.moe_layers is None or self.moe_layers[min(number, self.num_layers - 1)]
+
+    def has_window(self, number: int) -> bool:
+        """Return whether layer `number` has sliding-window attention. One of multi-token prediction sees all tokens.
+
+        Raises:
+            ConfigError: There is no such layer.
+        """
+        self._check_number(number)
+        if self.window_tokens is None or number >= self.num_layers:
+            return False
+        return self.window_layers is None or self.window_layers[number]
+
+    def _check_number(self, number: int) -> None:
+        if number not in self.numbers:
+            raise ConfigError(
+                f"layer {number!r} is not one of the {len(self.numbers)} of {self.name}. Give 0 to {len(self.numbers) - 1}."
+            )
+
+    def _check_choices(self) -> None:
+        choices: tuple[tuple[str, tuple[object, ...]], ...] = (
+            ("normalization", ("RMSNorm", "LayerNorm")),
+            ("fp8_recipe", (None, *FP8_RECIPES)),
+            ("activation_dtype_bytes", (2, 4)),
+        )
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not known. Give one of: {', '.join(map(repr, known))}.")
+        if not 0 <= self.rotary_percent <= 1:
+            raise ConfigError(f"rotary_percent {self.rotary_percent} is no part of a head. Give a number from 0 to 1.")
+
+    def _check_attention(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads % groups:
+            raise ConfigError(
+                f"num_query_groups {groups} does not divide num_attention_heads {heads}. Give a number of groups that does."
+            )
+        if self.latent is not None and groups != heads:
+            raise ConfigError(
+                f"num_query_groups {groups} differs from num_attention_heads {heads}, and latent attention has no groups. "
+                f"Give num_query_groups {heads}."
+            )
+        if (self.latent is None) == (self.kv_channels == 0):
+            raise ConfigError(
+                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: a head's "
+                "channels are in one of the two. Give kv_channels above 0, or latent."
+            )
+        if self.window_tokens is not None:
+            check_count("window_tokens", self.window_tokens)
+
+    def _check_layers(self) -> None:
+        for name, needed in (("moe_layers", "experts"), ("window_layers", "window_tokens")):
+            flags = getattr(self, name)
+            if flags is None:
+                continue
+            if getattr(self, needed) is None:
+                raise ConfigError(f"{name} without {needed} has no effect. Give {needed}, or leave it out.")
+            if len(flags) != self.num_layers:
+                raise ConfigError(
+                    f"{name} has {len(flags)} entries for num_layers {self.num_layers}. Give one for each layer of the decoder."
+                )
+        for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
+            if self.experts is not None and getattr(self.experts, name) != 1:
+                raise ConfigError(
+                    f"experts.{name} {getattr(self.experts, name)} belongs to the ranks, not to the model. "
+                    f"Give 1 here, and {name} in Parallelism."
+                )
+        dense = [number for number in range(self.num_layers) if not self.has_experts(number)]
+        if dense and not self.ffn_hidden_size:
+            raise ConfigError(
+                f"ffn_hidden_size is 0 and layer {dense[0]} has no experts. Give the channels of its MLP, or give it experts."
+            )
+
+
+def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts, from what `--moe-layer-freq` says.
+
+    Args:
+        pattern: N for experts in layers 0, N, 2N and so on, or 1 and 0 for each layer.
+        num_layers: Of the decoder.
+
+    Raises:
+        ConfigError: The pattern is none, or not for so many layers.
+    """
+    if isinstance(pattern, int):
+        check_count("moe_layer_freq", pattern)
+        return tuple(number % pattern == 0 for number in range(num_layers))
+    return _read_flags("moe_layer_freq", pattern, num_layers)
+
+
+def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has sliding-window attention, from what `--window-attn-skip-freq` says.
+
+    Args:
+        pattern: N for full attention in every N-th layer and a window in the others, or 1 and 0 for each layer.
+        num_layers: Of the decoder.
+
+    Raises:
+        ConfigError: The pattern is none, or not for so many layers.
+    """
+    if isinstance(pattern, int):
+        check_count("window_attn_skip_freq", pattern)
+        return tuple(number % pattern != 0 for number in range(1, num_layers + 1))
+    return _read_flags("window_attn_skip_freq", pattern, num_layers)
+
+
+def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_size: int = 1) -> int:
+    """Return the rows of the embedding: `vocab_size`, up to a multiple that all tensor-parallel ranks can share.
+
+    Args:
+        vocab_size: Of the tokenizer.
+        divisible_by: As in `--make-vocab-size-divisible-by`, whose default in Megatron-LM this is.
+        tensor_parallel_size: Ranks that share the rows.
+
+    Raises:
+        ConfigError: A number is below 1.
+    """
+    for name, count in (
+        ("vocab_size", vocab_size),
+        ("make_vocab_size_divisible_by", divisible_by),
+        ("tensor_parallel_size", tensor_parallel_size),
+    ):
+        check_count(name, count)
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int) -> LayerShape:
+    """Return layer `number` of `model` as a rank under `parallelism` runs it.
+
+    One of multi-token prediction is the transformer layer in it, with `has_mtp_projection`.
+
+    Raises:
+        ConfigError: There is no such layer, ranks cannot share it, or nobody knows what such a layer saves.
+    """
+    has_experts = model.has_experts(number)
+    parallelism.check_model(model)
+    if model.activation_dtype_bytes != 2:
+        raise ConfigError(
+            f"activation_dtype_bytes {model.activation_dtype_bytes}: what a layer saves is only known for 2, that of bf16. "
+            "Give --bf16."
+        )
+    return LayerShape(
+        micro_batch_size=parallelism.micro_batch_size,
+        seq_length=model.seq_length // parallelism.context_parallel_size,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        qk_channels=model.qk_channels,
+        v_channels=model.v_channels,
+        ffn_hidden_size=0 if has_experts else model.ffn_hidden_size,
+        experts=_make_experts(model, parallelism) if has_experts else None,
+        latent=_make_latent(model),
+        tensor_parallel_size=parallelism.tensor_parallel_size,
+        normalization=model.normalization,
+        rotary_channels=model.rotary_channels,
+        has_fused_rotary=model.has_fused_rotary and model.rotary_channels > 0,
+        has_qk_norm=model.has_qk_norm and model.latent is None,
+        is_gated=model.is_gated,
+        has_hidden_dropout=model.has_hidden_dropout,
+        has_mtp_projection=number >= model.num_layers,
+        fp8_recipe=model.fp8_recipe,
+    )
+
+
+def _make_experts(model: ModelShape, parallelism: "Parallelism") -> ExpertsShape | None:
+    if model.experts is None:
+        return None
+    return dataclasses.replace(
+        model.experts,
+        expert_parallel_size=parallelism.expert_parallel_size,
+        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+    )
+
+
+def _make_latent(model: ModelShape) -> LatentShape | None:
+    if model.latent is None:
+        return None
+    return LatentShape(
+        q_lora_rank=model.latent.q_lora_rank,
+        kv_lora_rank=model.latent.kv_lora_rank,
+        qk_pos_emb_head_dim=model.latent.qk_pos_emb_head_dim,
+        has_qk_norm=model.has_qk_norm,
+    )
+
+
+def _read_flags(name: str, pattern: Sequence[int], num_layers: int) -> tuple[bool, ...]:
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ConfigError(
+            f"{name} has {len(pattern)} entries, of which {sum(one in (0, 1) for one in pattern)} are 0 or 1, for "
+            f"num_layers {num_layers}. Give one entry a layer, 1 or 0."
+        )
+    return tuple(bool(one) for one in pattern)

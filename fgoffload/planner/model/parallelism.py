@@ -1,0 +1,291 @@
+"""How ranks share a model and a step: the parallel sizes, and which layers each pipeline rank has.
+
+    >>> parallelism = Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=2, microbatches=8)
+    >>> parallelism.pipeline.chunks
+    2
+
+`list_chunks` says which layers are where, as Megatron-Core splits a model: chunk c of rank r, of p ranks, is virtual stage
+c p + r, and the layers go through the virtual stages in order.
+
+Source: `get_num_layers_to_build`, `get_transformer_layer_offset` and `PipelineParallelLayerLayout` of megatron-core 0.16.1.
+`tests/unit/planner/model/test_parallelism.py` compares.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
+from fgoffload.planner.model.pipeline_layout import check_layout, parse_layout
+from fgoffload.planner.ranks.schedule import Pipeline
+
+if TYPE_CHECKING:
+    from fgoffload.planner.model.model_shape import ModelShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """The ranks of a training, and the microbatches of a step."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_parallel_size: int = 1
+    """Pipeline ranks."""
+    virtual_pipeline_size: int | None = None
+    """Model chunks of each pipeline rank. None is what `pipeline_layout` says, or 1 without one; `chunks` is the number."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence."""
+    expert_parallel_size: int = 1
+    """Ranks that the experts of a layer are spread over."""
+    expert_tensor_parallel_size: int = 1
+    """Ranks that share each expert. Megatron's default is the tensor parallel size, which readers of its flags put here."""
+    data_parallel_size: int = 1
+    """Copies of the model, over which its experts may be spread."""
+    micro_batch_size: int = 1
+    """Sequences of a microbatch."""
+    microbatches: int = 1
+    """Of a step, on each data-parallel rank."""
+    microbatch_group_size: int | None = None
+    """As in `--microbatch-group-size-per-virtual-pipeline-stage`. None is as many as pipeline ranks."""
+    has_sequence_parallel: bool = True
+    """With `--sequence-parallel`, which has no effect where the tensor parallel size is 1."""
+    has_distributed_optimizer: bool = True
+    """With `--use-distributed-optimizer`: data-parallel ranks share the optimizer's state."""
+    has_expert_overlap: bool = False
+    """With `--overlap-moe-expert-parallel-comm`."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """As in `--decoder-first-pipeline-num-layers`: layers of pipeline rank 0, over all its chunks. None is like the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """As in `--decoder-last-pipeline-num-layers`."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer where layers are shared out."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The loss does."""
+    pipeline_layout: str | None = None
+    """As in `--pipeline-model-parallel-layout`: which layers are in each virtual stage. See `pipeline_layout.parse_layout`."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ConfigError: A size is below 1, sizes contradict each other, or Megatron has no such schedule.
+        """
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "context_parallel_size",
+            "expert_parallel_size",
+            "expert_tensor_parallel_size",
+            "data_parallel_size",
+            "micro_batch_size",
+        ):
+            check_count(name, getattr(self, name))
+        for name in (
+            "virtual_pipeline_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        ):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        self._check_experts()
+        self._check_split()
+        if self.tensor_parallel_size > 1 and not self.has_sequence_parallel:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} without has_sequence_parallel: what a layer saves is only "
+                "known with it. Give --sequence-parallel."
+            )
+        _ = self.pipeline  # which checks chunks, microbatches and groups
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of each pipeline rank."""
+        if self.pipeline_layout is not None:
+            return len(parse_layout(self.pipeline_layout)) // self.pipeline_parallel_size
+        return self.virtual_pipeline_size or 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline schedule of a step."""
+        return Pipeline(
+            microbatches=self.microbatches,
+            stages=self.pipeline_parallel_size,
+            chunks=self.chunks,
+            group_size=self.microbatch_group_size,
+            has_expert_overlap=self.has_expert_overlap,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.model_parallel_size * self.data_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks of one copy of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Copies of each expert."""
+        experts = self.expert_tensor_parallel_size * self.expert_parallel_size * self.pipeline_parallel_size
+        return self.world_size // experts
+
+    def check_model(self, model: "ModelShape") -> None:
+        """Refuse a model that the ranks cannot share.
+
+        Raises:
+            ConfigError: With both sizes and the fix.
+        """
+        tensor, context, experts = self.tensor_parallel_size, self.context_parallel_size, self.expert_parallel_size
+        # Megatron gives each context-parallel rank two pieces of the sequence, one from either end.
+        pieces = tensor * (2 * context if context > 1 else 1)
+        for what, size, divisor, parts in (
+            ("seq_length", model.seq_length, pieces, f"tensor_parallel_size {tensor} x context_parallel_size {context}"),
+            ("num_query_groups", model.num_query_groups, tensor, f"tensor_parallel_size {tensor}"),
+            ("ffn_hidden_size", model.ffn_hidden_size, tensor, f"tensor_parallel_size {tensor}"),
+            ("vocab_size", model.vocab_size, tensor, f"tensor_parallel_size {tensor}"),
+        ):
+            if size % divisor:
+                raise ConfigError(
+                    f"{what} {size} of {model.name} is not a multiple of {divisor}, which {parts} needs. "
+                    f"Give {-(-size // divisor) * divisor}, or smaller parallel sizes."
+                )
+        if model.experts is not None and model.experts.num_experts % experts:
+            raise ConfigError(
+                f"expert_parallel_size {experts} does not divide num_experts {model.experts.num_experts} of {model.name}. "
+                "Give a size that does."
+            )
+        if model.experts is None and experts > 1:
+            raise ConfigError(f"expert_parallel_size {experts} and {model.name} has no experts. Give 1, or experts.")
+
+    def _check_experts(self) -> None:
+        experts = self.expert_tensor_parallel_size * self.expert_parallel_size
+        ranks = self.world_size // self.pipeline_parallel_size
+        if ranks % experts:
+            raise ConfigError(
+                f"expert_parallel_size {self.expert_parallel_size} x expert_tensor_parallel_size "
+                f"{self.expert_tensor_parallel_size} do not divide the {ranks} ranks of a pipeline stage (tensor x context x "
+                f"data parallel size). Give a multiple of {experts} ranks, or spread experts over fewer."
+            )
+
+    def _check_split(self) -> None:
+        """Refuse two ways at once of sharing out the layers."""
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        ends = first is not None or last is not None
+        accounts = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+        if ends + accounts + (self.pipeline_layout is not None) > 1:
+            raise ConfigError(
+                "pipeline_layout, layers of the first or last stage, and accounting for embedding or loss say the same thing "
+                "in three ways. Give one of them."
+            )
+        if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
+            # megatron-core 0.16.1 divides by the number of stages between the two, where a rank has several chunks.
+            raise ConfigError(
+                f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} with 2 stages of "
+                f"{self.chunks} chunks, which Megatron-Core cannot build. Give one of the two: the other stage has the rest."
+            )
+        if self.pipeline_layout is None:
+            return
+        stages, ranks = len(parse_layout(self.pipeline_layout)), self.pipeline_parallel_size
+        if stages % ranks or self.virtual_pipeline_size not in (None, stages // ranks):
+            raise ConfigError(
+                f"pipeline_layout {self.pipeline_layout!r} has {stages} stages for pipeline_parallel_size {ranks} x "
+                f"virtual_pipeline_size {self.virtual_pipeline_size}. Give as many stages, or leave virtual_pipeline_size out."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageChunk:
+    """What one model chunk of a pipeline rank has."""
+
+    layers: tuple[int, ...]
+    """Numbers of its layers in the whole model, in the order of forward. Those from `num_layers` on are of multi-token
+    prediction, and a chunk with them and without the embedding holds a copy of its weights."""
+    has_embedding: bool
+    """It begins with the embedding of the model."""
+    has_output: bool
+    """It ends with the final norm, the output layer and the loss."""
+
+
+def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[StageChunk, ...], ...]:
+    """Return what each pipeline rank has: by rank, and by model chunk of the rank.
+
+    Raises:
+        ConfigError: The layers cannot be shared out, or the ranks cannot share a layer.
+    """
+    parallelism.check_model(model)
+    ranks, chunks = parallelism.pipeline_parallel_size, parallelism.chunks
+    counts = _count_layers(model, parallelism)
+    begins = [sum(counts[:stage]) for stage in range(len(counts))]
+    predictions = tuple(range(model.num_layers, model.num_layers + model.mtp_num_layers))
+    behind = _find_prediction_stage(parallelism)
+    stages = [
+        StageChunk(
+            layers=(*range(begin, begin + count), *(predictions if stage == behind else ())),
+            has_embedding=stage == 0,
+            has_output=stage == ranks * chunks - 1,
+        )
+        for stage, (begin, count) in enumerate(zip(begins, counts, strict=True))
+    ]
+    return tuple(tuple(stages[chunk * ranks + rank] for chunk in range(chunks)) for rank in range(ranks))
+
+
+def _find_prediction_stage(parallelism: Parallelism) -> int:
+    """Return the virtual stage of the layers of multi-token prediction: the last, unless a layout says another."""
+    if parallelism.pipeline_layout is not None:
+        letters = parse_layout(parallelism.pipeline_layout)
+        return next((stage for stage, names in enumerate(letters) if "m" in names), len(letters) - 1)
+    return parallelism.pipeline_parallel_size * parallelism.chunks - 1
+
+
+def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
+    """Return how many layers of the decoder each virtual stage has."""
+    if parallelism.pipeline_layout is not None:
+        check_layout(
+            parallelism.pipeline_layout,
+            num_layers=model.num_layers,
+            mtp_num_layers=model.mtp_num_layers,
+            pipeline_parallel_size=parallelism.pipeline_parallel_size,
+        )
+        return [letters.count("t") for letters in parse_layout(parallelism.pipeline_layout)]
+    chunks = parallelism.chunks
+    of_ranks = _count_layers_of_ranks(model, parallelism)
+    for rank, count in enumerate(of_ranks):
+        if count % chunks:
+            raise ConfigError(
+                f"the {count} layers of pipeline rank {rank} of {model.name} are not a multiple of virtual_pipeline_size "
+                f"{chunks}. Give a size that divides them, or a pipeline_layout."
+            )
+    counts = [count // chunks for _ in range(chunks) for count in of_ranks]
+    # Embedding and loss took the place of a layer where they count as one.
+    counts[0] -= parallelism.account_for_embedding_in_pipeline_split
+    counts[-1] -= parallelism.account_for_loss_in_pipeline_split
+    return counts
+
+
+def _count_layers_of_ranks(model: "ModelShape", parallelism: Parallelism) -> list[int]:
+    """Return the layers of each pipeline rank, over all its chunks; embedding and loss among them where they count."""
+    ranks = parallelism.pipeline_parallel_size
+    first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
+    between = ranks - (first is not None) - (last is not None)
+    left = model.num_layers - (first or 0) - (last or 0)
+    left += parallelism.account_for_embedding_in_pipeline_split + parallelism.account_for_loss_in_pipeline_split
+    if between < 0 or left < 0 or (left % between if between else left) or (between and not left):
+        raise ConfigError(_describe_split(model, parallelism, between=between, left=left))
+    counts = [left // between] * between if between else []
+    return [*([] if first is None else [first]), *counts, *([] if last is None else [last])]
+
+
+def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: int, left: int) -> str:
+    ranks = parallelism.pipeline_parallel_size
+    first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
+    if first is not None or last is not None:
+        return (
+            f"num_layers {model.num_layers} of {model.name} less those of the first stage ({first}) and the last ({last}) are "
+            f"{left}, which {between} stages between cannot share. Give numbers that leave a multiple of {between}."
+        )
+    return (
+        f"num_layers {model.num_layers} of {model.name} (with embedding and loss where they count: {left}) are not a multiple "
+        f"of pipeline_parallel_size {ranks}. Give a size that divides them, --decoder-first-pipeline-num-layers and "
+        "--decoder-last-pipeline-num-layers, or a pipeline_layout."
+    )

@@ -1,0 +1,245 @@
+"""The parameters of a model, and which of them a pipeline rank has.
+
+A layer is a list of parameters with their counts in the whole model, and with what shares them: tensor-parallel ranks, the
+ranks of the experts, or nobody. Biases and norms count; buffers, like the bias that balances experts, do not.
+
+Source: the modules that megatron-core 0.16.1 builds with Transformer Engine's layers. `tests/unit/megatron/test_parameters.py`
+builds models of its local layers and compares.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.model.layer_shape import ExpertsShape
+from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
+from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
+
+
+class Split(enum.Enum):
+    """Which ranks share a parameter."""
+
+    NONE = "none"  # each tensor-parallel rank has all of it: norms, the router, what follows a sum over ranks
+    TENSOR = "tensor"  # tensor-parallel ranks have a part each
+    EXPERT = "expert"  # expert-parallel ranks have some of the experts, and expert-tensor-parallel ranks parts of each
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter, or several that are shared alike."""
+
+    name: str
+    """For people."""
+    count: int
+    """Numbers in it, over all ranks."""
+    split: Split = Split.NONE
+    """Which ranks share it."""
+    active_count: int | None = None
+    """Those that one token meets; None is all of them."""
+    is_linear: bool = False
+    """It is the weight of a linear layer that works in fp8 where there is a recipe for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankParameters:
+    """What one rank has."""
+
+    dense_count: int
+    """Numbers that all data-parallel ranks have alike."""
+    expert_count: int
+    """Numbers of experts, of which there are fewer copies."""
+    linear_count: int
+    """Those among both that are weights of linear layers, which have copies in fp8."""
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.dense_count + self.expert_count
+
+
+def count_parameters(model: ModelShape) -> int:
+    """Return the parameters of the whole model, those of multi-token prediction with them."""
+    return sum(parameter.count for parameter in _list_model(model))
+
+
+def count_active_parameters(model: ModelShape) -> int:
+    """Return those that one token meets: of the experts only the chosen ones and the shared. Embeddings count as a whole."""
+    return sum(
+        parameter.count if parameter.active_count is None else parameter.active_count for parameter in _list_model(model)
+    )
+
+
+def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int) -> RankParameters:
+    """Return what each rank of a pipeline stage has.
+
+    Args:
+        model: All of it.
+        parallelism: How ranks share it.
+        rank: Of the pipeline, from 0.
+
+    Raises:
+        ConfigError: There is no such rank, or the ranks cannot share the model.
+    """
+    chunks = list_chunks(model, parallelism)
+    if rank not in range(len(chunks)):
+        raise ConfigError(f"pipeline rank {rank!r} is not one of {len(chunks)}. Give 0 to {len(chunks) - 1}.")
+    parameters = [parameter for chunk in chunks[rank] for parameter in _list_chunk(model, chunk)]
+    parts = [(parameter, _count_part(parameter, parallelism)) for parameter in parameters]
+    return RankParameters(
+        dense_count=sum(count for parameter, count in parts if parameter.split is not Split.EXPERT),
+        expert_count=sum(count for parameter, count in parts if parameter.split is Split.EXPERT),
+        linear_count=sum(count for parameter, count in parts if parameter.is_linear),
+    )
+
+
+def list_layer_parameters(model: ModelShape, number: int) -> tuple[Parameter, ...]:
+    """Return the parameters of layer `number`, with the projection before it where it is of multi-token prediction.
+
+    Raises:
+        ConfigError: There is no such layer.
+    """
+    experts = model.experts if model.has_experts(number) else None
+    attention = _list_attention(model) if model.latent is None else _list_latent(model, model.latent)
+    return (
+        *(_list_projection(model) if model.get_kind(number) == "mtp" else ()),
+        Parameter(name="norms of the layer", count=2 * _count_norm(model, model.hidden_size)),
+        *attention,
+        *(_list_dense_mlp(model) if experts is None else _list_mixture(model, experts)),
+    )
+
+
+def _list_model(model: ModelShape) -> Iterator[Parameter]:
+    for number in model.numbers:
+        yield from list_layer_parameters(model, number)
+    yield from _list_embedding(model)
+    yield Parameter(name="last norm", count=_count_norm(model, model.hidden_size))
+    if not model.has_tied_embeddings:
+        yield _make_word_embedding(model, "output layer")
+
+
+def _list_chunk(model: ModelShape, chunk: StageChunk) -> Iterator[Parameter]:
+    for number in chunk.layers:
+        yield from list_layer_parameters(model, number)
+    has_prediction = any(number >= model.num_layers for number in chunk.layers)
+    if chunk.has_embedding or has_prediction:
+        # Layers of multi-token prediction embed tokens too, with a copy of the first stage's weights.
+        yield from _list_embedding(model)
+    # Where further tokens are predicted, the last norm is behind the decoder's last layer, wherever that is.
+    if model.num_layers - 1 in chunk.layers if model.mtp_num_layers else chunk.has_output:
+        yield Parameter(name="last norm", count=_count_norm(model, model.hidden_size))
+    if chunk.has_output and not (model.has_tied_embeddings and chunk.has_embedding):
+        # Tied weights are one where both are in a chunk. Else each has a copy, even beside that of multi-token prediction.
+        yield _make_word_embedding(model, "output layer")
+
+
+def _count_part(parameter: Parameter, parallelism: Parallelism) -> int:
+    """Return how many numbers of a parameter one rank has."""
+    parts = {
+        Split.NONE: 1,
+        Split.TENSOR: parallelism.tensor_parallel_size,
+        Split.EXPERT: parallelism.expert_parallel_size * parallelism.expert_tensor_parallel_size,
+    }[parameter.split]
+    if parameter.count % parts:
+        raise ConfigError(
+            f"{parameter.name}: {parameter.count} numbers cannot be shared by {parts} ranks. Give parallel sizes that divide "
+            "that number."
+        )
+    return parameter.count // parts
+
+
+def _list_embedding(model: ModelShape) -> Iterator[Parameter]:
+    yield _make_word_embedding(model, "embedding")
+    if model.learned_positions:
+        yield Parameter(name="position embedding", count=model.learned_positions * model.hidden_size)
+
+
+def _make_word_embedding(model: ModelShape, name: str) -> Parameter:
+    return Parameter(name=name, count=model.vocab_size * model.hidden_size, split=Split.TENSOR)
+
+
+def _list_projection(model: ModelShape) -> Iterator[Parameter]:
+    """Yield what a layer of multi-token prediction has beside its transformer layer."""
+    # Of the next tokens' embeddings, of the hidden states, and behind the layer.
+    yield Parameter(name="norms of multi-token prediction", count=3 * _count_norm(model, model.hidden_size))
+    count = 2 * model.hidden_size * model.hidden_size
+    yield Parameter(name="projection of multi-token prediction", count=count, split=Split.TENSOR, is_linear=True)
+
+
+def _list_attention(model: ModelShape) -> Iterator[Parameter]:
+    heads, channels = model.num_attention_heads, model.kv_channels
+    width = (heads + 2 * model.num_query_groups) * channels
+    yield _make_linear("query, key and value", model.hidden_size * width)
+    if model.has_linear_bias or model.has_qkv_bias:
+        yield Parameter(name="biases of query, key and value", count=width, split=Split.TENSOR)
+    if model.has_qk_norm:
+        yield Parameter(name="norms of query and key", count=2 * _count_norm(model, channels))
+    if model.has_attention_sinks:
+        yield Parameter(name="attention sinks", count=heads, split=Split.TENSOR)
+    yield from _list_attention_output(model, heads * channels)
+
+
+def _list_latent(model: ModelShape, latent: LatentAttention) -> Iterator[Parameter]:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if latent.q_lora_rank is None:
+        yield _make_linear("query", hidden * heads * model.qk_channels)
+    else:
+        yield _make_linear("query, down", hidden * latent.q_lora_rank, Split.NONE)
+        yield _make_linear("query, up", latent.q_lora_rank * heads * model.qk_channels)
+    yield _make_linear("key-value, down", hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim), Split.NONE)
+    yield _make_linear("key-value, up", latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim))
+    if model.has_qk_norm:
+        ranks = latent.kv_lora_rank + (latent.q_lora_rank or 0)
+        yield Parameter(name="norms of query and key-value", count=_count_norm(model, ranks))
+    yield from _list_attention_output(model, heads * latent.v_head_dim)
+
+
+def _list_attention_output(model: ModelShape, channels: int) -> Iterator[Parameter]:
+    yield _make_linear("attention output", channels * model.hidden_size)
+    if model.has_linear_bias:
+        yield Parameter(name="bias of the attention output", count=model.hidden_size)
+
+
+def _list_dense_mlp(model: ModelShape) -> Iterator[Parameter]:
+    width = _count_gates(model) * model.ffn_hidden_size
+    yield _make_linear("MLP", model.hidden_size * (width + model.ffn_hidden_size))
+    if model.has_linear_bias:
+        yield Parameter(name="bias of the first linear", count=width, split=Split.TENSOR)
+        yield Parameter(name="bias of the second linear", count=model.hidden_size)
+
+
+def _list_mixture(model: ModelShape, experts: ExpertsShape) -> Iterator[Parameter]:
+    hidden, channels = model.hidden_size, experts.ffn_hidden_size
+    width = _count_gates(model) * channels
+    biases = experts.num_experts if model.has_linear_bias else 0
+    yield Parameter(name="router", count=hidden * experts.num_experts + biases)
+    yield _make_expert(experts, "experts", hidden * (width + channels), is_linear=True)
+    if model.has_linear_bias:
+        # Megatron has them only where each expert is whole on a rank.
+        yield _make_expert(experts, "biases of the experts", width + hidden)
+    if experts.shared_ffn_hidden_size:
+        # Megatron refuses biases in them.
+        yield _make_linear("shared experts", hidden * (_count_gates(model) + 1) * experts.shared_ffn_hidden_size)
+
+
+def _make_linear(name: str, count: int, split: Split = Split.TENSOR) -> Parameter:
+    return Parameter(name=name, count=count, split=split, is_linear=True)
+
+
+def _make_expert(experts: ExpertsShape, name: str, each: int, *, is_linear: bool = False) -> Parameter:
+    return Parameter(
+        name=name,
+        count=experts.num_experts * each,
+        split=Split.EXPERT,
+        active_count=experts.topk * each,
+        is_linear=is_linear,
+    )
+
+
+def _count_gates(model: ModelShape) -> int:
+    return 2 if model.is_gated else 1
+
+
+def _count_norm(model: ModelShape, channels: int) -> int:
+    # RMSNorm has weights, LayerNorm biases too.
+    return channels * (2 if model.normalization == "LayerNorm" else 1)

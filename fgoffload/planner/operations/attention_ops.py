@@ -1,0 +1,216 @@
+"""What the attention half of a layer has to do, from its norm to the residual add behind the projection.
+
+The stretches are `attn_norm`, where the norm is a module, `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
+`qkv_down` ahead of `qkv_linear`: what widens the compressed tensors can run again without what compresses them.
+"""
+
+from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
+from fgoffload.planner.operations.layer_sizes import LayerSizes, count_compressed_bytes, make_linear
+from fgoffload.planner.operations.ops import (
+    BF16,
+    Execution,
+    Limit,
+    Linear,
+    PassWork,
+    Pattern,
+    SegmentWork,
+    Traffic,
+    Work,
+    make_moves,
+)
+
+
+def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
+    """Return what each stretch of the attention half does, in the order of forward."""
+    norm = make_norm_work("attn_norm", shape)
+    projections = (
+        _list_projection_work(shape, execution) if shape.latent is None else _list_latent_work(shape, shape.latent, execution)
+    )
+    if has_fused_attention_norm(shape):
+        projections = (fuse_norm(norm, projections[0]), *projections[1:])
+    else:
+        projections = (norm, *projections)
+    return (*projections, _make_core_work(shape, execution), _make_output_work(shape, execution))
+
+
+def has_fused_attention_norm(shape: LayerShape) -> bool:
+    """Return whether the norm before attention is a part of the linear behind it: latent attention has two linears there."""
+    return shape.has_fused_norms and shape.latent is None
+
+
+def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
+    """Return what a norm does, and in backward the sum of its gradient and the residual's."""
+    hidden = LayerSizes(shape).hidden
+    # Forward reads and writes. Backward reads input and gradient and writes one; then it adds the residual's: two and one.
+    backward = (make_moves(3 * hidden, kernels=2), make_moves(3 * hidden))
+    return SegmentWork(name=name, forward=PassWork(works=(make_moves(2 * hidden),)), backward=PassWork(works=backward))
+
+
+def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
+    """Return the stretch of a linear that has the norm before it."""
+    return SegmentWork(
+        name=linear.name,
+        forward=PassWork(
+            works=(*norm.forward.works, *linear.forward.works),
+            traffic=linear.forward.traffic,
+            beside=linear.forward.beside,
+        ),
+        backward=PassWork(
+            works=(*linear.backward.works, *norm.backward.works),
+            traffic=linear.backward.traffic,
+            beside=linear.backward.beside,
+        ),
+    )
+
+
+def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """Return dropout and residual add, forward and backward."""
+    hidden = LayerSizes(shape).hidden
+    # Fused: two are read and one is written. Else dropout reads and writes before that.
+    forward = make_moves(3 * hidden) if execution.has_fused_dropout_add else make_moves(5 * hidden, kernels=2)
+    return (forward,), (make_moves(2 * hidden),)
+
+
+def list_gather(shape: LayerShape, channels: int) -> tuple[Traffic, ...]:
+    """Return the all-gather, or reduce-scatter, of a tensor that sequence parallelism splits: none with one rank.
+
+    Args:
+        shape: Of the layer.
+        channels: Of a token.
+    """
+    ranks = shape.tensor_parallel_size
+    if ranks == 1:
+        return ()
+    # A ring sends each rank's part ranks - 1 times.
+    sent_bytes = BF16 * shape.tokens * channels * (ranks - 1)
+    return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)
+
+
+def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
+    sizes = LayerSizes(shape)
+    channels = sizes.query_key_value // (BF16 * sizes.rows)
+    linear = make_linear(shape, sizes.rows, shape.hidden_size, channels)
+    turned = sizes.query + sizes.key
+    norms = (make_moves(2 * turned, kernels=2),) if shape.has_qk_norm else ()
+    norms_backward = (make_moves(3 * turned, kernels=4),) if shape.has_qk_norm else ()
+    rope = _list_rope(shape, turned) if shape.rotary_channels else ()
+    gather = list_gather(shape, shape.hidden_size)
+    return (
+        SegmentWork(
+            name="qkv_linear",
+            forward=PassWork(works=(*linear.list_forward(), *norms, *rope), traffic=gather),
+            # The gradients of query, key and value are put side by side. While the products run, the input is gathered again
+            # and its gradient is scattered.
+            backward=PassWork(
+                works=(
+                    *rope,
+                    *norms_backward,
+                    make_moves(2 * sizes.query_key_value),
+                    *linear.list_backward(execution),
+                ),
+                beside=2 * gather,
+            ),
+        ),
+    )
+
+
+def _list_latent_work(shape: LayerShape, latent: LatentShape, execution: Execution) -> tuple[SegmentWork, ...]:
+    rows, heads = LayerSizes(shape).rows, shape.num_attention_heads // shape.tensor_parallel_size
+    # Each rank compresses its own part of the sequence.
+    hidden, tokens = shape.hidden_size, shape.tokens
+    down = [make_linear(shape, tokens, hidden, latent.kv_lora_rank + latent.qk_pos_emb_head_dim)]
+    key_value = shape.qk_channels - latent.qk_pos_emb_head_dim + shape.v_channels
+    up = [make_linear(shape, rows, latent.kv_lora_rank, heads * key_value)]
+    query_inputs = hidden
+    if latent.q_lora_rank is not None:
+        down.insert(0, make_linear(shape, tokens, hidden, latent.q_lora_rank))
+        query_inputs = latent.q_lora_rank
+    up.insert(0, make_linear(shape, rows, query_inputs, heads * shape.qk_channels))
+    return (
+        SegmentWork(
+            name="qkv_down",
+            forward=PassWork(works=tuple(work for linear in down for work in linear.list_forward())),
+            backward=PassWork(works=tuple(work for linear in down for work in linear.list_backward(execution))),
+        ),
+        _make_widening_work(shape, latent, execution, up),
+    )
+
+
+def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execution, linears: list[Linear]) -> SegmentWork:
+    sizes = LayerSizes(shape)
+    query_channels = shape.hidden_size if latent.q_lora_rank is None else latent.q_lora_rank
+    gather = list_gather(shape, query_channels + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    norms: tuple[Work, ...] = ()
+    if latent.has_qk_norm:
+        norms = (make_moves(2 * count_compressed_bytes(shape, latent), kernels=2),)
+    # Rotary embeddings write query and key whole, and the value is made contiguous.
+    rope = (*_list_rope(shape, sizes.query + sizes.key), make_moves(2 * sizes.value))
+    return SegmentWork(
+        name="qkv_linear",
+        forward=PassWork(
+            works=(*norms, *(work for linear in linears for work in linear.list_forward()), *rope), traffic=gather
+        ),
+        backward=PassWork(
+            works=(*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms),
+            beside=2 * gather,
+        ),
+    )
+
+
+def _list_rope(shape: LayerShape, turned_bytes: int) -> tuple[Work, ...]:
+    if shape.has_fused_rotary:
+        return (make_moves(2 * turned_bytes, kernels=2),)
+    # Times the cosine, negated and put together the other way round, times the sine, and added: 2 + 2 + 2 + 3 times.
+    return (make_moves(9 * turned_bytes, kernels=10),)
+
+
+def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
+    sizes = LayerSizes(shape)
+    heads = shape.num_attention_heads // shape.tensor_parallel_size
+    # 2 operations for each pair of query and key, head and channel: forward has a product over dqk and one over dv, backward
+    # three and two, one of them forward's again.
+    flop = 2 * _count_pairs(shape, execution) * shape.micro_batch_size * heads
+    saved = sizes.query_key_value + sizes.attention_output
+    forward = Work(limit=Limit.ATTENTION_FORWARD, flop=flop * (shape.qk_channels + shape.v_channels), moved_bytes=saved)
+    backward = Work(
+        limit=Limit.ATTENTION_BACKWARD,
+        flop=flop * (3 * shape.qk_channels + 2 * shape.v_channels),
+        moved_bytes=2 * saved,
+        kernels=3,
+    )
+    ring = _list_ring(shape, execution, sizes.key + sizes.value)
+    # In backward the gradients of keys and values go round too.
+    return SegmentWork(
+        name="core_attn",
+        forward=PassWork(works=(forward,), beside=ring),
+        backward=PassWork(works=(backward,), beside=2 * ring),
+    )
+
+
+def _count_pairs(shape: LayerShape, execution: Execution) -> float:
+    """Return the pairs of query and key of one sequence on one rank: of s tokens s²/2, or sw - w²/2 in a window of w."""
+    ranks = execution.context_parallel_size
+    tokens = shape.seq_length * ranks
+    window = tokens if execution.window_tokens is None else min(execution.window_tokens, tokens)
+    return (tokens * window - window * window / 2) / ranks
+
+
+def _list_ring(shape: LayerShape, execution: Execution, key_value_bytes: int) -> tuple[Traffic, ...]:
+    ranks = execution.context_parallel_size
+    if ranks == 1:
+        return ()
+    span = ranks * shape.tensor_parallel_size
+    return (Traffic(pattern=Pattern.RING, sent_bytes=key_value_bytes * (ranks - 1), ranks=ranks, span=span, calls=ranks - 1),)
+
+
+def _make_output_work(shape: LayerShape, execution: Execution) -> SegmentWork:
+    sizes = LayerSizes(shape)
+    inputs = shape.num_attention_heads // shape.tensor_parallel_size * shape.v_channels
+    linear = make_linear(shape, sizes.rows, inputs, shape.hidden_size)
+    add, add_backward = make_residual_works(shape, execution)
+    gather = list_gather(shape, shape.hidden_size)
+    return SegmentWork(
+        name="attn_proj",
+        forward=PassWork(works=(*linear.list_forward(), *add), traffic=gather),
+        backward=PassWork(works=(*add_backward, *linear.list_backward(execution)), traffic=gather),
+    )

@@ -1,0 +1,131 @@
+"""Sizes of the activations of a layer that times, temporaries and saved tensors have in common."""
+
+import dataclasses
+
+from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
+from fgoffload.planner.operations.ops import BF16, Linear
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Bytes of activations on one rank, in bf16."""
+
+    shape: LayerShape
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the whole microbatch, which linears that ranks share are applied to: sb."""
+        return self.shape.tokens * self.shape.tensor_parallel_size
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of a tensor between layers: 2sbh/t."""
+        return BF16 * self.shape.tokens * self.shape.hidden_size
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the same, of all ranks together, where they differ: 2sbh, or 0 with one rank."""
+        return self.hidden * self.shape.tensor_parallel_size if self.shape.tensor_parallel_size > 1 else 0
+
+    @property
+    def query(self) -> int:
+        """Bytes of the query: 2sbn dqk/t."""
+        return BF16 * self.shape.tokens * self.shape.num_attention_heads * self.shape.qk_channels
+
+    @property
+    def key(self) -> int:
+        """Bytes of the key: 2sbg dqk/t."""
+        return BF16 * self.shape.tokens * self.shape.num_query_groups * self.shape.qk_channels
+
+    @property
+    def value(self) -> int:
+        """Bytes of the value: 2sbg dv/t."""
+        return BF16 * self.shape.tokens * self.shape.num_query_groups * self.shape.v_channels
+
+    @property
+    def query_key_value(self) -> int:
+        """Bytes of all three."""
+        return self.query + self.key + self.value
+
+    @property
+    def attention_output(self) -> int:
+        """Bytes of what attention returns: 2sbn dv/t."""
+        return BF16 * self.shape.tokens * self.shape.num_attention_heads * self.shape.v_channels
+
+    @property
+    def dense_inner(self) -> int:
+        """Bytes behind the activation of a dense MLP: 2sbf/t."""
+        return BF16 * self.shape.tokens * self.shape.ffn_hidden_size
+
+    @property
+    def gates(self) -> int:
+        """Parts that an activation reads, each as large as what it returns: gate and up, or one."""
+        return 2 if self.shape.is_gated else 1
+
+    @property
+    def shared_inner(self) -> int:
+        """Bytes behind the activation of the shared experts: 2sbfs/t, or 0 without any."""
+        experts = self.shape.experts
+        return 0 if experts is None else BF16 * self.shape.tokens * experts.shared_ffn_hidden_size
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of a rank's experts: sbke/t where routing is balanced, or 0 in a dense layer."""
+        return 0 if self.shape.experts is None else self.shape.experts.count_rows(self.shape.tokens)
+
+    @property
+    def expert_inner(self) -> int:
+        """Bytes behind the activation of the experts: 2sbkf/t, or 0 in a dense layer."""
+        experts = self.shape.experts
+        if experts is None:
+            return 0
+        return BF16 * self.expert_rows * (experts.ffn_hidden_size // experts.expert_tensor_parallel_size)
+
+    @property
+    def permuted(self) -> int:
+        """Bytes of this rank's tokens, one for each expert that they go to: 2sbkh/t, or 0 in a dense layer."""
+        return 0 if self.shape.experts is None else self.hidden * self.shape.experts.topk
+
+    @property
+    def arrived(self) -> int:
+        """Bytes of the tokens of this rank's experts: 2sbkhe/t where routing is balanced, or 0 in a dense layer."""
+        return BF16 * self.expert_rows * self.shape.hidden_size
+
+    @property
+    def way_to_experts(self) -> tuple[int, ...]:
+        """Bytes of the tokens after each step on their way to the experts: permuted, exchanged, gathered and sorted.
+
+        They are exchanged among several expert-parallel ranks, gathered by those that share an expert, and sorted by expert
+        where a rank has several, with one rank too.
+        """
+        experts = self.shape.experts
+        if experts is None:
+            return ()
+        steps = [self.permuted]
+        if experts.expert_parallel_size > 1:
+            steps.append(self.arrived // experts.expert_tensor_parallel_size)
+        if experts.expert_tensor_parallel_size > 1:
+            steps.append(self.arrived)
+        if experts.local_experts > 1:
+            steps.append(self.arrived)
+        return tuple(steps)
+
+
+def count_compressed_bytes(shape: LayerShape, latent: LatentShape) -> int:
+    """Return the bytes of the compressed query and key-value, and of the key's channels that rotary embeddings turn."""
+    return BF16 * shape.tokens * ((latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+
+
+def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, Linear]:
+    """Return both linears of an MLP that ranks share, with gate and up in the first where it is gated."""
+    sizes, width = LayerSizes(shape), ffn_hidden_size // shape.tensor_parallel_size
+    return (
+        make_linear(shape, sizes.rows, shape.hidden_size, sizes.gates * width),
+        make_linear(shape, sizes.rows, width, shape.hidden_size),
+    )
+
+
+def make_linear(shape: LayerShape, rows: int, inputs: int, outputs: int, *, experts: int = 0) -> Linear:
+    """Return a linear of the layer, in fp8 where its linears are."""
+    is_quantized = shape.fp8_recipe is not None
+    return Linear(rows=rows, inputs=inputs, outputs=outputs, experts=experts, is_quantized=is_quantized)

@@ -1,0 +1,200 @@
+"""What the second half of a layer has to do: a dense MLP, or router, experts and what is between them.
+
+The stretches of a dense MLP are `mlp_norm`, where the norm is a module, `mlp_fc1`, `mlp_act` and `mlp_fc2`; those of a mixture
+`mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.
+"""
+
+from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
+from fgoffload.planner.operations.attention_ops import fuse_norm, list_gather, make_norm_work, make_residual_works
+from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, make_mlp_linears
+from fgoffload.planner.operations.ops import (
+    FP32,
+    Execution,
+    Limit,
+    PassWork,
+    Pattern,
+    SegmentWork,
+    Traffic,
+    Work,
+    make_moves,
+)
+
+_ROUTER_TABLES = 6
+"""Tensors of [tokens, experts] in fp32 that the router reads or writes one way: logits, scores, choice, map, probabilities.
+Counted in the code of Megatron-Core 0.16.1, and not measured."""
+
+_ROUTER_KERNELS = 20
+_PERMUTE_KERNELS = 10
+_FUSED_PERMUTE_KERNELS = 3
+"""Kernels one way. Counted in the code of Megatron-Core 0.16.1, and not measured."""
+
+
+def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
+    """Return what each stretch of the second half does, in the order of forward."""
+    norm = make_norm_work("mlp_norm", shape)
+    if shape.experts is not None:
+        return (norm, *_list_mixture_work(shape, shape.experts, execution))
+    first, *others = _list_dense_work(shape, execution)
+    return (fuse_norm(norm, first), *others) if shape.has_fused_norms else (norm, first, *others)
+
+
+def make_activation_works(inner_bytes: int, gates: int) -> tuple[Work, Work]:
+    """Return a fused activation, forward and backward.
+
+    Args:
+        inner_bytes: Of what it returns.
+        gates: Parts that it reads, each as large. Backward reads them and a gradient and writes as many.
+    """
+    return make_moves((gates + 1) * inner_bytes), make_moves((2 * gates + 1) * inner_bytes)
+
+
+def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
+    first, second = make_mlp_linears(shape, shape.ffn_hidden_size)
+    activation, activation_backward = make_activation_works(LayerSizes(shape).dense_inner, LayerSizes(shape).gates)
+    add, add_backward = make_residual_works(shape, execution)
+    gather = list_gather(shape, shape.hidden_size)
+    return (
+        SegmentWork(
+            name="mlp_fc1",
+            forward=PassWork(works=first.list_forward(), traffic=gather),
+            backward=PassWork(works=first.list_backward(execution), beside=2 * gather),
+        ),
+        SegmentWork(
+            name="mlp_act",
+            forward=PassWork(works=(activation,)),
+            backward=PassWork(works=(activation_backward,)),
+        ),
+        SegmentWork(
+            name="mlp_fc2",
+            forward=PassWork(works=(*second.list_forward(), *add), traffic=gather),
+            backward=PassWork(works=(*add_backward, *second.list_backward(execution)), traffic=gather),
+        ),
+    )
+
+
+def _list_mixture_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> tuple[SegmentWork, ...]:
+    # Megatron runs shared experts before the router, but for those that overlap: op_times takes off what that hides.
+    shared = (_make_shared_work(shape, experts, execution),) if experts.shared_ffn_hidden_size else ()
+    return (
+        *shared,
+        _make_router_work(shape, experts),
+        _make_dispatch_work(shape, experts),
+        *_list_expert_work(shape, experts, execution),
+        _make_combine_work(shape, experts, execution),
+    )
+
+
+def _make_shared_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> SegmentWork:
+    first, second = make_mlp_linears(shape, experts.shared_ffn_hidden_size)
+    activation, activation_backward = make_activation_works(LayerSizes(shape).shared_inner, LayerSizes(shape).gates)
+    gather = list_gather(shape, shape.hidden_size)
+    return SegmentWork(
+        name="shared_expert",
+        forward=PassWork(works=(*first.list_forward(), activation, *second.list_forward()), traffic=2 * gather),
+        backward=PassWork(
+            works=(*second.list_backward(execution), activation_backward, *first.list_backward(execution)),
+            traffic=gather,
+            beside=2 * gather,
+        ),
+    )
+
+
+def _make_router_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
+    hidden = LayerSizes(shape).hidden
+    flop = 2 * shape.tokens * shape.hidden_size * experts.num_experts
+    tables = make_moves(_ROUTER_TABLES * FP32 * shape.tokens * experts.num_experts, kernels=_ROUTER_KERNELS)
+    # Where it works in fp32, a copy of its input is written and read.
+    input_bytes = hidden + (2 * (2 * hidden) if experts.router.dtype_bytes == FP32 else 0)
+    product = Work(limit=Limit.MATMUL, flop=flop, moved_bytes=input_bytes)
+    # Backward reads the input, writes its gradient, and adds that to the gradients of what else had the input.
+    backward = Work(limit=Limit.MATMUL, flop=2 * flop, moved_bytes=input_bytes + 4 * hidden, kernels=3)
+    return SegmentWork(name="router", forward=PassWork(works=(product, tables)), backward=PassWork(works=(tables, backward)))
+
+
+def _make_dispatch_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
+    sizes = LayerSizes(shape)
+    moved, moved_back, kernels = _count_permutation(sizes, experts)
+    sort = _list_sort(sizes, experts)
+    # The tokens, and their probabilities in a call of its own.
+    exchange = _list_exchange(sizes, experts, calls=2)
+    forward = (*_list_count_exchange(experts), *exchange)
+    return SegmentWork(
+        name="dispatch",
+        forward=PassWork(works=(make_moves(moved, kernels=kernels), *sort), traffic=forward),
+        backward=PassWork(works=(*sort, make_moves(moved_back, kernels=kernels)), traffic=exchange),
+    )
+
+
+def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> tuple[SegmentWork, ...]:
+    sizes = LayerSizes(shape)
+    rows, local = sizes.expert_rows, experts.local_experts
+    width = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
+    first = make_linear(shape, rows, shape.hidden_size, sizes.gates * width, experts=local)
+    second = make_linear(shape, rows, width, shape.hidden_size, experts=local)
+    activation, activation_backward = make_activation_works(sizes.expert_inner, sizes.gates)
+    return (
+        SegmentWork(
+            name="expert_fc1",
+            forward=PassWork(works=first.list_forward()),
+            backward=PassWork(works=first.list_backward(execution)),
+        ),
+        SegmentWork(
+            name="moe_act",
+            forward=PassWork(works=(activation,)),
+            backward=PassWork(works=(activation_backward,)),
+        ),
+        SegmentWork(
+            name="expert_fc2",
+            forward=PassWork(works=second.list_forward()),
+            backward=PassWork(works=second.list_backward(execution)),
+        ),
+    )
+
+
+def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> SegmentWork:
+    sizes = LayerSizes(shape)
+    # What dispatch does forward, combine does backward, and the other way round.
+    moved_back, moved, kernels = _count_permutation(sizes, experts)
+    sort, exchange = _list_sort(sizes, experts), _list_exchange(sizes, experts)
+    add, add_backward = make_residual_works(shape, execution)
+    shared = (make_moves(3 * sizes.hidden),) if experts.shared_ffn_hidden_size else ()
+    return SegmentWork(
+        name="moe_combine",
+        forward=PassWork(works=(*sort, make_moves(moved, kernels=kernels), *shared, *add), traffic=exchange),
+        backward=PassWork(works=(*add_backward, make_moves(moved_back, kernels=kernels), *sort), traffic=exchange),
+    )
+
+
+def _count_permutation(sizes: LayerSizes, experts: ExpertsShape) -> tuple[int, int, int]:
+    """Return the bytes that go through memory to spread tokens and to add them up again, and the kernels of each."""
+    if experts.has_fused_permutation:
+        # Each token is read once and written for each of its experts, and the other way round.
+        moved = sizes.hidden + sizes.permuted
+        return moved, moved, _FUSED_PERMUTE_KERNELS
+    # Each is read for each of its experts; and they are added one by one to what is there, zeros at first.
+    return 2 * sizes.permuted, 3 * sizes.permuted + sizes.hidden, _PERMUTE_KERNELS
+
+
+def _list_sort(sizes: LayerSizes, experts: ExpertsShape) -> tuple[Work, ...]:
+    # By expert, where a rank has several: read and written.
+    return (make_moves(2 * sizes.arrived, kernels=2),) if experts.local_experts > 1 else ()
+
+
+def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) -> tuple[Traffic, ...]:
+    """Return the all-to-all, of which the rank with the most rows has the most, and what ranks that share an expert gather."""
+    found = []
+    ranks, sharing = experts.expert_parallel_size, experts.expert_tensor_parallel_size
+    if ranks > 1:
+        # As much to each rank, and one part stays.
+        sent_bytes = sizes.arrived / sharing * (ranks - 1) / ranks
+        found.append(Traffic(pattern=Pattern.ALL_TO_ALL, sent_bytes=sent_bytes, ranks=ranks, span=ranks * sharing, calls=calls))
+    if sharing > 1:
+        sent_bytes = sizes.arrived / sharing * (sharing - 1)
+        found.append(Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=sharing, span=sharing, calls=calls))
+    return tuple(found)
+
+
+def _list_count_exchange(experts: ExpertsShape) -> tuple[Traffic, ...]:
+    ranks = experts.expert_parallel_size
+    # How many tokens each expert has on each rank: too few bytes to count.
+    return () if ranks == 1 else (Traffic(pattern=Pattern.RING, sent_bytes=0.0, ranks=ranks, span=ranks),)

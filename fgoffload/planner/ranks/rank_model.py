@@ -1,0 +1,93 @@
+"""What one pipeline rank runs in a step, and on what: the simulator's input, and the solver's."""
+
+import dataclasses
+import math
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_rate
+from fgoffload.planner.ranks.layer_model import LayerModel, Segment
+from fgoffload.planner.ranks.schedule import Pass
+from fgoffload.policy import TransferPolicy
+from fgoffload.units import MIB
+
+DEFAULT_MIN_OFFLOADED_BYTES = 2 * MIB
+"""`--min-offloaded-tensor-size` is 1 Mi elements by default, and they are of 2 bytes in bf16."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkModel:
+    """Copies between a rank's device and its host: each way a queue, first in, first out."""
+
+    d2h_bytes_per_s: float
+    """To the host, with nothing the other way."""
+    h2d_bytes_per_s: float
+    """To the device, with nothing the other way."""
+    duplex_bytes_per_s: float
+    """Each way while both run."""
+    copy_latency_s: float = 0.0
+    """Before the bytes of each group's copy move."""
+    compute_slowdown: float = 0.0
+    """What a stretch of compute takes longer while copies run beside it, as a part: 0.06 for 6%."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no link has.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
+            rate = getattr(self, name)
+            check_rate(name, rate)
+            if rate is None:
+                raise ConfigError(f"{name} is not known, and copies cannot be simulated without it. Give a number like 50e9.")
+        for name in ("copy_latency_s", "compute_slowdown"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} {getattr(self, name)} is not from 0 and finite. Give such a number.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedLayer:
+    """A layer in its place."""
+
+    number: int
+    """In the whole model, from 0, as plans count."""
+    model: LayerModel
+    """Its kind."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkModel:
+    """A model chunk: what is before its layers, the layers, and what is behind them."""
+
+    layers: tuple[NumberedLayer, ...]
+    """In the order of forward. It may have none: an embedding alone."""
+    first: tuple[Segment, ...] = ()
+    """Before the layers: the embedding, on the first chunk of the model."""
+    last: tuple[Segment, ...] = ()
+    """Behind them: the final norm, the output layer and the loss, on the last."""
+    saved_bytes: int = 0
+    """Of each microbatch, by what is before and behind the layers and by what no tag covers: stays whatever the plan says."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """What a pipeline rank runs in a step."""
+
+    rank: int
+    """Of the pipeline, from 0."""
+    static_bytes: int
+    """Device bytes that are there all the time: weights, gradients, optimizer, buffers, and the reserve."""
+    chunks: tuple[ChunkModel, ...]
+    """By number of the chunk."""
+    passes: tuple[Pass, ...]
+    """In order: `fgoffload.planner.ranks.schedule.list_passes`."""
+    link: LinkModel
+    """To the host."""
+    policy: TransferPolicy
+    """Window and prefetch, as the engine has them."""
+    min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
+    """What a group saves of one storage stays when it is smaller."""
+    step_end_s: float = 0.0
+    """After the last pass: the reduction of gradients and the optimizer."""
+    host_budget_bytes: int | None = None
+    """Of this rank, or None for no limit."""

@@ -1,0 +1,194 @@
+"""The order in which a pipeline rank runs the forwards and backwards of a step, as Megatron-Core's schedules do.
+
+One stage, 1F1B and the interleaved schedule are the same three phases, with other numbers: forwards alone (warm-up), then a
+forward and a backward in turn, then the backwards that are left. Rank 1 of 4 runs two forwards before its first backward:
+
+    >>> passes = list_passes(Pipeline(stages=4, microbatches=3), rank=1)
+    >>> " ".join(map(str, passes))
+    'F0 F1 F2 B0 B1 B2'
+    >>> count_in_flight(passes)
+    3
+
+Source: `forward_backward_no_pipelining`, `forward_backward_pipelining_without_interleaving`,
+`forward_backward_pipelining_with_interleaving`, `get_pp_rank_microbatches` and `get_schedule_table` of
+megatron/core/pipeline_parallel/schedules.py, and combined_1f1b.py beside it, in megatron-core 0.16.1.
+`tests/unit/planner/ranks/test_schedule_megatron.py` runs them and compares.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
+
+
+class PassKind(enum.Enum):
+    """Which way a pass goes through a model chunk."""
+
+    FORWARD = "forward"  # saves activations
+    BACKWARD = "backward"  # needs them, and lets go of them
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One microbatch through one model chunk of a rank, one way."""
+
+    kind: PassKind
+    """Forward or backward."""
+    chunk: int
+    """Model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0."""
+    microbatch: int
+    """Of the step, from 0."""
+
+    def __str__(self) -> str:
+        """Return a short label, with the chunk where it is not the first: `F3`, `B0.1` for microbatch 0 of chunk 1."""
+        label = f"{'F' if self.kind is PassKind.FORWARD else 'B'}{self.microbatch}"
+        return f"{label}.{self.chunk}" if self.chunk else label
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How the layers and microbatches of a step are spread over pipeline ranks."""
+
+    microbatches: int
+    """Of a step, on each data-parallel rank."""
+    stages: int = 1
+    """Pipeline ranks: `--pipeline-model-parallel-size`."""
+    chunks: int = 1
+    """Model chunks of a rank: the virtual pipeline size. Above 1 the schedule is the interleaved one."""
+    group_size: int | None = None
+    """Microbatches that a rank runs through one chunk before it turns to the next: Megatron's
+    `--microbatch-group-size-per-virtual-pipeline-stage`. None is as many as stages, as in Megatron."""
+    has_expert_overlap: bool = False
+    """With `--overlap-moe-expert-parallel-comm`: a backward runs beside another microbatch's forward. One more is in flight."""
+
+    def __post_init__(self) -> None:
+        """Refuse what Megatron refuses, and what would have no effect.
+
+        Raises:
+            ConfigError: With the value, the limit and the fix.
+        """
+        for name in ("microbatches", "stages", "chunks"):
+            check_count(name, getattr(self, name))
+        if self.chunks > 1:
+            if self.stages == 1:
+                raise ConfigError(
+                    f"chunks {self.chunks} with stages 1: only stages are interleaved. Give 2 stages, or 1 chunk."
+                )
+            self._check_groups()
+            return
+        if self.group_size is not None:
+            raise ConfigError(f"group_size {self.group_size} with chunks 1 has no effect. Leave it out, or give 2 chunks.")
+        if self.has_expert_overlap and self.stages > 1:
+            raise ConfigError(
+                f"has_expert_overlap with stages {self.stages} and chunks 1: Megatron overlaps experts on one stage or "
+                "under the interleaved schedule. Give 2 chunks, or leave it out."
+            )
+
+    @property
+    def microbatches_of_group(self) -> int:
+        """Microbatches of each group but the last, which has what is left."""
+        return self.stages if self.group_size is None else self.group_size
+
+    def _check_groups(self) -> None:
+        size = self.microbatches_of_group
+        check_count("group_size", size)
+        if self.microbatches < self.stages:
+            raise ConfigError(
+                f"microbatches {self.microbatches} is below stages {self.stages}, which Megatron's interleaved schedule cannot "
+                f"run. Give {self.stages} microbatches or more, or 1 chunk."
+            )
+        if not self.stages <= size <= self.microbatches:
+            raise ConfigError(
+                f"group_size {size} is not from stages {self.stages} to microbatches {self.microbatches}. "
+                "Give a number between, or leave it out."
+            )
+        left = self.microbatches % size
+        if 0 < left < self.stages:
+            raise ConfigError(
+                f"microbatches {self.microbatches} leave a last group of {left} after groups of {size}, below stages "
+                f"{self.stages}. Give a multiple of {size} microbatches, or a group_size that leaves {self.stages} or more."
+            )
+
+
+def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
+    """Return what pipeline rank `rank` runs in a step, in order.
+
+    Where Megatron runs a forward and a backward of two microbatches at once, under expert overlap, the forward is first.
+
+    Args:
+        pipeline: One stage, 1F1B where it has several stages, and interleaved where it has several chunks too.
+        rank: From 0, the stage that the model begins with.
+
+    Returns:
+        A forward and a backward of every microbatch through every chunk.
+
+    Raises:
+        ConfigError: The pipeline has no such rank.
+    """
+    warmup = count_warmup_passes(pipeline, rank=rank)
+    table = _list_table(pipeline)
+    forwards = [Pass(kind=PassKind.FORWARD, chunk=chunk, microbatch=microbatch) for chunk, microbatch in table]
+    # Backward has the order of forward, with the chunks the other way round.
+    backwards = [
+        Pass(kind=PassKind.BACKWARD, chunk=pipeline.chunks - 1 - chunk, microbatch=microbatch) for chunk, microbatch in table
+    ]
+    steady = len(table) - warmup
+    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
+    return (*forwards[:warmup], *(one for pair in pairs for one in pair), *backwards[steady:])
+
+
+def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
+    """Return the forwards that rank `rank` runs before forwards and backwards take turns.
+
+    With p stages, m microbatches, v chunks and groups of g, on rank r: 0 on one stage, min(p - r - 1, m) under 1F1B, and
+    min(2 (p - r - 1) + (v - 1) g, m v) interleaved. Expert overlap adds 1, up to the same most.
+
+    Source: `get_pp_rank_microbatches` of Megatron-Core.
+
+    Raises:
+        ConfigError: The pipeline has no such rank.
+    """
+    _check_rank(pipeline, rank)
+    behind = pipeline.stages - rank - 1
+    if pipeline.chunks > 1:
+        behind = 2 * behind + (pipeline.chunks - 1) * pipeline.microbatches_of_group
+    return min(behind + pipeline.has_expert_overlap, pipeline.microbatches * pipeline.chunks)
+
+
+def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
+    """Return the most microbatches whose forward ran and whose backward did not end, at any time of a step.
+
+    A microbatch counts once in each chunk: what it saves there is the activations of the layers of that chunk. While its
+    backward runs it is in flight.
+
+    Args:
+        passes: What a rank runs, in order.
+        chunk: Count in this chunk alone. None counts in all together, whose chunks may have their most at different times.
+    """
+    most = current = 0
+    for one in passes:
+        if chunk is not None and one.chunk != chunk:
+            continue
+        current += 1 if one.kind is PassKind.FORWARD else -1
+        most = max(most, current)
+    return most
+
+
+def _list_table(pipeline: Pipeline) -> Sequence[tuple[int, int]]:
+    """Return chunk and microbatch of each forward, in order: a group of microbatches through all chunks, then the next group.
+
+    Source: `get_schedule_table` of Megatron-Core.
+    """
+    size = pipeline.microbatches_of_group
+    starts = range(0, pipeline.microbatches, size)
+    groups = [range(start, min(start + size, pipeline.microbatches)) for start in starts]
+    return [(chunk, microbatch) for group in groups for chunk in range(pipeline.chunks) for microbatch in group]
+
+
+def _check_rank(pipeline: Pipeline, rank: object) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < pipeline.stages:
+        raise ConfigError(
+            f"rank {rank!r} is not one of the {pipeline.stages} stages. Give a whole number from 0 to {pipeline.stages - 1}."
+        )

@@ -1,0 +1,68 @@
+"""What a plan may ask of one layer, by the rules of `fgoffload.tags` and by what layers of its kind have."""
+
+from collections.abc import Mapping
+
+from fgoffload.errors import PlanError
+from fgoffload.plan import Action
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.tags import TagRegistry, default_tags, find_recompute_unit
+
+
+def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
+    """Refuse what a layer of this kind cannot do.
+
+    Raises:
+        PlanError: With the tags or units, and the fix.
+    """
+    tags = default_tags()
+    for name, action in actions.items():
+        if action.recomputes:
+            _check_unit(layer, name, actions)
+        if action.offloads:
+            _check_tag(layer, name, actions, tags)
+
+
+def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> None:
+    unit = find_recompute_unit(name)
+    if unit is None or layer.find_unit(name) is None:
+        possible = ", ".join(one.name for one in layer.units) or "nothing by itself"
+        raise PlanError(f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, which can run again: {possible}.")
+    for covered in unit.covers:
+        action = actions.get(covered, Action.KEEP)
+        if action.offloads:
+            raise PlanError(
+                f"The plan recomputes {name!r} and offloads {covered!r} in one layer of kind {layer.kind!r}: what runs again "
+                "saves nothing that could leave. Keep one of them out of the plan."
+            )
+        if covered != name and action.recomputes:
+            raise PlanError(
+                f"The plan recomputes {name!r} and {covered!r} in one layer of kind {layer.kind!r}, and {covered!r} is a part "
+                f"of {name!r}. Keep one of them out of the plan."
+            )
+
+
+def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags: TagRegistry) -> None:
+    possible = [tag for tag in tags.names if any(tag in tensor.tags for tensor in layer.tensors)]
+    if name not in possible:
+        raise PlanError(
+            f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where no such tag saves anything. "
+            f"It has: {', '.join(possible)}."
+        )
+    if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:
+        raise PlanError(
+            f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer': only a layer "
+            "that runs again as a whole has that site. Recompute 'layer' too, or leave it out."
+        )
+    tag = tags.get(name)
+    for required in tag.requires:
+        if actions.get(required, Action.KEEP) is Action.KEEP:
+            raise PlanError(
+                f"The plan offloads {name!r} and keeps {required!r} in one layer of kind {layer.kind!r}: both save the same "
+                f"storage, and one of them alone frees nothing. Offload {required!r} too, or keep {name!r}."
+            )
+    for excluded in tag.excludes:
+        if actions.get(excluded, Action.KEEP).offloads:
+            raise PlanError(
+                f"The plan offloads {name!r} and {excluded!r} in one layer of kind {layer.kind!r}, which cannot have both. "
+                "Keep one of them out of the plan."
+            )

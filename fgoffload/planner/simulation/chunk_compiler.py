@@ -1,0 +1,273 @@
+"""From a rank's chunks and a plan to the steps of each pass: see `chunk_program`."""
+
+from collections.abc import Mapping, Sequence
+
+from fgoffload.errors import PlanError
+from fgoffload.plan import Action
+from fgoffload.planner.ranks.layer_model import HostWait, Segment
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.simulation.chunk_program import (
+    ChunkProgram,
+    ComputeStep,
+    FreeStep,
+    GroupPlace,
+    HostWaitStep,
+    LetGoStep,
+    OpenStep,
+    Parcel,
+    Part,
+    PassedStep,
+    PollStep,
+    ReadStep,
+    Step,
+    SubmitStep,
+    TakeStep,
+)
+from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResidentTensor, ResolvedLayer, resolve_layer
+
+Actions = Mapping[tuple[int, int], Mapping[str, Action]]
+"""What a plan says, by chunk and number of the layer, and there by tag or unit."""
+
+
+def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
+    """Return what each chunk of `rank` does under a plan.
+
+    Raises:
+        PlanError: A layer cannot do what the plan says of it.
+    """
+    chunks = [(chunk, _resolve_chunk(rank, number, actions)) for number, chunk in enumerate(rank.chunks)]
+    # Where nothing leaves nobody waits behind copies or looks for them, and more stretches are one step.
+    has_copies = any(layer.leaving for _, resolved in chunks for layer in resolved)
+    return tuple(
+        _compile_chunk(chunk, [_Layer(*pair, has_copies=has_copies) for pair in zip(chunk.layers, resolved, strict=True)])
+        for chunk, resolved in chunks
+    )
+
+
+def _resolve_chunk(rank: RankModel, number: int, actions: Actions) -> list[ResolvedLayer]:
+    resolved = []
+    chunk = rank.chunks[number]
+    for layer in chunk.layers:
+        # The input of a stage is held by the pipeline's schedule until its backward: to move it would free nothing.
+        is_held = layer is chunk.layers[0] and not chunk.first
+        try:
+            one = resolve_layer(
+                layer.model,
+                actions.get((number, layer.number), {}),
+                min_offloaded_bytes=rank.min_offloaded_bytes,
+                staying_tags=frozenset({"layer_input"}) if is_held else frozenset(),
+            )
+        except PlanError as error:
+            raise PlanError(f"layers.{layer.number} of chunk {number}: {error}") from error
+        resolved.append(one)
+    return resolved
+
+
+def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"]) -> ChunkProgram:
+    parcels: list[Parcel] = []
+    groups: list[GroupPlace] = []
+    for layer in layers:
+        layer.number_groups(groups, parcels)
+    shared = {tensor.name: tensor.size_bytes for layer in layers for tensor in layer.resolved.shared}
+    return ChunkProgram(
+        forward=_compile_forward(chunk, layers),
+        backward=_compile_backward(chunk, layers),
+        groups=tuple(groups),
+        parcels=tuple(parcels),
+        base_bytes=chunk.saved_bytes + sum(shared.values()),
+        recompute_s=sum(layer.resolved.recompute_s for layer in layers),
+    )
+
+
+def _compile_forward(chunk: ChunkModel, layers: Sequence["_Layer"]) -> tuple[Step, ...]:
+    steps = _Steps()
+    for segment in chunk.first:
+        steps.compute(Part(segment.name, segment.forward_s, segment.forward_extra_bytes, 0))
+    for layer in layers:
+        layer.run_forward(steps)
+    for segment in chunk.last:
+        steps.compute(Part(segment.name, segment.forward_s, segment.forward_extra_bytes, 0))
+    return steps.finish()
+
+
+def _compile_backward(chunk: ChunkModel, layers: Sequence["_Layer"]) -> tuple[Step, ...]:
+    steps = _Steps()
+    for segment in reversed(chunk.last):
+        steps.compute(Part(segment.name, segment.backward_s, segment.backward_extra_bytes, 0))
+    for layer in reversed(layers):
+        layer.run_backward(steps)
+    for segment in reversed(chunk.first):
+        steps.compute(Part(segment.name, segment.backward_s, segment.backward_extra_bytes, 0))
+    return steps.finish()
+
+
+class _Steps:
+    """Steps in the making: compute without anything between is put together."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._parts: list[Part] = []
+
+    def compute(self, part: Part) -> None:
+        """Add a stretch of compute."""
+        self._parts.append(part)
+
+    def add(self, step: Step) -> None:
+        """Add what is no compute."""
+        self._close()
+        self._steps.append(step)
+
+    def finish(self) -> tuple[Step, ...]:
+        """Return what was added."""
+        self._close()
+        return tuple(self._steps)
+
+    def _close(self) -> None:
+        if not self._parts:
+            return
+        seconds, net_bytes, rise_bytes, peak_label = 0.0, 0, 0, self._parts[0].label
+        for part in self._parts:
+            highest = net_bytes + max(part.extra_bytes, part.net_bytes)
+            if highest > rise_bytes:
+                rise_bytes, peak_label = highest, part.label
+            seconds += part.seconds
+            net_bytes += part.net_bytes
+        self._steps.append(ComputeStep(tuple(self._parts), seconds, net_bytes, rise_bytes, peak_label))
+        self._parts = []
+
+
+class _Layer:
+    """One layer of a chunk, under a plan.
+
+    Args:
+        numbered: The layer.
+        resolved: What the plan makes of it.
+        has_copies: Whether anything leaves on the rank.
+    """
+
+    def __init__(self, numbered: NumberedLayer, resolved: ResolvedLayer, *, has_copies: bool) -> None:
+        self.resolved = resolved
+        self._segments = numbered.model.segments
+        self._name = f"layers.{numbered.number}"
+        self._has_copies = has_copies
+        self._base = 0
+        """The groups of the chunk before those of this layer."""
+        self._parcels: list[tuple[LeavingTensor, int]] = []
+        """One of the tensors of each parcel, which are alike but for their size, and the parcel's number."""
+
+    def number_groups(self, groups: list[GroupPlace], parcels: list[Parcel]) -> None:
+        """Add the groups and parcels of this layer to those of the layers before it."""
+        self._base = len(groups)
+        alike: dict[object, list[LeavingTensor]] = {}
+        for one in self.resolved.leaving:
+            alike.setdefault((one.leaves_with, one.returns_for, one.takes, one.freed_after, one.used_until), []).append(one)
+        for tensors in alike.values():
+            tag = self.resolved.groups[tensors[0].leaves_with].tag
+            self._parcels.append((tensors[0], len(parcels)))
+            size_bytes = sum(one.tensor.size_bytes for one in tensors)
+            parcels.append(Parcel(size_bytes, f"reload of {self._name}.{tag}", tag, self._is_read_later(tensors[0])))
+        for index, group in enumerate(self.resolved.groups):
+            groups.append(
+                GroupPlace(
+                    label=f"{self._name}.{group.tag}",
+                    tag=group.tag,
+                    parcels=tuple(parcel for one, parcel in self._parcels if one.leaves_with == index),
+                    members=tuple(parcel for one, parcel in self._parcels if group.tag in one.tensor.tags),
+                    end_position=self._base + group.opened_before_end,
+                )
+            )
+
+    def _is_read_later(self, one: LeavingTensor) -> bool:
+        group = self.resolved.groups[one.leaves_with]
+        return one.used_until > (group.ends_after if group.held_over is None else group.held_over)
+
+    def run_forward(self, steps: _Steps) -> None:
+        """Add the forward of the layer."""
+        saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.resolved.kept, *self.resolved.leaving)
+        groups = sorted(enumerate(self.resolved.groups, start=self._base), key=lambda pair: pair[1].submitted_as)
+        starts = {group.starts_at for _, group in groups}
+        if self._has_copies and not self._runs_again_as_a_whole:
+            steps.add(PollStep())
+        for place, segment in enumerate(self._segments):
+            if place in starts:
+                steps.add(OpenStep())
+            self._wait_for_host(steps, segment)
+            for index, group in groups:
+                if group.held_over == place:
+                    steps.add(SubmitStep(index))
+            net_bytes = sum(one.tensor.size_bytes for one in saved if one.saved_after == place)
+            steps.compute(Part(f"{self._name}.{segment.name}", segment.forward_s, segment.forward_extra_bytes, net_bytes))
+            read = tuple(parcel for one, parcel in self._parcels if one.used_until == place and self._is_read_later(one))
+            if read:
+                steps.add(ReadStep(read))
+            for index, group in groups:
+                if group.ends_after == place and group.held_over is None:
+                    steps.add(SubmitStep(index))
+
+    def run_backward(self, steps: _Steps) -> None:
+        """Add the backward of the layer, and what runs again in it."""
+        made = [one for rerun in self.resolved.reruns for one in rerun.made]
+        for place in range(len(self._segments) - 1, -1, -1):
+            segment = self._segments[place]
+            for rerun in self.resolved.reruns:
+                if rerun.before == place:
+                    self._take(steps, place, rerun.unit)
+                    self._run_again(steps, rerun)
+            self._take(steps, place, None)
+            gone_bytes = sum(one.tensor.size_bytes for one in (*self.resolved.kept, *made) if one.freed_after == place)
+            steps.compute(Part(f"{self._name}.{segment.name}", segment.backward_s, segment.backward_extra_bytes, -gone_bytes))
+            freed = tuple(parcel for one, parcel in self._parcels if one.freed_after == place)
+            if freed:
+                steps.add(FreeStep(freed))
+            if self._base == 0 and self.resolved.groups and self.resolved.groups[0].starts_at == place:
+                steps.add(PollStep())
+        if self._base and not self.resolved.groups and not self._runs_again_as_a_whole:
+            steps.add(PassedStep())
+
+    def _run_again(self, steps: _Steps, rerun: Rerun) -> None:
+        for place in rerun.segments:
+            segment = self._segments[place]
+            self._wait_for_host(steps, segment)
+            net_bytes = sum(one.tensor.size_bytes for one in rerun.made if one.saved_after == place)
+            extra_s = rerun.extra_s if place == rerun.segments[-1] else 0.0
+            label = f"{self._name}.{segment.name} again"
+            steps.compute(Part(label, segment.forward_s + extra_s, segment.forward_extra_bytes, net_bytes))
+
+    def _wait_for_host(self, steps: _Steps, segment: Segment) -> None:
+        if self._has_copies and segment.host_wait in (HostWait.HOLD, HostWait.COPY):
+            steps.add(HostWaitStep())
+
+    def _take(self, steps: _Steps, place: int, unit: str | None) -> None:
+        """Add who asks for something before the backward of stretch `place`: `unit` when it runs again, or the stretch."""
+        if self.resolved.groups:
+            self._let_go(steps, place, unit)
+        asked: dict[int | None, list[int]] = {}
+        for one, parcel in self._parcels:
+            for take in one.takes:
+                if (take.before, take.unit) == (place, unit):
+                    asked.setdefault(take.group, []).append(parcel)
+        if unit is None:
+            # All that such a group saved stayed, and backward comes to it all the same.
+            for index, group in enumerate(self.resolved.groups):
+                if group.asked_before == place and not any(
+                    take.group == index for one, _ in self._parcels for take in one.takes
+                ):
+                    asked[index] = []
+        for asker in sorted(asked, key=lambda asker: -1 if asker is None else asker, reverse=True):
+            steps.add(TakeStep(None if asker is None else self._base + asker, tuple(asked[asker])))
+
+    @property
+    def _runs_again_as_a_whole(self) -> bool:
+        """Return whether a checkpoint is around the layer: it holds the input, and the engine sees nothing of the layer."""
+        return any(rerun.unit == "layer" for rerun in self.resolved.reruns)
+
+    def _let_go(self, steps: _Steps, place: int, unit: str | None) -> None:
+        """Add what sites that stay ask for and is there. What a group saved tells instead that backward is at that group."""
+        sizes_bytes = []
+        for kept in self.resolved.kept:
+            asked = [take for take in kept.takes if take.group is None]
+            for take in asked:
+                if (take.before, take.unit) == (place, unit):
+                    sizes_bytes.append(kept.tensor.size_bytes if take is asked[0] else 0)
+        if sizes_bytes:
+            steps.add(LetGoStep(tuple(sizes_bytes)))

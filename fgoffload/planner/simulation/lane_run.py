@@ -1,0 +1,91 @@
+"""The groups of one microbatch in one model chunk, as the engine's lane keeps them: where backward is, and what is called back.
+
+The rules are those of `Lane` in fgoffload/engine/group.py, in numbers.
+"""
+
+import enum
+from collections.abc import Iterable
+
+from fgoffload.planner.simulation.chunk_program import ChunkProgram
+from fgoffload.planner.simulation.link_queue import Copy
+
+
+class ParcelState(enum.Enum):
+    """Where a parcel is."""
+
+    RESIDENT = enum.auto()  # on the device only: not yet saved or submitted, or kept, or called back in time
+    OFFLOADING = enum.auto()  # on the device, and the engine has not seen that its copy to the host is done
+    OFFLOADED = enum.auto()  # on the host only
+    RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its copy is done
+    FREED = enum.auto()  # backward is through with it
+
+
+AWAY = (ParcelState.OFFLOADING, ParcelState.OFFLOADED)
+"""What can be called back."""
+
+
+class LaneRun:
+    """One microbatch in one model chunk.
+
+    Args:
+        program: What the chunk does.
+    """
+
+    __slots__ = (
+        "_ahead_bytes_of",
+        "ahead_bytes",
+        "away",
+        "end",
+        "is_copied",
+        "is_read",
+        "let_go_bytes",
+        "program",
+        "reloads",
+        "states",
+    )
+
+    def __init__(self, program: ChunkProgram) -> None:
+        count = len(program.parcels)
+        self.program = program
+        self.states = [ParcelState.RESIDENT] * count
+        """By parcel."""
+        self.is_copied = [False] * count
+        """By parcel: whether a copy to the host still holds its device memory."""
+        self.is_read = [parcel.is_read_later for parcel in program.parcels]
+        """By parcel: whether forward still reads it."""
+        self.reloads: list[Copy | None] = [None] * count
+        """By parcel: its copy to the device."""
+        self.end = self.away = len(program.groups)
+        """Backward has left all groups but the first `end`; the first `away` have not been called back."""
+        self.ahead_bytes = 0
+        """Called back for groups that backward has not come to."""
+        self.let_go_bytes = 0
+        """What backward took of sites that stay: it lets go of it when the op that asked is done."""
+        self._ahead_bytes_of = [0] * len(program.groups)
+
+    def is_news(self, group: int) -> bool:
+        """Return whether that something of `group` is asked for shows that backward has come to it."""
+        if self.end > self.program.groups[group].end_position or self.away > group:
+            return True
+        # The last group may have been called back while backward was behind all groups.
+        return self._ahead_bytes_of[group] > 0 and group == self.end - 1
+
+    def leave(self, position: int) -> None:
+        """Take note that backward has left the groups from `position` on."""
+        for group in range(position, self.end):
+            self.expect(group, 0)
+        self.end = min(self.end, position)
+        self.away = min(self.away, position)
+
+    def expect(self, group: int, size_bytes: int) -> None:
+        """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""
+        self.ahead_bytes += size_bytes - self._ahead_bytes_of[group]
+        self._ahead_bytes_of[group] = size_bytes
+
+    def list_away(self, group: int, *, but: Iterable[int] = ()) -> list[int]:
+        """Return the parcels of `group` that can be called back, without those of `but`."""
+        return [one for one in self.program.groups[group].members if self.states[one] in AWAY and one not in but]
+
+    def count_bytes(self, parcels: Iterable[int]) -> int:
+        """Return the bytes of `parcels`."""
+        return sum(self.program.parcels[parcel].size_bytes for parcel in parcels)

@@ -1,0 +1,371 @@
+"""What a plan makes of one layer: which saved tensors stay, which leave and with which group, and what runs again.
+
+Stretches are named by their place in `LayerModel.segments`, from 0. A plan that a layer cannot follow is refused here, by the
+rules of `fgoffload.tags`, as the engine and the executor refuse it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+from fgoffload.plan import Action
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, UnitModel
+from fgoffload.planner.simulation.choice_rules import check_choice
+from fgoffload.tags import default_tags, find_recompute_unit
+
+_LAST = "the last stretch"
+
+_ENDS_AFTER = {
+    "layer_input": _LAST,
+    "attn_norm": "attn_proj",
+    "mlp_norm": _LAST,
+    "mlp_fc1": "mlp_fc2",
+    "mlp_act": "mlp_fc2",
+    "moe_act": "expert_fc2",
+}
+"""By tag: the stretch after which its group ends, where that is not its own. A norm's input is the residual too, and a
+checkpoint saves its input when its forward is through. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
+sites in fgoffload/integrations/megatron/regions.py and layer_inputs.py."""
+
+_ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
+"""Tags whose groups end behind the others that end after the same stretch. Source: as above."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentTensor:
+    """A tensor that is on the device from a forward, the first or one that runs again, until its backward."""
+
+    tensor: SavedTensor
+    """What it is."""
+    saved_after: int
+    """The stretch after whose forward it is there."""
+    freed_after: int
+    """The stretch after whose backward it is gone."""
+    takes: tuple["Take", ...] = ()
+    """Who asks for what was saved, in the order of backward. Empty for what runs again made."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Backward asks for a tensor."""
+
+    before: int
+    """The stretch before whose backward it does."""
+    unit: str | None
+    """The unit that asks, which runs again there. None where it is the backward of that stretch."""
+    group: int | None
+    """The group of the site that asks, which tells the engine that backward has come there. None where that site stays."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeavingTensor:
+    """A tensor that leaves for the host and comes back."""
+
+    tensor: SavedTensor
+    """What it is."""
+    saved_after: int
+    """The stretch after whose forward it is there."""
+    used_until: int
+    """The stretch up to whose forward it is read. It is not freed before that, whenever its copy is done."""
+    leaves_with: int
+    """The group that it leaves with: of those that save it, the first to be submitted."""
+    returns_for: int
+    """The group that it comes back for: of those that save it, the last that forward reached."""
+    takes: tuple[Take, ...]
+    """Who asks for it, in the order of backward."""
+    freed_after: int
+    """The stretch after whose backward it is gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeavingGroup:
+    """What leaves together: what one tag of the layer saves, without what has left before or stays."""
+
+    tag: str
+    """Its tag."""
+    tensors: tuple[SavedTensor, ...]
+    """What leaves with it. Empty where all that it saves is too small or leaves with another; backward comes to it all the
+    same."""
+    starts_at: int
+    """The stretch with which its site begins. The order of groups is that of these."""
+    ends_after: int
+    """The stretch after whose forward it ends. It is submitted then, unless it is held."""
+    held_over: int | None
+    """The stretch before whose forward the host waits, and after whose wait it is submitted instead. None where it is not
+    held."""
+    opened_before_end: int
+    """How many groups of the layer begin before this one ends, itself with them."""
+    submitted_as: int
+    """Its place in the order in which the groups of the layer end, and are submitted."""
+    asked_before: int
+    """The stretch before whose backward its site first asks for something: what it left with has to be back."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of what leaves with it."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A unit that runs again in backward."""
+
+    unit: str
+    """By the name of `fgoffload.tags.RECOMPUTE_UNITS`."""
+    before: int
+    """The stretch before whose backward it runs."""
+    segments: tuple[int, ...]
+    """The stretches that run again, in order."""
+    extra_s: float
+    """Seconds of compute beside their forward."""
+    made: tuple[ResidentTensor, ...]
+    """What is there again then: `saved_after` is one of `segments`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedLayer:
+    """A layer under a plan."""
+
+    layer: LayerModel
+    """The layer."""
+    kept: tuple[ResidentTensor, ...]
+    """What stays on the device from forward to backward."""
+    shared: tuple[SavedTensor, ...]
+    """What all layers save alike. It stays, and counts once a microbatch and chunk: the engine keeps tables that live on."""
+    leaving: tuple[LeavingTensor, ...]
+    """What leaves."""
+    groups: tuple[LeavingGroup, ...]
+    """Of the tags that are offloaded, in the order in which forward reaches their sites."""
+    reruns: tuple[Rerun, ...]
+    """What runs again, in the order of backward."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes of a microbatch between its forward and its backward, once the copies are done; `shared` not counted."""
+        return sum(kept.tensor.size_bytes for kept in self.kept)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of a microbatch that leave, and come back."""
+        return sum(leaving.tensor.size_bytes for leaving in self.leaving)
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds of compute that backward takes longer."""
+        segments = self.layer.segments
+        return sum(rerun.extra_s + sum(segments[place].forward_s for place in rerun.segments) for rerun in self.reruns)
+
+
+def resolve_layer(
+    layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_bytes: int, staying_tags: Set[str] = frozenset()
+) -> ResolvedLayer:
+    """Return what `actions` make of `layer`. The same arguments give the same object.
+
+    Args:
+        layer: A kind of layer.
+        actions: What a plan says of it, by tag or unit; what it does not name is kept.
+        min_offloaded_bytes: A tensor below this stays.
+        staying_tags: Of tensors that something outside of the layer holds: moving them frees nothing, and the engine stops.
+
+    Raises:
+        PlanError: The layer cannot do that: with the tags or units, and the fix.
+    """
+    chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
+    return _resolve(layer, chosen, min_offloaded_bytes, frozenset(staying_tags))
+
+
+# Layers of one kind with the same choice are most of a model, and a solver asks for them again and again.
+@functools.lru_cache(maxsize=4096)
+def _resolve(
+    layer: LayerModel, chosen: frozenset[tuple[str, Action]], min_offloaded_bytes: int, staying_tags: frozenset[str]
+) -> ResolvedLayer:
+    actions = dict(sorted(chosen, key=lambda pair: pair[0]))
+    check_choice(layer, actions)
+    places = _Places(layer)
+    units = tuple(unit for unit in layer.units if actions.get(unit.name, Action.KEEP).recomputes)
+    saved = _list_saved(layer, units, places)
+    reruns = _list_reruns(layer, units, saved, places)
+    offloaded = places.order(tag for tag, action in actions.items() if action.offloads and _is_saved(tag, saved))
+    takes = {one.tensor.name: _list_takes(one, offloaded, units, reruns, places) for one in saved}
+    groups = _list_groups(offloaded, takes, places)
+    kept, leaving = [], []
+    for one in saved:
+        owners = [place for place, group in enumerate(groups) if group.tag in one.tensor.tags]
+        if one.tensor.is_same_in_all_layers:
+            continue
+        if not owners or one.tensor.size_bytes < min_offloaded_bytes or staying_tags.intersection(one.tensor.tags):
+            kept.append(dataclasses.replace(one, takes=takes[one.tensor.name]))
+        else:
+            leaving.append(_let_leave(one, owners, groups, takes[one.tensor.name], places))
+    return ResolvedLayer(
+        layer=layer,
+        kept=tuple(kept),
+        shared=tuple(one.tensor for one in saved if one.tensor.is_same_in_all_layers),
+        leaving=tuple(leaving),
+        groups=tuple(
+            dataclasses.replace(group, tensors=tuple(one.tensor for one in leaving if one.leaves_with == place))
+            for place, group in enumerate(groups)
+        ),
+        reruns=reruns,
+    )
+
+
+class _Places:
+    """Where the tags of a layer are among its stretches."""
+
+    def __init__(self, layer: LayerModel) -> None:
+        self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
+        self.last = len(layer.segments) - 1
+        self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
+        """The first stretch over whose host wait groups are held."""
+
+    def find(self, name: str) -> int:
+        """Return the stretch called `name`; the first where there is none."""
+        return self._places.get(name, 0)
+
+    def find_end(self, tag: str) -> int:
+        """Return the stretch after whose forward the group of `tag` ends."""
+        name = _ENDS_AFTER.get(tag, tag)
+        return self.last if name is _LAST else max(self.find(tag), self.find(name))
+
+    def order(self, tags: Iterable[str]) -> tuple[str, ...]:
+        """Return `tags` in the order in which forward reaches their sites."""
+        names = default_tags().names
+        return tuple(sorted(tags, key=lambda tag: (self.find(tag), names.index(tag))))
+
+    def list_segments(self, unit: UnitModel) -> tuple[int, ...]:
+        """Return the stretches that `unit` runs again."""
+        return tuple(self._places[name] for name in unit.segments)
+
+
+def _is_saved(tag: str, saved: Sequence[ResidentTensor]) -> bool:
+    return any(tag in one.tensor.tags for one in saved)
+
+
+def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[ResidentTensor, ...]:
+    """Return what is saved in forward where `units` run again: what they drop is not, and what they keep instead is."""
+    dropped = {name for unit in units for name in unit.drops}
+    saved = {tensor.name: _locate(tensor, places) for tensor in layer.tensors if tensor.name not in dropped}
+    for unit in units:
+        dropped_by_others = {name for other in units if other is not unit for name in other.drops}
+        segments = places.list_segments(unit)
+        for tensor in unit.keeps:
+            if tensor.name not in dropped_by_others:
+                # It is the unit's input: there before it runs, and wanted until backward has left it.
+                one = ResidentTensor(tensor=tensor, saved_after=segments[0], freed_after=segments[0])
+                saved.setdefault(tensor.name, one)
+    return tuple(saved.values())
+
+
+def _locate(tensor: SavedTensor, places: _Places) -> ResidentTensor:
+    # The tag that forward reaches first, wherever it is among them: backward reaches that one last.
+    first = min(places.find(tag) for tag in tensor.tags)
+    return ResidentTensor(tensor=tensor, saved_after=first, freed_after=first)
+
+
+def _list_reruns(
+    layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[ResidentTensor], places: _Places
+) -> tuple[Rerun, ...]:
+    """Return what runs again, in the order of backward; what runs before the same stretch in the order of forward."""
+    tensors = {tensor.name: tensor for tensor in layer.tensors}
+    before = _find_when(units, tensors, places)
+    # What a unit keeps, as its input, is there and not made again; what two units drop, the first of them makes.
+    made = {one.tensor.name for one in saved}
+    reruns = []
+    for unit in sorted(units, key=lambda unit: (-before[unit.name], places.list_segments(unit)[0])):
+        segments = places.list_segments(unit)
+        names = [name for name in unit.drops if name in tensors and name not in made]
+        made.update(names)
+        reruns.append(
+            Rerun(
+                unit=unit.name,
+                before=before[unit.name],
+                segments=segments,
+                extra_s=unit.extra_s,
+                made=(*(_locate_made(tensors[name], segments, places) for name in names), *_list_extra(unit, segments)),
+            )
+        )
+    return tuple(reruns)
+
+
+def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], places: _Places) -> dict[str, int]:
+    """Return the stretch before whose backward each unit runs again, by its name."""
+    before: dict[str, int] = {}
+    readers: list[tuple[frozenset[int], int]] = []
+    # From the last of forward: a unit that makes what another reads when that one runs again has to run before it.
+    for unit in sorted(units, key=lambda unit: places.list_segments(unit)[0], reverse=True):
+        made = {places.find(tag) for name in unit.drops if name in tensors for tag in tensors[name].tags}
+        before[unit.name] = max([places.find(unit.before), *(place for segments, place in readers if segments & made)])
+        readers.append((frozenset(places.list_segments(unit)), before[unit.name]))
+    return before
+
+
+def _locate_made(tensor: SavedTensor, segments: tuple[int, ...], places: _Places) -> ResidentTensor:
+    one = _locate(tensor, places)
+    # What the unit hands on is saved by the stretch behind it: it is there when the unit is through.
+    return one if one.saved_after in segments else dataclasses.replace(one, saved_after=segments[-1])
+
+
+def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[ResidentTensor]:
+    if unit.extra_bytes:
+        tensor = SavedTensor(name=f"beside what {unit.name} makes", tags=(unit.name,), size_bytes=unit.extra_bytes)
+        yield ResidentTensor(tensor=tensor, saved_after=segments[-1], freed_after=segments[-1])
+
+
+def _list_takes(
+    one: ResidentTensor, offloaded: Sequence[str], units: Sequence[UnitModel], reruns: Sequence[Rerun], places: _Places
+) -> tuple[Take, ...]:
+    """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again."""
+    # What a unit covers asks for what the unit makes, and not for what was saved.
+    covered = {tag for unit in units for tag in _list_covered(unit.name)}
+    tags = [tag for tag in one.tensor.tags if tag not in covered]
+    askers = {(rerun.before, rerun.unit, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
+    # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
+    asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
+    askers |= {(places.find(tag), "", tag) for tag in tags if tag not in asked}
+    ordered = sorted(askers, key=lambda asker: (-asker[0], -places.find(asker[2]), asker))
+    return tuple(
+        Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)
+        for place, unit, tag in ordered
+    )
+
+
+def _list_covered(name: str) -> tuple[str, ...]:
+    unit = find_recompute_unit(name)
+    return () if unit is None else unit.covers
+
+
+def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places) -> tuple[LeavingGroup, ...]:
+    """Return the groups of the tags `offloaded`, not yet with what leaves with them."""
+    groups = []
+    ended = sorted(offloaded, key=lambda tag: (places.find_end(tag), tag in _ENDS_LAST, offloaded.index(tag)))
+    for place, tag in enumerate(offloaded):
+        ends_after = places.find_end(tag)
+        is_before_hold = places.hold is not None and ends_after < places.hold
+        groups.append(
+            LeavingGroup(
+                tag=tag,
+                tensors=(),
+                starts_at=places.find(tag),
+                ends_after=ends_after,
+                held_over=places.hold if is_before_hold else None,
+                opened_before_end=sum(places.find(other) <= ends_after for other in offloaded),
+                submitted_as=ended.index(tag),
+                asked_before=max(take.before for asked in takes.values() for take in asked if take.group == place),
+            )
+        )
+    return tuple(groups)
+
+
+def _let_leave(
+    one: ResidentTensor, owners: Sequence[int], groups: Sequence[LeavingGroup], takes: tuple[Take, ...], places: _Places
+) -> LeavingTensor:
+    return LeavingTensor(
+        tensor=one.tensor,
+        saved_after=one.saved_after,
+        used_until=max(places.find(tag) for tag in one.tensor.tags),
+        leaves_with=min(owners, key=lambda place: groups[place].submitted_as),
+        returns_for=max(owners),
+        takes=takes,
+        freed_after=one.freed_after,
+    )

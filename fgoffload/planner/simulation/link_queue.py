@@ -1,0 +1,165 @@
+"""The link between a device and its host over time: a queue each way, first in, first out, and one rate for each that runs.
+
+Bytes flow like a fluid. The first copy of each queue moves, after its latency, at its direction's rate, or at the rate for both
+ways while the other direction moves too. Nothing else changes a rate, so between two ends of copies time is skipped in one go.
+"""
+
+import collections
+import enum
+import math
+
+from fgoffload.planner.ranks.rank_model import LinkModel
+
+
+class Direction(enum.Enum):
+    """Which way a copy goes."""
+
+    D2H = "to host"  # what leaves
+    H2D = "to device"  # what comes back
+
+
+class Copy:
+    """One copy: what one group moves at once."""
+
+    __slots__ = ("direction", "end_s", "label", "size_bytes", "start_s", "submitted_s", "tag")
+
+    def __init__(self, direction: Direction, size_bytes: int, *, tag: str, label: str, submitted_s: float) -> None:
+        self.direction = direction
+        self.size_bytes = size_bytes
+        self.tag = tag
+        """Of the group."""
+        self.label = label
+        """For people."""
+        self.submitted_s = submitted_s
+        """When it joined the queue."""
+        self.start_s = math.inf
+        """When it was the first of its queue; infinite before."""
+        self.end_s = math.inf
+        """When its last byte was through; infinite before."""
+
+
+class _Lane:
+    """One direction."""
+
+    __slots__ = ("bytes_left", "duplex_bytes_per_s", "latency_left_s", "queue", "rate_bytes_per_s")
+
+    def __init__(self, rate_bytes_per_s: float, duplex_bytes_per_s: float) -> None:
+        self.queue: collections.deque[Copy] = collections.deque()
+        self.rate_bytes_per_s = rate_bytes_per_s
+        # Two ways at once are never faster than one alone, whatever a measurement says.
+        self.duplex_bytes_per_s = min(rate_bytes_per_s, duplex_bytes_per_s)
+        self.latency_left_s = 0.0
+        self.bytes_left = 0.0
+
+
+class LinkQueue:
+    """Both directions of one rank's link, at one moment that only goes forward.
+
+    Args:
+        link: Its rates.
+    """
+
+    def __init__(self, link: LinkModel) -> None:
+        self._latency_s = link.copy_latency_s
+        self._slowdown = link.compute_slowdown
+        self._d2h = _Lane(link.d2h_bytes_per_s, link.duplex_bytes_per_s)
+        self._h2d = _Lane(link.h2d_bytes_per_s, link.duplex_bytes_per_s)
+        self.now_s = 0.0
+        """The queues are as they are at this moment. It lags behind compute until somebody needs to know."""
+        self.done: list[Copy] = []
+        """The copies that ended, in order. Who reads it empties it."""
+
+    def submit(self, direction: Direction, size_bytes: int, at_s: float, *, tag: str = "", label: str = "") -> Copy:
+        """Let a copy join its queue at `at_s`, which is not before anything that was asked for.
+
+        Returns:
+            The copy, whose end is known when the queues have come so far.
+        """
+        self.advance(at_s)
+        lane = self._d2h if direction is Direction.D2H else self._h2d
+        copy = Copy(direction, size_bytes, tag=tag, label=label, submitted_s=at_s)
+        lane.queue.append(copy)
+        if len(lane.queue) == 1:
+            self._start(lane)
+        return copy
+
+    def find_last(self, direction: Direction) -> Copy | None:
+        """Return the copy that is through last of those queued now, or None where the queue is empty."""
+        queue = (self._d2h if direction is Direction.D2H else self._h2d).queue
+        return queue[-1] if queue else None
+
+    def count_left_bytes(self, direction: Direction) -> float:
+        """Return the bytes of a direction that are not through yet."""
+        lane = self._d2h if direction is Direction.D2H else self._h2d
+        return lane.bytes_left + sum(copy.size_bytes for copy in list(lane.queue)[1:]) if lane.queue else 0.0
+
+    def advance(self, until_s: float) -> None:
+        """Let time pass until `until_s`; infinity runs both queues empty."""
+        while self.now_s < until_s and (self._d2h.queue or self._h2d.queue):
+            self._step(until_s)
+        if self.now_s < until_s < math.inf:
+            self.now_s = until_s
+
+    def finish(self, copy: Copy) -> float:
+        """Let time pass until `copy` is through, and return when that is."""
+        while copy.end_s == math.inf:
+            self._step(math.inf)
+        return copy.end_s
+
+    def run_compute(self, at_s: float, work_s: float) -> float:
+        """Return when compute that begins at `at_s` and takes `work_s` alone is over: copies beside it slow it down."""
+        if not self._slowdown:
+            return at_s + work_s
+        self.advance(at_s)
+        factor = 1 + self._slowdown
+        now_s = at_s
+        while work_s > 0 and (self._d2h.queue or self._h2d.queue):
+            end_s = now_s + work_s * factor
+            self._step(end_s)
+            if self.now_s >= end_s:
+                return end_s
+            work_s -= (self.now_s - now_s) / factor
+            now_s = self.now_s
+        return now_s + work_s
+
+    def _step(self, until_s: float) -> None:
+        """Let time pass until the next latency or copy is over, or until `until_s` if that is first. One queue has a copy."""
+        d2h, h2d = self._d2h, self._h2d
+        d2h_s = h2d_s = math.inf
+        d2h_rate, h2d_rate = d2h.rate_bytes_per_s, h2d.rate_bytes_per_s
+        if d2h.queue and h2d.queue and not d2h.latency_left_s and not h2d.latency_left_s:
+            d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
+        if d2h.queue:
+            d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
+        if h2d.queue:
+            h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
+        passed_s = min(d2h_s, h2d_s)
+        if self.now_s + passed_s > until_s:
+            passed_s = until_s - self.now_s
+            self.now_s = until_s
+        else:
+            self.now_s += passed_s
+        if d2h.queue:
+            self._pass(d2h, passed_s, event_s=d2h_s, moved_bytes=d2h_rate * passed_s)
+        if h2d.queue:
+            self._pass(h2d, passed_s, event_s=h2d_s, moved_bytes=h2d_rate * passed_s)
+
+    def _pass(self, lane: _Lane, passed_s: float, *, event_s: float, moved_bytes: float) -> None:
+        """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""
+        is_over = passed_s >= event_s
+        if lane.latency_left_s:
+            lane.latency_left_s = 0.0 if is_over else lane.latency_left_s - passed_s
+        elif is_over:
+            copy = lane.queue.popleft()
+            copy.end_s = self.now_s
+            self.done.append(copy)
+            if lane.queue:
+                self._start(lane)
+        else:
+            lane.bytes_left -= moved_bytes
+
+    def _start(self, lane: _Lane) -> None:
+        copy = lane.queue[0]
+        copy.start_s = self.now_s
+        lane.latency_left_s = self._latency_s
+        lane.bytes_left = copy.size_bytes

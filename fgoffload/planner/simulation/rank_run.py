@@ -1,0 +1,395 @@
+"""One rank over a step: its compute, its copies and its memory, pass by pass.
+
+[Note: Where the engine looks]
+The engine lets go of what copies no longer need where it looks for them: where forward comes to a layer, where a group is
+submitted, where backward comes to a group, and where it has passed a layer of which nothing left. Device memory is freed there,
+and not when a copy is done (`OffloadEngine.poll`). Here the host is as far as compute is; one that has run ahead sees fewer
+copies done. `tests/unit/planner/simulation/test_simulator_engine.py` runs the engine beside this.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.chunk_program import (
+    ChunkProgram,
+    ComputeStep,
+    FreeStep,
+    HostWaitStep,
+    LetGoStep,
+    OpenStep,
+    PassedStep,
+    PollStep,
+    ReadStep,
+    Step,
+    SubmitStep,
+    TakeStep,
+)
+from fgoffload.planner.simulation.lane_run import LaneRun, ParcelState
+from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
+from fgoffload.planner.simulation.simulation_result import LaneName, RankResult
+from fgoffload.planner.simulation.steady_state import RoundState
+from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
+
+
+class _InFlight(NamedTuple):
+    """A group on its way to the host."""
+
+    copy: Copy
+    lane: LaneRun
+    parcels: tuple[int, ...]
+    size_bytes: int
+
+
+class RankRun:
+    """A rank in the middle of a step.
+
+    Args:
+        rank: The rank.
+        programs: What each of its chunks does.
+        recorder: Notes every span and the memory; None where only totals are wanted.
+    """
+
+    def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram], *, recorder: Recorder | None) -> None:
+        self.clock_s = 0.0
+        """Compute has come so far."""
+        self._rank = rank
+        self._policy = rank.policy
+        self._programs = programs
+        self._recorder = recorder
+        self._link = LinkQueue(rank.link)
+        self._tallies = Tallies()
+        self._lanes: dict[tuple[int, int], LaneRun] = {}
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._in_flight_bytes = 0
+        self._device_bytes = self._peak_bytes = rank.static_bytes
+        self._host_bytes = self._host_peak_bytes = 0
+        self._pass: Pass | None = None
+        self._peak_at: tuple[Pass | None, str] = (None, "between steps")
+        self._abandoned = 0
+        """Parcels that backward is through with, and that a copy to the host still holds."""
+        self._act: Mapping[type[Step], Callable[[Any, LaneRun], None]] = {
+            ComputeStep: self._compute,
+            HostWaitStep: self._wait_for_host,
+            OpenStep: self._open,
+            SubmitStep: self._submit,
+            ReadStep: self._read,
+            TakeStep: self._take,
+            LetGoStep: self._let_go,
+            FreeStep: self._free,
+            PassedStep: self._pass_layer,
+            PollStep: self._look,
+        }
+
+    def run_pass(self, one: Pass, *, ready_s: float) -> float:
+        """Run a pass whose input is there at `ready_s`, and return when its output is."""
+        self._wait_until(ready_s, Cause.NEIGHBOURS)
+        self._pass = one
+        program = self._programs[one.chunk]
+        if one.kind is PassKind.FORWARD:
+            lane = self._lanes[one.chunk, one.microbatch] = LaneRun(program)
+            self._add_bytes(program.base_bytes, "start of the pass")
+            self._run(program.forward, lane)
+        else:
+            lane = self._lanes.pop((one.chunk, one.microbatch))
+            self._run(program.backward, lane)
+            self._add_bytes(-program.base_bytes, "end of the pass")
+            self._tallies.recompute_s += program.recompute_s
+        return self.clock_s
+
+    def get_state(self) -> RoundState:
+        """Return how far the rank is, and what is under way."""
+        self._link.advance(self.clock_s)
+        left = (self._link.count_left_bytes(direction) for direction in Direction)
+        return RoundState(
+            totals=self._get_totals(self.clock_s),
+            left_behind=(self._device_bytes, self._host_bytes, self._in_flight_bytes, *left),
+        )
+
+    def finish(self) -> RankResult:
+        """Let the copies under way end, and return what the step came to."""
+        end_s = self.clock_s
+        self._link.advance(math.inf)
+        self._collect(None)
+        while self._in_flight:
+            self._release_oldest()
+        self._note_memory(max(end_s, self._link.now_s))
+        return self._get_totals(end_s + self._rank.step_end_s)
+
+    def _get_totals(self, step_s: float) -> RankResult:
+        pass_, label = self._peak_at
+        return RankResult(
+            rank=self._rank.rank,
+            step_s=step_s,
+            peak_bytes=self._peak_bytes,
+            peak_at=label if pass_ is None else f"{pass_} {label}",
+            static_bytes=self._rank.static_bytes,
+            end_bytes=self._device_bytes,
+            host_peak_bytes=self._host_peak_bytes,
+            timeline=None if self._recorder is None else self._recorder.finish(),
+            **self._tallies.sum_up(),
+        )
+
+    def _run(self, steps: Sequence[Step], lane: LaneRun) -> None:
+        for step in steps:
+            self._act[type(step)](step, lane)
+
+    # Compute.
+
+    def _compute(self, step: ComputeStep, _: LaneRun) -> None:
+        if self._recorder is not None:
+            self._record_parts(step, self._recorder)
+            return
+        if self._device_bytes + step.rise_bytes > self._peak_bytes:
+            self._see_peak(self._device_bytes + step.rise_bytes, step.peak_label)
+        start_s = self.clock_s
+        self.clock_s = self._link.run_compute(start_s, step.seconds)
+        self._tallies.compute_s += self.clock_s - start_s
+        self._device_bytes += step.net_bytes
+
+    def _record_parts(self, step: ComputeStep, recorder: Recorder) -> None:
+        for part in step.parts:
+            self._see_peak(self._device_bytes + max(part.extra_bytes, part.net_bytes), part.label)
+            start_s = self.clock_s
+            self._note_memory(start_s, extra_bytes=part.extra_bytes)
+            self.clock_s = self._link.run_compute(start_s, part.seconds)
+            self._tallies.compute_s += self.clock_s - start_s
+            recorder.note_span(LaneName.COMPUTE, f"{self._pass} {part.label}", start_s, self.clock_s)
+            self._device_bytes += part.net_bytes
+            self._note_memory(self.clock_s)
+
+    def _name(self, label: str) -> str:
+        """Return what a copy is called in a timeline; nothing where there is none."""
+        return "" if self._recorder is None else f"{self._pass} {label}"
+
+    def _wait_until(self, until_s: float, cause: Cause) -> None:
+        if until_s > self.clock_s:
+            self._tallies.add_wait(cause, until_s - self.clock_s)
+            if self._recorder is not None:
+                self._recorder.note_span(LaneName.COMPUTE, cause.value, self.clock_s, until_s)
+            self.clock_s = until_s
+
+    def _wait_for_copy(self, copy: Copy, cause: Cause) -> None:
+        since_s = self.clock_s
+        self._wait_until(self._link.finish(copy), cause)
+        self._collect(copy.direction, since_s=since_s)
+
+    def _collect(self, waited_for: Direction | None, *, since_s: float = math.inf) -> None:
+        """Count the copies that are through.
+
+        Args:
+            waited_for: The direction for which compute has waited until now, if it has.
+            since_s: Since when. When a wait for a direction is over, none of its copies is half through: first in, first out.
+        """
+        done = self._link.done
+        if not done:
+            return
+        for copy in done:
+            is_exposed = copy.direction is waited_for and copy.end_s > since_s
+            self._tallies.add_copy(copy, copy.end_s - max(copy.start_s, since_s) if is_exposed else 0.0)
+        if self._recorder is not None:
+            self._recorder.note_copies(done)
+        done.clear()
+
+    # Memory.
+
+    def _add_bytes(self, size_bytes: int, label: str) -> None:
+        self._device_bytes += size_bytes
+        self._see_peak(self._device_bytes, label)
+        if self._recorder is not None:
+            self._note_memory(self.clock_s)
+
+    def _see_peak(self, size_bytes: int, label: str) -> None:
+        if size_bytes > self._peak_bytes:
+            self._peak_bytes = size_bytes
+            self._peak_at = (self._pass, label)
+
+    def _note_memory(self, at_s: float, *, extra_bytes: int = 0) -> None:
+        if self._recorder is not None:
+            device_bytes = self._device_bytes + extra_bytes
+            self._recorder.note_memory(at_s, device_bytes=device_bytes, host_bytes=self._host_bytes)
+
+    # To the host.
+
+    def _submit(self, step: SubmitStep, lane: LaneRun) -> None:
+        """Let a group leave, and wait while more than the window is on its way."""
+        self._poll()
+        group = lane.program.groups[step.group]
+        leaving = []
+        for parcel in group.parcels:
+            if self._find_room(lane.program.parcels[parcel].size_bytes, group.tag):
+                leaving.append(parcel)
+                lane.states[parcel] = ParcelState.OFFLOADING
+                lane.is_copied[parcel] = True
+        if leaving:
+            size_bytes = lane.count_bytes(leaving)
+            copy = self._link.submit(Direction.D2H, size_bytes, self.clock_s, tag=group.tag, label=self._name(group.label))
+            self._in_flight.append(_InFlight(copy, lane, tuple(leaving), size_bytes))
+            self._in_flight_bytes += size_bytes
+            self._tallies.get_tag(group.tag).d2h_bytes += size_bytes
+            self._note_memory(self.clock_s)
+        while self._policy.must_wait(in_flight_bytes=self._in_flight_bytes):
+            self._wait_for_copy(self._in_flight[0].copy, Cause.WINDOW)
+            self._release_oldest()
+
+    def _find_room(self, size_bytes: int, tag: str) -> bool:
+        """Take `size_bytes` of the host budget, and return whether they were there."""
+        budget_bytes = self._rank.host_budget_bytes
+        if budget_bytes is not None and self._host_bytes + size_bytes > budget_bytes:
+            self._tallies.get_tag(tag).kept_bytes += size_bytes
+            return False
+        self._host_bytes += size_bytes
+        self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes)
+        return True
+
+    def _wait_for_host(self, _: HostWaitStep, __: LaneRun) -> None:
+        """The host waits for a few bytes behind all that is queued to it."""
+        self._link.advance(self.clock_s)
+        last = self._link.find_last(Direction.D2H)
+        if last is not None:
+            self._wait_for_copy(last, Cause.HOST)
+
+    def _open(self, _: OpenStep, __: LaneRun) -> None:
+        # It looks for storages that something else holds, and one that a copy still holds looks like one of those.
+        if self._abandoned:
+            self._poll()
+
+    def _poll(self) -> None:
+        """Let go of what copies that are done no longer need. See [Note: Where the engine looks]."""
+        if not self._in_flight:
+            return
+        self._link.advance(self.clock_s)
+        self._collect(None)
+        while self._in_flight and self._in_flight[0].copy.end_s <= self.clock_s:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        entry = self._in_flight.popleft()
+        self._in_flight_bytes -= entry.size_bytes
+        lane = entry.lane
+        for parcel in entry.parcels:
+            lane.is_copied[parcel] = False
+            state = lane.states[parcel]
+            self._abandoned -= state is ParcelState.FREED
+            if state is ParcelState.OFFLOADING:
+                lane.states[parcel] = ParcelState.OFFLOADED
+            # What was called back backward still wants, and what forward reads is freed behind that.
+            if state is not ParcelState.RESIDENT and not lane.is_read[parcel]:
+                self._device_bytes -= lane.program.parcels[parcel].size_bytes
+        self._note_memory(self.clock_s)
+
+    def _read(self, step: ReadStep, lane: LaneRun) -> None:
+        """Forward has read parcels for the last time: those that have left go."""
+        for parcel in step.parcels:
+            lane.is_read[parcel] = False
+            if lane.states[parcel] is ParcelState.OFFLOADED:
+                self._device_bytes -= lane.program.parcels[parcel].size_bytes
+        self._note_memory(self.clock_s)
+
+    # And back.
+
+    def _take(self, step: TakeStep, lane: LaneRun) -> None:
+        """Backward asks for parcels: what is not back is waited for."""
+        if step.group is None:
+            self._prefetch_early(lane)
+        elif lane.is_news(step.group):
+            self._approach(lane, step.group)
+        for parcel in step.parcels:
+            if lane.states[parcel] is ParcelState.OFFLOADED:
+                self._reload(lane, [parcel])
+            reload = lane.reloads[parcel]
+            if reload is not None:
+                self._wait_for_copy(reload, Cause.RELOAD)
+
+    def _let_go(self, step: LetGoStep, lane: LaneRun) -> None:
+        """Backward takes what stayed: each time, what it took before is counted among what it has let go of."""
+        if lane.away:
+            for size_bytes in step.sizes_bytes:
+                self._prefetch_early(lane)
+                lane.let_go_bytes += size_bytes
+
+    def _approach(self, lane: LaneRun, group: int) -> None:
+        """Backward has come to `group`: call back what comes next. `OffloadEngine.approach_backward`, in numbers."""
+        lane.leave(lane.program.groups[group].end_position)
+        self._poll()
+        if group == lane.end - 1:
+            lane.expect(group, 0)
+            if lane.away == lane.end:
+                lane.away -= 1
+                self._call_back(lane, lane.list_away(group))
+        self._prefetch(lane)
+
+    def _pass_layer(self, _: PassedStep, lane: LaneRun) -> None:
+        self._poll()
+        self._prefetch(lane)
+
+    def _look(self, _: PollStep, __: LaneRun) -> None:
+        self._poll()
+
+    def _prefetch(self, lane: LaneRun) -> None:
+        """Call back what backward wants next, as far as the policy lets it."""
+        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            self._call_back_ahead(lane, self._policy.may_prefetch)
+
+    def _prefetch_early(self, lane: LaneRun) -> None:
+        """Backward is at a site that stays: call back what fits into what it has let go of."""
+        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            may_prefetch = functools.partial(self._policy.may_prefetch_early, let_go_bytes=lane.let_go_bytes)
+            self._call_back_ahead(lane, may_prefetch)
+
+    def _call_back_ahead(self, lane: LaneRun, may_prefetch: Callable[..., bool]) -> None:
+        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one."""
+        coming: list[int] = []
+        while lane.away > 0:
+            waiting = lane.list_away(lane.away - 1, but=coming)
+            group_bytes = lane.count_bytes(waiting)
+            if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
+                break
+            lane.away -= 1
+            if waiting:
+                lane.expect(lane.away, group_bytes)
+                coming += waiting
+        self._call_back(lane, coming)
+
+    def _call_back(self, lane: LaneRun, parcels: Sequence[int]) -> None:
+        """Keep what has not left yet, and bring back what has."""
+        away = []
+        for parcel in parcels:
+            if lane.states[parcel] is ParcelState.OFFLOADED:
+                away.append(parcel)
+                continue
+            lane.states[parcel] = ParcelState.RESIDENT
+            self._host_bytes -= lane.program.parcels[parcel].size_bytes
+            self._tallies.get_tag(lane.program.parcels[parcel].tag).recalled_bytes += lane.program.parcels[parcel].size_bytes
+        self._reload(lane, away)
+
+    def _reload(self, lane: LaneRun, parcels: Sequence[int]) -> None:
+        for number in parcels:
+            parcel = lane.program.parcels[number]
+            self._add_bytes(parcel.size_bytes, parcel.label)
+            lane.states[number] = ParcelState.RELOADED
+            lane.reloads[number] = self._link.submit(
+                Direction.H2D, parcel.size_bytes, self.clock_s, tag=parcel.tag, label=self._name(parcel.label)
+            )
+            self._tallies.get_tag(parcel.tag).h2d_bytes += parcel.size_bytes
+
+    def _free(self, step: FreeStep, lane: LaneRun) -> None:
+        """Backward is through with parcels: their device memory goes, unless a copy to the host still reads it."""
+        for number in step.parcels:
+            size_bytes = lane.program.parcels[number].size_bytes
+            state = lane.states[number]
+            lane.states[number] = ParcelState.FREED
+            if state is ParcelState.OFFLOADING:
+                # A site that stays has asked for it while it was still there.
+                self._tallies.get_tag(lane.program.parcels[number].tag).recalled_bytes += size_bytes
+            if state is not ParcelState.RESIDENT:
+                self._host_bytes -= size_bytes
+            if lane.is_copied[number]:
+                self._abandoned += 1
+            elif state is not ParcelState.OFFLOADED:
+                self._device_bytes -= size_bytes
+        self._note_memory(self.clock_s)

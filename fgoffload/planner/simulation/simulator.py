@@ -1,0 +1,114 @@
+"""What a plan comes to: the time, the memory, the waits and the copies of a training step, without a device.
+
+    result = simulate(ranks, plan)
+    result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at
+
+Each rank has three lanes: compute, copies to the host and copies to the device. Window and prefetch are those of
+`fgoffload.policy.TransferPolicy`, asked when the engine asks them. Ranks wait for each other as the pipeline's schedule has it.
+docs/planner.md says what is taken into account, and what is not.
+"""
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+
+from fgoffload.errors import ConfigError, PlanError
+from fgoffload.plan import Action, OffloadPlan
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.simulation.chunk_compiler import Actions, compile_rank
+from fgoffload.planner.simulation.chunk_program import ChunkProgram
+from fgoffload.planner.simulation.pass_order import Alone, InPipeline, PassOrder
+from fgoffload.planner.simulation.rank_run import RankRun
+from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
+from fgoffload.planner.simulation.steady_state import add_rounds, take_out_rounds
+from fgoffload.planner.simulation.tallies import Recorder
+
+__all__ = ["Detail", "RankResult", "StepResult", "simulate", "simulate_rank"]
+
+
+def simulate(
+    ranks: Sequence[RankModel], plan: OffloadPlan, *, p2p_s: float = 0.0, detail: Detail = Detail.TOTALS
+) -> StepResult:
+    """Return what a step under `plan` comes to on all ranks of a pipeline.
+
+    Args:
+        ranks: All of them, in order. Each has as many chunks; chunk c of rank r is virtual stage c * p + r of p ranks.
+        plan: For all ranks; what it does not name is kept.
+        p2p_s: Seconds from the end of a pass to the moment when the next stage can begin with its output.
+        detail: What to note. With `Detail.TIMELINE` every pass is simulated.
+
+    Raises:
+        ConfigError: The ranks are no pipeline, or their passes wait for each other for ever.
+        PlanError: A layer cannot do what the plan says of it, or no rank has that layer.
+    """
+    _check_ranks(ranks, p2p_s)
+    actions = _group_by_layer(plan)
+    _check_layers(ranks, actions)
+    programs = [compile_rank(rank, actions) for rank in ranks]
+    return StepResult(ranks=_simulate(ranks, programs, InPipeline(len(ranks[0].chunks), p2p_s), detail))
+
+
+def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
+    """Return what a step under `plan` comes to on one rank that never waits for its neighbours.
+
+    Args:
+        rank: The rank.
+        plan: For all ranks: what it says of layers that this one does not have is not looked at.
+        detail: What to note. With `Detail.TIMELINE` every pass is simulated.
+
+    Raises:
+        PlanError: A layer cannot do what the plan says of it.
+    """
+    programs = [compile_rank(rank, _group_by_layer(plan))]
+    return _simulate([rank], programs, Alone(), detail)[0]
+
+
+def _simulate(
+    ranks: Sequence[RankModel],
+    programs: Sequence[Sequence[ChunkProgram]],
+    order: PassOrder,
+    detail: Detail,
+) -> tuple[RankResult, ...]:
+    def start() -> list[RankRun]:
+        return [
+            RankRun(rank, own, recorder=Recorder() if detail is Detail.TIMELINE else None)
+            for rank, own in zip(ranks, programs, strict=True)
+        ]
+
+    all_passes = [rank.passes for rank in ranks]
+    found = take_out_rounds(all_passes, len(ranks[0].chunks)) if detail is Detail.TOTALS else None
+    if found is not None:
+        rounds, left_out = found
+        runs = start()
+        states = order.run(runs, [one.passes for one in rounds], [one.places for one in rounds])
+        results = add_rounds([run.finish() for run in runs], states, left_out)
+        if results is not None:
+            return results
+    runs = start()
+    order.run(runs, all_passes)
+    return tuple(run.finish() for run in runs)
+
+
+def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:
+    actions: dict[tuple[int, int], dict[str, Action]] = collections.defaultdict(dict)
+    for site, action in plan.actions.items():
+        actions[site.chunk, site.layer][site.tag] = action
+    return dict(actions)
+
+
+def _check_ranks(ranks: Sequence[RankModel], p2p_s: float) -> None:
+    numbers = [rank.rank for rank in ranks]
+    if not ranks or numbers != list(range(len(ranks))):
+        raise ConfigError(f"ranks {numbers} are not all ranks of a pipeline in order. Give ranks 0, 1, and so on.")
+    counts = [len(rank.chunks) for rank in ranks]
+    if len(set(counts)) > 1:
+        raise ConfigError(f"ranks have {counts} chunks. Give each as many: those of a pipeline are interleaved.")
+    if not 0 <= p2p_s < math.inf:
+        raise ConfigError(f"p2p_s {p2p_s} is not a number of seconds from 0. Give such a number.")
+
+
+def _check_layers(ranks: Sequence[RankModel], actions: Actions) -> None:
+    known = {(number, layer.number) for rank in ranks for number, chunk in enumerate(rank.chunks) for layer in chunk.layers}
+    for chunk, layer in sorted(actions):
+        if (chunk, layer) not in known:
+            raise PlanError(f"The plan names layers.{layer} in chunk {chunk}, and no rank has it there. Plan for this model.")

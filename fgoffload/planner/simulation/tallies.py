@@ -1,0 +1,104 @@
+"""What a simulation counts while it runs: by tag, by cause of waiting, and, where that is wanted, over time."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from fgoffload.planner.simulation.link_queue import Copy, Direction
+from fgoffload.planner.simulation.simulation_result import LaneName, MemorySample, RankTimeline, Span, TagTraffic, Waits
+
+
+class Cause(enum.Enum):
+    """Why compute waits, for people."""
+
+    WINDOW = "wait for the window"
+    RELOAD = "wait for a reload"
+    HOST = "the host waits behind copies"
+    NEIGHBOURS = "wait for a neighbour"
+
+
+@dataclasses.dataclass(slots=True)
+class _TagTally:
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    recalled_bytes: int = 0
+    kept_bytes: int = 0
+    d2h_s: float = 0.0
+    h2d_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+class Tallies:
+    """Counts of one rank."""
+
+    def __init__(self) -> None:
+        self._tags: dict[str, _TagTally] = {}
+        self._waits = dict.fromkeys(Cause, 0.0)
+        self.compute_s = 0.0
+        self.recompute_s = 0.0
+
+    def get_tag(self, tag: str) -> _TagTally:
+        """Return the counts of `tag`."""
+        found = self._tags.get(tag)
+        if found is None:
+            found = self._tags[tag] = _TagTally()
+        return found
+
+    def add_wait(self, cause: Cause, seconds: float) -> None:
+        """Count `seconds` in which compute waited."""
+        self._waits[cause] += seconds
+
+    def add_copy(self, copy: Copy, exposed_s: float) -> None:
+        """Count a copy that is through, and the seconds of it in which compute waited for its direction."""
+        tally = self.get_tag(copy.tag)
+        if copy.direction is Direction.D2H:
+            tally.d2h_s += copy.end_s - copy.start_s
+        else:
+            tally.h2d_s += copy.end_s - copy.start_s
+        tally.exposed_s += exposed_s
+
+    def sum_up(self) -> dict[str, Any]:
+        """Return what was counted, by the fields of `RankResult`."""
+        tags = tuple(TagTraffic(tag=tag, **dataclasses.asdict(tally)) for tag, tally in self._tags.items())
+        names = ("d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "d2h_s", "h2d_s")
+        waits = Waits(
+            window_s=self._waits[Cause.WINDOW],
+            reload_s=self._waits[Cause.RELOAD],
+            host_s=self._waits[Cause.HOST],
+            neighbours_s=self._waits[Cause.NEIGHBOURS],
+        )
+        return {
+            **{name: sum(getattr(tag, name) for tag in tags) for name in names},
+            "waits": waits,
+            "compute_s": self.compute_s,
+            "recompute_s": self.recompute_s,
+            "tags": tags,
+        }
+
+
+class Recorder:
+    """Notes what one rank does over time."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._memory: list[MemorySample] = []
+
+    def note_span(self, lane: LaneName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
+        """Note that `lane` was busy, or waited."""
+        if end_s > start_s:
+            self._spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s, size_bytes=size_bytes))
+
+    def note_copies(self, copies: Sequence[Copy]) -> None:
+        """Note copies that are through."""
+        for copy in copies:
+            lane = LaneName.D2H if copy.direction is Direction.D2H else LaneName.H2D
+            self.note_span(lane, copy.label, copy.start_s, copy.end_s, size_bytes=copy.size_bytes)
+
+    def note_memory(self, at_s: float, *, device_bytes: int, host_bytes: int) -> None:
+        """Note how many bytes there are from `at_s` on."""
+        self._memory.append(MemorySample(at_s=at_s, device_bytes=device_bytes, host_bytes=host_bytes))
+
+    def finish(self) -> RankTimeline:
+        """Return what was noted."""
+        return RankTimeline(spans=tuple(self._spans), memory=tuple(self._memory))

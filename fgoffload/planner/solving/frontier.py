@@ -1,0 +1,232 @@
+"""What each way to treat a layer costs, by short simulations, and which ways are worth having.
+
+The program of a rank needs a number for the seconds that a layer's copies and recompute add. How much of a copy hides depends
+on where in the layer its group ends and is asked for, on the window and on prefetch. So the simulator is asked: each candidate
+runs a few microbatches alone in a chunk, and several times in a chunk. What one more adds is what a layer costs among others;
+what one alone costs is what the last layer of a chunk does, whose copies no backward before it could announce.
+
+    [Note: What a short simulation leaves out]
+    Layers of one chunk are taken to do the same as their neighbours, and chunks to run beside themselves. A layer that moves
+    much next to one that moves little costs less than is counted here, and one stage alone, whose last layers are called back
+    before they have left, costs otherwise. The simulation of the whole rank corrects both.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import Pipeline, list_passes
+from fgoffload.planner.simulation.simulation_result import RankResult
+from fgoffload.planner.simulation.simulator import simulate_rank
+from fgoffload.planner.solving.choices import Configuration, Mode
+
+_MICROBATCHES = 4
+_PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
+"""The short schedule, of its first rank: two microbatches in flight, and a forward and a backward in turn."""
+_IN_FLIGHT = 2
+
+_MOST_LAYERS = 8
+"""Layers of a short simulation, of chunks that have more. A window of 1 GiB is full before, or a layer moves little."""
+
+_RESOLUTION_PARTS = 64
+"""Ways that differ by less than this part of a layer's bytes, and of its forward, are one: moves find the rest."""
+_ALIKE_PARTS = 24
+"""Ways of which a program has one are coarser still: twice as many make it twice as slow and its plans no better."""
+_MOST_CANDIDATES = 200
+"""Ways of one kind of layer that are simulated; with more, the resolution is halved. Each takes two milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a way to treat a layer costs in one place of a chunk. Of one microbatch."""
+
+    added_s: float
+    """Seconds that forward and backward take longer than where all is kept."""
+    extra_bytes: int
+    """The most on the device beside what microbatches in flight keep: on its way, back again, and what compute has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPoint:
+    """A way to treat a layer, and what it costs."""
+
+    configuration: Configuration
+    """The way."""
+    kept_bytes: int
+    """What it keeps of a microbatch, from forward to backward."""
+    inner: Place
+    """Among other layers that do the same."""
+    last: Place
+    """As the last layer of a chunk, with which backward begins."""
+
+    @property
+    def first_wait_s(self) -> float:
+        """Seconds that its first copy back is waited for where no layer behind it has announced it."""
+        return max(self.last.added_s - self.inner.added_s, 0.0) if self.configuration.moved_bytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPoints:
+    """What is worth having of the ways to treat a kind of layer."""
+
+    every: tuple[LayerPoint, ...]
+    """All that were measured. The first keeps all."""
+    inner: tuple[LayerPoint, ...]
+    """Those that may be best among other layers, for some budget."""
+    last: tuple[LayerPoint, ...]
+    """Those that may be best for the last layer of a chunk."""
+    resolution_s: float
+    """Seconds of a microbatch: ways that differ by less are one to a program."""
+    resolution_bytes: int
+    """Bytes of a microbatch, likewise."""
+
+
+def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> LayerPoints:
+    """Return what the ways to treat a kind of layer cost that may be best for some budget.
+
+    Args:
+        rank: Says what the link and the engine's rules are, and whether there is a host budget to save.
+        layer: The kind.
+        modes: All that it may choose from.
+    """
+    nothing = Configuration(mode=modes[0], chosen=tuple(part[0] for part in modes[0].parts))
+    base = _measure(rank, layer, nothing)
+    measured = [base, *(_measure(rank, layer, one) for one in list_candidates(layer, modes) if one != nothing)]
+    points = [
+        dataclasses.replace(point, inner=_subtract(point.inner, base.inner), last=_subtract(point.last, base.last))
+        for point in measured
+    ]
+    return pick_best(layer, points, saves_host=rank.host_budget_bytes is not None)
+
+
+def pick_best(layer: LayerModel, points: Sequence[LayerPoint], *, saves_host: bool) -> LayerPoints:
+    """Return `points`, and which of them may be best where.
+
+    Args:
+        layer: A kind of layer.
+        points: Its own. The first keeps all, and is among the best everywhere.
+        saves_host: Whether bytes that leave are bytes to save.
+    """
+    resolution_s = max(layer.forward_s / _ALIKE_PARTS, 1e-9)
+    resolution_bytes = max(layer.saved_bytes // _ALIKE_PARTS, 1)
+
+    def find(places: Sequence[Place], others: Sequence[float]) -> tuple[LayerPoint, ...]:
+        costs = [
+            (
+                round(place.added_s / resolution_s),
+                round(point.kept_bytes / resolution_bytes),
+                round(place.extra_bytes / resolution_bytes),
+                round(point.configuration.moved_bytes / resolution_bytes) if saves_host else 0,
+                other,
+            )
+            for point, place, other in zip(points, places, others, strict=True)
+        ]
+        return tuple(points[place] for place in sorted({0, *find_efficient(costs)}))
+
+    return LayerPoints(
+        every=tuple(points),
+        inner=find([one.inner for one in points], [round(one.first_wait_s / resolution_s / 4) for one in points]),
+        # A last layer that moves something spares the layers before it the wait for the first copy.
+        last=find([one.last for one in points], [not one.configuration.moved_bytes for one in points]),
+        resolution_s=resolution_s,
+        resolution_bytes=resolution_bytes,
+    )
+
+
+def list_candidates(layer: LayerModel, modes: Sequence[Mode]) -> list[Configuration]:
+    """Return the ways to treat a layer of which none is better in bytes kept, bytes moved and recompute."""
+    parts = _RESOLUTION_PARTS
+    while True:
+        found = _list_candidates(layer, modes, parts)
+        if len(found) <= _MOST_CANDIDATES or parts == 1:
+            return found
+        parts = max(parts // 2, 1)
+
+
+def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Return the places of those rows that no other row is at most as large as in all columns; of equal rows the first."""
+    table = np.array(costs, dtype=float)
+    order = np.lexsort(table.T[::-1])
+    efficient: list[int] = []
+    # In this order whatever is at most as large as a row is before it.
+    for place in order:
+        if not np.any(np.all(table[efficient] <= table[place], axis=1)):
+            efficient.append(int(place))
+    return sorted(efficient)
+
+
+def _list_candidates(layer: LayerModel, modes: Sequence[Mode], parts: int) -> list[Configuration]:
+    found: list[Configuration] = []
+    for mode in modes:
+        configurations = [Configuration(mode=mode, chosen=())]
+        for part in mode.parts:
+            longer = [Configuration(mode=mode, chosen=(*one.chosen, choice)) for one in configurations for choice in part]
+            # What is worse by now stays worse: what the other parts add is the same.
+            configurations = _keep_efficient(layer, longer, parts)
+        found += configurations
+    return _keep_efficient(layer, found, parts)
+
+
+def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: int) -> list[Configuration]:
+    resolution_bytes = max(layer.saved_bytes // parts, 1)
+    resolution_s = max(layer.forward_s / parts, 1e-9)
+    costs = {
+        (
+            round(one.recompute_s / resolution_s),
+            round(one.kept_bytes / resolution_bytes),
+            round(one.moved_bytes / resolution_bytes),
+        ): one
+        for one in reversed(found)
+    }
+    rows = list(costs)
+    return [costs[rows[place]] for place in find_efficient(rows)]
+
+
+def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> LayerPoint:
+    few, many = _count_layers(rank)
+    alone, shorter, longer = (_simulate(rank, layer, configuration, layers) for layers in (1, few, many))
+    kept_bytes = layer.saved_bytes + configuration.kept_bytes
+    return LayerPoint(
+        configuration=configuration,
+        kept_bytes=kept_bytes,
+        last=Place(added_s=alone.step_s / _MICROBATCHES, extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes),
+        inner=Place(
+            added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
+            extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
+        ),
+    )
+
+
+def _count_layers(rank: RankModel) -> tuple[int, int]:
+    """Return the layers of two chunks whose difference says what a layer costs among others, in chunks like those of `rank`.
+
+    What is on its way or ahead hides a burst of copies, and not what goes on for as long as a long chunk takes. So of a long
+    chunk the second half counts, by when the window is full.
+    """
+    many = min(max([2, *(len(chunk.layers) for chunk in rank.chunks)]), _MOST_LAYERS)
+    return many // 2, many
+
+
+def _subtract(place: Place, base: Place) -> Place:
+    """Return `place` with the seconds that it takes longer than `base`."""
+    return dataclasses.replace(place, added_s=max(place.added_s - base.added_s, 0.0))
+
+
+def _simulate(rank: RankModel, layer: LayerModel, configuration: Configuration, layers: int) -> RankResult:
+    actions: dict[Site, Action] = {
+        Site(chunk=0, layer=number, tag=tag): action for number in range(layers) for tag, action in configuration.actions
+    }
+    short = RankModel(
+        rank=0,
+        static_bytes=0,
+        chunks=(ChunkModel(layers=tuple(NumberedLayer(number=number, model=layer) for number in range(layers))),),
+        passes=list_passes(_PIPELINE, rank=0),
+        link=rank.link,
+        policy=rank.policy,
+        min_offloaded_bytes=rank.min_offloaded_bytes,
+    )
+    return simulate_rank(short, OffloadPlan(actions=actions))

@@ -1,0 +1,187 @@
+"""Why a plan treats a site as it does, in words, with the numbers that say so.
+
+Times are those of one microbatch and layer: what a copy takes at the link's rate while both directions run, and what running
+again takes. What was waited for is the simulator's.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from fgoffload.plan import Action
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.simulation.layer_choice import resolve_layer
+from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffic
+from fgoffload.planner.solving.choices import Choice, measure_actions
+from fgoffload.planner.solving.placement import LayerSlot, State
+from fgoffload.tags import default_tags, find_recompute_unit
+from fgoffload.units import format_bytes, format_ms
+
+_FREE_PART = 0.05
+"""Of a tag's copies: where compute waits for less than this part of them, they are called free."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is done about one tag or unit in layers of one kind, and why."""
+
+    rank: int
+    """Of the pipeline."""
+    chunk: int
+    """Model chunk on the rank."""
+    kind: str
+    """Of layer."""
+    tag: str
+    """Tag or unit."""
+    action: Action
+    """What is done."""
+    layers: tuple[int, ...]
+    """In which layers, by number in the whole model."""
+    moved_bytes: int
+    """What leaves with it of one microbatch and layer."""
+    freed_bytes: int
+    """What is off the device between forward and backward, of one microbatch and layer, by this action alone."""
+    recompute_s: float
+    """Seconds that running again takes, of one microbatch and layer."""
+    reason: str
+    """Why."""
+
+
+def explain_rank(
+    rank: RankModel, slots: Sequence[LayerSlot], state: State, result: RankResult, *, keeps_within_budget: bool
+) -> tuple[Decision, ...]:
+    """Return the decisions of a rank, chunk by chunk and kind by kind, in the order of a layer's forward.
+
+    Args:
+        rank: The rank.
+        slots: Its layers.
+        state: What they do.
+        result: What the simulator says of it.
+        keeps_within_budget: Whether the budget holds where everything is kept.
+    """
+    traffic = {tag.tag: tag for tag in result.tags}
+    decisions: list[Decision] = []
+    for chunk in range(len(rank.chunks)):
+        for kind in dict.fromkeys(slot.layer.kind for slot in slots if slot.chunk == chunk):
+            rows = {
+                slot: dict(configuration.actions)
+                for slot, configuration in zip(slots, state, strict=True)
+                if slot.chunk == chunk and slot.layer.kind == kind
+            }
+            decisions += _explain_kind(rank, rows, traffic, keeps_within_budget=keeps_within_budget)
+    return tuple(decisions)
+
+
+def _explain_kind(
+    rank: RankModel,
+    rows: Mapping[LayerSlot, Mapping[str, Action]],
+    traffic: Mapping[str, TagTraffic],
+    *,
+    keeps_within_budget: bool,
+) -> Iterator[Decision]:
+    layer = next(iter(rows)).layer
+    for tag in _list_names(layer):
+        groups: dict[Action, list[LayerSlot]] = {}
+        for slot, actions in rows.items():
+            groups.setdefault(actions.get(tag, Action.KEEP), []).append(slot)
+        for action, slots in groups.items():
+            actions = rows[slots[0]]
+            alone = _measure_alone(rank, layer, actions, tag)
+            if action is Action.KEEP:
+                acting = [slot.number for slot in rows if slot not in slots]
+                reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
+                reason = reason or _say_why_kept_here([slot.number for slot in slots], acting)
+            else:
+                reason = "; ".join(_list_reasons(rank, action, alone, traffic.get(tag)))
+            yield Decision(
+                rank=rank.rank,
+                chunk=slots[0].chunk,
+                kind=layer.kind,
+                tag=tag,
+                action=action,
+                layers=tuple(slot.number for slot in slots),
+                moved_bytes=alone.moved_bytes,
+                freed_bytes=-alone.kept_bytes,
+                recompute_s=alone.recompute_s,
+                reason=f"{_STEMS[action]}: {reason}",
+            )
+
+
+_STEMS = {
+    Action.KEEP: "kept",
+    Action.RECOMPUTE: "runs again",
+    Action.OFFLOAD: "leaves",
+    Action.RECOMPUTE_AND_OFFLOAD: "runs again, and what it needs leaves",
+}
+"""How reasons begin."""
+
+
+def _list_names(layer: LayerModel) -> list[str]:
+    """Return the tags and units of a layer, in the order of the registry, units that are no tags last."""
+    saving = {tag for tensor in layer.tensors for tag in tensor.tags}
+    tags = [name for name in default_tags().names if name in saving or layer.find_unit(name)]
+    return [*tags, *(unit.name for unit in layer.units if unit.name not in tags)]
+
+
+def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Choice:
+    """Return what the action of `tag` changes in a layer that does the rest of `actions` anyway, and what leaves with it."""
+    others = {name: action for name, action in actions.items() if name != tag and tag not in _list_needs(name)}
+    own = {**others, **({tag: actions[tag]} if tag in actions else {})}
+    with_it = measure_actions(layer, own, min_offloaded_bytes=rank.min_offloaded_bytes)
+    without = measure_actions(layer, others, min_offloaded_bytes=rank.min_offloaded_bytes)
+    # Not by difference: what runs again may spare another tag as many bytes as leave with this one.
+    groups = resolve_layer(layer, own, min_offloaded_bytes=rank.min_offloaded_bytes).groups
+    return Choice(
+        actions=(),
+        kept_bytes=with_it.kept_bytes - without.kept_bytes,
+        moved_bytes=sum(group.size_bytes for group in groups if group.tag == tag),
+        recompute_s=with_it.recompute_s - without.recompute_s,
+    )
+
+
+def _list_needs(name: str) -> tuple[str, ...]:
+    """Return what has to be in a plan with `name`."""
+    if name == "layer_input":
+        return ("layer",)
+    return default_tags().get(name).requires if name in default_tags() else ()
+
+
+def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str | None:
+    for name, action in actions.items():
+        unit = find_recompute_unit(name)
+        if action.recomputes and unit is not None and tag in unit.covers:
+            return f"{name} runs again, so that it saves nothing"
+    sizes = [tensor.size_bytes for tensor in layer.tensors if tag in tensor.tags]
+    if layer.find_unit(tag) is None and max(sizes) < rank.min_offloaded_bytes:
+        return f"{format_bytes(max(sizes))} is below the least that moves, {format_bytes(rank.min_offloaded_bytes)}"
+    return None
+
+
+def _say_why_kept_here(layers: Sequence[int], acting: Sequence[int]) -> str:
+    if acting and min(layers) > max(acting):
+        return "the last layers of the chunk, which backward wants first; the budget holds without them"
+    return "the budget holds without it"
+
+
+def _list_reasons(rank: RankModel, action: Action, alone: Choice, traffic: TagTraffic | None) -> Iterator[str]:
+    copy_s = (alone.moved_bytes if action.offloads else -alone.kept_bytes) / rank.link.duplex_bytes_per_s
+    if action.recomputes:
+        freed_bytes = -alone.kept_bytes - alone.moved_bytes
+        moving_s = 2 * freed_bytes / rank.link.duplex_bytes_per_s
+        if alone.recompute_s <= moving_s:
+            yield f"cheaper than to move, {format_ms(alone.recompute_s)} against {format_ms(moving_s)} out and back"
+        else:
+            took = f"{format_ms(alone.recompute_s)} for {format_bytes(freed_bytes)}"
+            yield f"{took}, which the budget needs and the link has no room for"
+    if not action.offloads:
+        return
+    if not alone.moved_bytes:
+        yield "with another tag that saves the same storage"
+        return
+    copies_s = 0.0 if traffic is None else traffic.d2h_s + traffic.h2d_s
+    exposed_s = 0.0 if traffic is None else traffic.exposed_s
+    if exposed_s <= _FREE_PART * copies_s:
+        yield f"free, {format_bytes(alone.moved_bytes)} fit in the link: {format_ms(copy_s)} each way beside compute"
+    else:
+        part = exposed_s / copies_s
+        yield f"{format_bytes(alone.moved_bytes)} that the budget needs, though compute waits for {part:.0%} of its copies"

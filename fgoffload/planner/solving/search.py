@@ -1,0 +1,351 @@
+"""The best plan of one rank: the program's, placed, simulated, corrected and then bettered one site at a time.
+
+The simulator is the judge of everything. The program is right about most of a plan and wrong about where in a pass a copy is
+waited for; how far its peak was off comes off the budget that it gets next. What is left is found by `moves`.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from fgoffload.errors import ConfigError
+from fgoffload.plan import OffloadPlan
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.solving.choices import Mode, count_configurations, list_configurations
+from fgoffload.planner.solving.frontier import LayerPoints
+from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_ladders
+from fgoffload.planner.solving.moments import count_backwards, list_moments
+from fgoffload.planner.solving.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
+from fgoffload.planner.solving.placement import (
+    Order,
+    State,
+    free_most,
+    keep_all,
+    list_slots,
+    make_plan,
+    place_counts,
+)
+from fgoffload.planner.solving.program import ProgramResult, solve_program
+
+_CLOSE_PARTS = 40
+"""A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
+
+_LATE_PARTS = 0.01
+"""A step longer than the program said by less than this part of it is as the program said. Else copies cost more next time."""
+
+_DOUBTS = (0.02, 0.2, math.inf)
+"""How far moves may exceed the budget by estimate and are tried all the same, as a part of what plans have a say in: first
+those that should fit, then those that may, and at last all of them, with those that should be slower."""
+
+_REPAIRS = 12
+"""Simulations to bring the fastest plan within the budget where it is a little above it. A few are enough, or none are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a simulation says of a plan."""
+
+    step_s: float
+    """How long the step takes."""
+    peak_bytes: int
+    """The most on the device."""
+
+
+Judge = Callable[[OffloadPlan], Verdict]
+"""Simulates a rank under a plan, alone or with its neighbours."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLimits:
+    """How long to look for a plan."""
+
+    exhaustive_plans: int = 5000
+    """Where there are no more plans than this, all of them are simulated and the best is taken. 0 never does that."""
+    simulations: int = 400
+    """Simulations that may be spent on bettering what programs say, over all ranks. When they are used up, the best plan so far
+    is taken: the same one on every machine."""
+    layer_passes: int = 12_000
+    """The same limit for large models: forwards and backwards of single layers in those simulations. Each takes some 25 us."""
+    ladder_passes: int = 6_000
+    """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, over all ranks."""
+    programs: int = 3
+    """Times that the program of a rank is solved at most: again where its peak was off."""
+    gap: float = 1e-3
+    """How far from its best a program may stop, as a part of the time of a step."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no limit.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        for name, least in (
+            ("exhaustive_plans", 0),
+            ("simulations", 0),
+            ("layer_passes", 0),
+            ("ladder_passes", 0),
+            ("programs", 1),
+        ):
+            limit = getattr(self, name)
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < least:
+                raise ConfigError(f"{name} {limit!r} is no whole number from {least}. Give one.")
+        if not 0 <= self.gap < 1:
+            raise ConfigError(f"gap {self.gap!r} is not from 0 to below 1. Give a part of the step, as in 0.001.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the search came to on one rank."""
+
+    state: State
+    """What its layers do."""
+    verdict: Verdict
+    """What the judge says of it."""
+    program: ProgramResult | None = None
+    """The last program that it began from, or None where none was needed."""
+    off_bytes: int = 0
+    """How much higher the simulated peak was than that program's."""
+    kept_s: float
+    """How long the step takes where everything is kept."""
+
+
+class RankSearch:
+    """The search for the best plan of one rank.
+
+    Args:
+        rank: The rank.
+        modes: What each kind of its layers may choose from.
+        points: Measures what is worth having of that, for programs. Not called where none is needed.
+        judge: Says how good a plan is.
+        limits: How long to look.
+        deadline_s: When to stop, by `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        rank: RankModel,
+        modes: Mapping[str, Sequence[Mode]],
+        *,
+        points: Callable[[], Mapping[str, LayerPoints]],
+        judge: Judge,
+        limits: SearchLimits,
+        deadline_s: float = math.inf,
+    ) -> None:
+        self.rank = rank
+        self.modes = modes
+        self.slots = list_slots(rank)
+        self.simulations = 0
+        """How many were run."""
+        self._judge = judge
+        self._points = points
+        self._limits = limits
+        self._deadline_s = deadline_s
+        self._verdicts: dict[object, Verdict] = {}
+        self._in_flight = _count_in_flight_at_peak(rank)
+        self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
+        """Forwards and backwards of single layers in a simulation."""
+        self._microbatches = tuple(count_backwards(rank.passes, chunk=chunk) for chunk in range(len(rank.chunks)))
+
+    @property
+    def plans(self) -> int:
+        """Return how many plans there are for the rank."""
+        return math.prod(count_configurations(self.modes[slot.layer.kind]) for slot in self.slots)
+
+    def judge(self, state: State) -> Verdict:
+        """Return what the judge says of `state`; the same one is asked about once."""
+        key = tuple(configuration.actions for configuration in state)
+        if key not in self._verdicts:
+            self.simulations += 1
+            self._verdicts[key] = self._judge(make_plan([(self.slots, state)]))
+        return self._verdicts[key]
+
+    def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
+        """Return what a better plan has less of: bytes above the budget, time, bytes that leave, rows."""
+        verdict = self.judge(state)
+        moved_bytes = sum(configuration.moved_bytes for configuration in state)
+        rows = sum(len(configuration.actions) for configuration in state)
+        # Sums of the same times in another order differ in their last digits.
+        return (max(verdict.peak_bytes - budget_bytes, 0), round(verdict.step_s, 9), moved_bytes, rows)
+
+    def find_start(self, budget_bytes: int, *, starts: Sequence[State] = (), off_bytes: int = 0) -> Found:
+        """Return the best plan that needs no moves to find, or, where none fits the budget, the one with the least peak.
+
+        Args:
+            budget_bytes: Of the device. 0 asks for the least peak.
+            starts: Plans to begin from as well, as of a smaller budget.
+            off_bytes: How much the program is expected to be off, as on a rank that is much like this one.
+        """
+        if self.plans <= self._limits.exhaustive_plans:
+            return self._make_found(self._pick(self.list_states(), budget_bytes))
+        kept = keep_all(self.slots, self.modes)
+        # Nothing is faster than to keep all, and of plans that are as fast it is the simplest.
+        if self.judge(kept).peak_bytes <= budget_bytes:
+            return self._make_found(kept)
+        states = [kept, *starts]
+        program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
+        if budget_bytes:
+            states += self._climb_ladders(budget_bytes)
+        best = self._repair(states, budget_bytes) if budget_bytes else self._pick(states, budget_bytes)
+        if self.judge(best).peak_bytes > budget_bytes:
+            best = self._pick([best, free_most(self.slots, self.modes)], budget_bytes)
+        return self._make_found(best, program, off_bytes)
+
+    def improve_found(self, found: Found, budget_bytes: int, *, simulations: int) -> Found:
+        """Return what moves make of `found`, with so many more simulations at most."""
+        kept = keep_all(self.slots, self.modes)
+        if (found.state == kept and found.verdict.peak_bytes <= budget_bytes) or self.plans <= self._limits.exhaustive_plans:
+            return found
+        state = self.improve(found.state, budget_bytes, simulations=simulations)
+        return dataclasses.replace(found, state=state, verdict=self.judge(state))
+
+    def list_states(self) -> Iterator[State]:
+        """Yield everything that the layers of the rank can do."""
+        found = {kind: tuple(list_configurations(modes)) for kind, modes in self.modes.items()}
+        return itertools.product(*(found[slot.layer.kind] for slot in self.slots))
+
+    def improve(self, state: State, budget_bytes: int, *, simulations: int) -> State:
+        """Return the best state that moves lead to, until none makes it better or `simulations` more were run."""
+        most = self.simulations + simulations
+        score = self.score(state, budget_bytes)
+        while True:
+            for move in itertools.chain.from_iterable(self._list_moves(state, budget_bytes, doubt) for doubt in _DOUBTS):
+                if self.simulations >= most or time.monotonic() > self._deadline_s:
+                    return state
+                candidate = apply_move(state, move)
+                candidate_score = self.score(candidate, budget_bytes)
+                if candidate_score < score:
+                    state, score = candidate, candidate_score
+                    break
+            else:
+                return state
+
+    def _make_found(self, state: State, program: ProgramResult | None = None, off_bytes: int = 0) -> Found:
+        kept_s = self.judge(keep_all(self.slots, self.modes)).step_s
+        return Found(state=state, verdict=self.judge(state), program=program, off_bytes=off_bytes, kept_s=kept_s)
+
+    def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
+        """Add to `states` what programs come to, each corrected by what the peak and the time of the one before were off."""
+        first = last = None
+        asked_bytes, moved_s_per_byte = budget_bytes - off_bytes, 0.0
+        for _ in range(self._limits.programs if budget_bytes else 1):
+            result = self._solve(asked_bytes, moved_s_per_byte)
+            if result is None or time.monotonic() > self._deadline_s or (last and result.chunks == last.chunks):
+                break
+            placed = [place_counts(result, self.slots, order) for order in Order]
+            states += placed
+            best = self._pick(placed, budget_bytes)
+            peak_bytes = self.judge(best).peak_bytes
+            # The bound that counts is of a program without a price on copies.
+            first, last, off_bytes = first or result, result, peak_bytes - result.peak_bytes
+            above_bytes = peak_bytes - budget_bytes
+            late_s = self._count_added_s(best) - result.added_s
+            is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
+            if is_close and late_s <= _LATE_PARTS * self.judge(best).step_s:
+                break
+            asked_bytes = asked_bytes if is_close else min(budget_bytes - off_bytes, asked_bytes - above_bytes)
+            moved_s_per_byte += max(late_s, 0.0) / max(self._count_moved_bytes(best), 1)
+        return first, off_bytes
+
+    def _count_added_s(self, state: State) -> float:
+        """Return the seconds that the step is longer than where all is kept."""
+        return self.judge(state).step_s - self.judge(keep_all(self.slots, self.modes)).step_s
+
+    def _count_moved_bytes(self, state: State) -> int:
+        """Return the bytes that leave in a step."""
+        pairs = zip(self.slots, state, strict=True)
+        return sum(configuration.moved_bytes * self._microbatches[slot.chunk] for slot, configuration in pairs)
+
+    def _climb_ladders(self, budget_bytes: int) -> Iterator[State]:
+        """Yield the lowest rung that fits of each plan by rule of thumb, while there are simulations for them."""
+        most = self.simulations + self._limits.ladder_passes // max(self.layer_passes, 1)
+        rungs = count_rungs(self.slots)
+        for ladder in list_ladders(self.slots, self.modes):
+            if self.simulations >= most or time.monotonic() > self._deadline_s:
+                return
+            state = find_lowest(ladder, rungs, lambda state: self.judge(state).peak_bytes <= budget_bytes)
+            if state is not None:
+                yield state
+
+    def _repair(self, states: Sequence[State], budget_bytes: int) -> State:
+        """Return what moves make of the fastest state that is a little above the budget, where that is worth it."""
+        best = self._pick(states, budget_bytes)
+        most_bytes = budget_bytes * (1 + 1 / _CLOSE_PARTS)
+        near = [state for state in states if self.judge(state).peak_bytes <= most_bytes]
+        fastest = min(near, key=lambda state: self.judge(state).step_s, default=best)
+        is_faster = self.judge(fastest).step_s < self.judge(best).step_s * (1 - self._limits.gap)
+        if self.judge(fastest).peak_bytes <= budget_bytes or not (is_faster or self.judge(best).peak_bytes > budget_bytes):
+            return best
+        return self._pick([best, self.improve(fastest, budget_bytes, simulations=_REPAIRS)], budget_bytes)
+
+    def _solve(self, budget_bytes: int, moved_s_per_byte: float) -> ProgramResult | None:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            return None
+        points = self._points()
+        result = None
+        if budget_bytes > self.rank.static_bytes:
+            result = solve_program(
+                self.rank,
+                points,
+                budget_bytes=budget_bytes,
+                moved_s_per_byte=moved_s_per_byte,
+                gap=self._limits.gap,
+                time_limit_s=left_s,
+            )
+        # Where nothing fits by its count, something may fit all the same: what has the least peak.
+        return result or solve_program(self.rank, points, budget_bytes=None, gap=self._limits.gap, time_limit_s=left_s)
+
+    def _pick(self, states: Iterable[State], budget_bytes: int) -> State:
+        return min(states, key=lambda state: self.score(state, budget_bytes))
+
+    def _list_moves(self, state: State, budget_bytes: int, doubt: float) -> Iterator[Move]:
+        """Yield the moves from `state` that are worth a simulation, the most promising first.
+
+        Args:
+            state: What the layers do.
+            budget_bytes: Of the device.
+            doubt: One of `_DOUBTS`.
+        """
+        above_bytes = self.judge(state).peak_bytes - budget_bytes
+        prices = self._make_prices(state)
+        ways = {kind: [point.configuration for point in points.every] for kind, points in self._points().items()}
+        changes = list_changes(state, self.slots, ways, prices)
+        yield from self._order([(change,) for change in changes], above_bytes, doubt)
+        yield from list_swaps(state, self.slots, prices)
+        yield from self._order(list_pairs(changes), above_bytes, doubt)
+
+    def _order(self, moves: Iterable[Move], above_bytes: int, doubt: float) -> list[Move]:
+        """Return those of `moves` that may better a state whose peak is `above_bytes` above the budget, in order."""
+        dynamic_bytes = max(self.judge(keep_all(self.slots, self.modes)).peak_bytes - self.rank.static_bytes, 1)
+        doubt_bytes = doubt * dynamic_bytes
+        found = []
+        for move in moves:
+            peak_bytes = sum(change.peak_bytes for change in move)
+            step_s = sum(change.step_s for change in move)
+            if above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt)):
+                found.append((step_s, peak_bytes, move))
+            elif above_bytes > 0 and (peak_bytes <= -above_bytes or math.isinf(doubt)):
+                # What frees enough, the fastest first; and then the rest.
+                found.append((step_s if peak_bytes <= -above_bytes else math.inf, peak_bytes, move))
+        return [move for _, _, move in sorted(found, key=lambda row: row[:2])]
+
+    def _make_prices(self, state: State) -> Prices:
+        """Return what bytes and seconds come to, as `state` and a plan that keeps all compare."""
+        pairs = zip(self.slots, state, strict=True)
+        recompute_s = sum(configuration.recompute_s * self._microbatches[slot.chunk] for slot, configuration in pairs)
+        moved_bytes = self._count_moved_bytes(state)
+        longer_s = self._count_added_s(state) - recompute_s
+        return Prices(
+            in_flight=self._in_flight,
+            microbatches=self._microbatches,
+            s_per_byte=max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0,
+        )
+
+
+def _count_in_flight_at_peak(rank: RankModel) -> tuple[int, ...]:
+    """Return how many microbatches are in flight by chunk where the layers together keep most."""
+    sizes = [sum(layer.model.saved_bytes for layer in chunk.layers) for chunk in rank.chunks]
+    vectors = [moment.in_flight for moment in list_moments(rank.passes, chunks=len(rank.chunks))]
+    return max(vectors, key=lambda vector: sum(count * size for count, size in zip(vector, sizes, strict=True)))

@@ -1,0 +1,200 @@
+"""The fastest plan within a memory budget, for all pipeline ranks.
+
+    ranks -> choices of each kind of layer -> a mixed-integer program for each rank -> placed in layers
+          -> simulated, corrected and bettered, rank by rank -> simulated together -> Solution
+
+Every prediction in a `Solution` is the simulator's. Where there are few plans all of them are simulated, and the result is the
+best there is; else it is the best that was found, and docs/planner.md says how far that was from the best where both were run.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from fgoffload.errors import ConfigError, PlanError
+from fgoffload.plan import OffloadPlan
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.solving.placement import State, keep_all
+from fgoffload.planner.solving.rank_searches import RankSearches
+from fgoffload.planner.solving.reasons import Decision, explain_rank
+from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.units import check_bytes, format_bytes
+
+DEFAULT_TIME_LIMIT_S = 60.0
+"""Seconds. The limits of the search end it long before on the largest models that were tried: by those alone the plan is the
+same on every machine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A plan that keeps to a budget, and what is expected of it."""
+
+    plan: OffloadPlan
+    """For all ranks."""
+    result: StepResult
+    """What the simulator predicts."""
+    budget_bytes: int
+    """Of each device."""
+    decisions: tuple[Decision, ...]
+    """Rank by rank, what is done about each tag, and why."""
+    bound_s: float | None
+    """No plan makes the step of the slowest rank shorter than this, as the programs count, which leave out what neighbouring
+    layers do to each other. None where no program was needed: all is kept, or all plans were simulated."""
+    gap: float | None
+    """How much longer than its bound the rank takes, as a part of it, where that is most. None where `bound_s` is."""
+    simulations: int
+    """Of single ranks; one of all ranks together counts as many as there are."""
+    states: tuple[State, ...]
+    """What the layers of each rank do: where a search for a larger budget begins."""
+
+
+def solve(
+    ranks: Sequence[RankModel],
+    *,
+    budget_bytes: int,
+    host_budget_bytes: int | None = None,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    limits: SearchLimits | None = None,
+    start: Solution | None = None,
+) -> Solution:
+    """Return the fastest plan found that keeps every rank within the budget.
+
+    Args:
+        ranks: The pipeline, by number.
+        budget_bytes: Device bytes of each rank, static memory included.
+        host_budget_bytes: Host bytes of each rank. None leaves what the ranks say.
+        time_limit_s: When to stop with what there is. A plan that was stopped so may differ from run to run.
+        limits: How long to look otherwise.
+        start: A solution for the same ranks and a smaller budget: the result is never slower.
+
+    Raises:
+        ConfigError: An argument is not what it must be.
+        PlanError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
+    """
+    ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
+    searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=time.monotonic() + time_limit_s)
+    return _solve(searches, budget_bytes, () if start is None else start.states)
+
+
+def sweep(
+    ranks: Sequence[RankModel],
+    budgets_bytes: Sequence[int],
+    *,
+    host_budget_bytes: int | None = None,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    limits: SearchLimits | None = None,
+) -> list[Solution]:
+    """Return a solution for each budget, in the order of `budgets_bytes`. A larger budget is never slower.
+
+    Args:
+        ranks: The pipeline, by number.
+        budgets_bytes: Device bytes of each rank. `find_least_budget` says where to begin.
+        host_budget_bytes: As in `solve`.
+        time_limit_s: For each budget, on average.
+        limits: For each budget.
+
+    Raises:
+        ConfigError: As `solve`.
+        PlanError: As `solve`, for the smallest budget that no plan was found for.
+    """
+    ordered = sorted(set(budgets_bytes))
+    ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
+    deadline_s = time.monotonic() + time_limit_s * len(ordered)
+    searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=deadline_s)
+    found: dict[int, Solution] = {}
+    states: tuple[State, ...] = ()
+    for budget_bytes in ordered:
+        found[budget_bytes] = _solve(searches, budget_bytes, states)
+        states = found[budget_bytes].states
+    return [found[budget_bytes] for budget_bytes in budgets_bytes]
+
+
+def find_least_budget(
+    ranks: Sequence[RankModel],
+    *,
+    host_budget_bytes: int | None = None,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    limits: SearchLimits | None = None,
+) -> int:
+    """Return the least budget that a plan was found for, in bytes, however slow that plan is.
+
+    Raises:
+        ConfigError: As `solve`.
+    """
+    ranks = _prepare(ranks, 0, host_budget_bytes)
+    searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=time.monotonic() + time_limit_s)
+    return searches.simulate_together(searches.find_least_states()).peak_bytes
+
+
+def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -> Solution:
+    """Return the solution for one budget, not slower than `starts`, which are states of all ranks or none."""
+    before = searches.simulations
+    _check_static(searches, budget_bytes)
+    states = searches.find_states(budget_bytes, starts=starts)
+    if searches.simulate_together(states).peak_bytes > budget_bytes:
+        least = searches.find_least_states()
+        if searches.simulate_together(least).peak_bytes > budget_bytes:
+            raise _make_error(searches.simulate_together(least), budget_bytes)
+        states = searches.find_states(budget_bytes, starts=least)
+    result = searches.simulate_together(states)
+    bound_s, gap = searches.find_bound()
+    return Solution(
+        plan=searches.make_plan(states),
+        result=result,
+        budget_bytes=budget_bytes,
+        decisions=_explain(searches, states, result, budget_bytes),
+        bound_s=bound_s,
+        gap=gap,
+        simulations=searches.simulations - before,
+        states=states,
+    )
+
+
+def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> tuple[RankModel, ...]:
+    if not ranks:
+        raise ConfigError("ranks is empty. Give at least one.")
+    for name, size in (("budget_bytes", budget_bytes), ("host_budget_bytes", host_budget_bytes or 0)):
+        if check_bytes(size, name=name) < 0:
+            raise ConfigError(f"{name} {size} is below 0 bytes. Give a size, as in 60 * fgoffload.units.GIB.")
+    if host_budget_bytes is None:
+        return tuple(ranks)
+    return tuple(dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks)
+
+
+def _check_static(searches: RankSearches, budget_bytes: int) -> None:
+    """Refuse a budget that weights, gradients and the optimizer alone exceed: no plan touches those."""
+    worst = max(searches.ranks, key=lambda rank: rank.static_bytes)
+    if worst.static_bytes >= budget_bytes:
+        least_bytes = searches.simulate_together(searches.find_least_states()).peak_bytes
+        raise PlanError(
+            f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
+            f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. Give a "
+            f"budget of {least_bytes} bytes ({format_bytes(least_bytes)}) or more, or spread the model over more ranks."
+        )
+
+
+def _make_error(least: StepResult, budget_bytes: int) -> PlanError:
+    """Return what to say where even the plan with the least peak, which came to `least`, does not fit."""
+    worst = least.worst_rank
+    missing_bytes = worst.peak_bytes - budget_bytes
+    return PlanError(
+        f"No plan was found that keeps to a memory budget of {format_bytes(budget_bytes)}: with everything recomputed or "
+        f"offloaded that helps, pipeline rank {worst.rank} lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) at "
+        f"{worst.peak_at}. Give a budget of {worst.peak_bytes} bytes ({format_bytes(worst.peak_bytes)}) or more, or spread the "
+        "model over more ranks."
+    )
+
+
+def _explain(searches: RankSearches, states: Sequence[State], result: StepResult, budget_bytes: int) -> tuple[Decision, ...]:
+    decisions: list[Decision] = []
+    for place, (search, state) in enumerate(zip(searches.of_ranks, states, strict=True)):
+        kept = search.judge(keep_all(search.slots, search.modes))
+        decisions += explain_rank(
+            searches.ranks[place],
+            searches.list_slots(place),
+            state,
+            result.ranks[place],
+            keeps_within_budget=kept.peak_bytes <= budget_bytes,
+        )
+    return tuple(decisions)

@@ -1,0 +1,265 @@
+"""How long the stretches of a layer take: from a shape and a device to the model that simulator and solver work with.
+
+    >>> from fgoffload.planner.timing.hardware import get_hardware
+    >>> from fgoffload.planner.model.layer_shape import LayerShape
+    >>> shape = LayerShape(
+    ...     micro_batch_size=1,
+    ...     seq_length=4096,
+    ...     hidden_size=4096,
+    ...     num_attention_heads=32,
+    ...     num_query_groups=8,
+    ...     qk_channels=128,
+    ...     v_channels=128,
+    ...     ffn_hidden_size=14336,
+    ... )
+    >>> layer = make_layer_model(shape, get_hardware("h100"), kind="dense")
+    >>> [segment.name for segment in layer.segments]
+    ['qkv_linear', 'core_attn', 'attn_proj', 'mlp_fc1', 'mlp_act', 'mlp_fc2']
+    >>> round(layer.forward_s * 1e3)
+    3
+
+A kernel takes the time of its operations or of its bytes, whichever is longer, at the share of the device's peak that its kind
+reaches (`Efficiency`), and a little to start. Where the kernels of a layer are done before the host has launched them all, the
+host's time counts instead. `replace_times` puts measured times in place of these.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.memory.recompute_units import make_units
+from fgoffload.planner.memory.saved_bytes import list_saved_tensors
+from fgoffload.planner.memory.temporaries import ExtraBytes, count_extra_bytes
+from fgoffload.planner.model.layer_shape import LayerShape
+from fgoffload.planner.operations.attention_ops import list_attention_work, list_gather
+from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear
+from fgoffload.planner.operations.mlp_ops import list_mlp_work
+from fgoffload.planner.operations.ops import Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment
+from fgoffload.planner.timing.efficiency import Efficiency, Network
+from fgoffload.planner.timing.hardware import Hardware
+
+DEFAULT_EFFICIENCY = Efficiency()
+DEFAULT_NETWORK = Network()
+DEFAULT_EXECUTION = Execution()
+
+
+def make_layer_model(
+    shape: LayerShape,
+    hardware: Hardware,
+    *,
+    kind: str,
+    efficiency: Efficiency = DEFAULT_EFFICIENCY,
+    network: Network = DEFAULT_NETWORK,
+    execution: Execution = DEFAULT_EXECUTION,
+) -> LayerModel:
+    """Return a layer with the times, the bytes and the units that such a shape has on such a device.
+
+    Args:
+        shape: Of the layer, as one rank runs it.
+        hardware: What it runs on.
+        kind: For people: `dense`, `moe`, `mtp`.
+        efficiency: What kernels reach of the device's peaks.
+        network: Between ranks.
+        execution: How the layer is run, beside its shape.
+
+    Raises:
+        ConfigError: Of the device something is not known that the times need.
+    """
+    clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
+    works = list_layer_work(shape, execution)
+    extras = count_extra_bytes(shape, execution)
+    segments = clock.time_segments(works, extras)
+    experts = shape.experts
+    if experts is not None:
+        # Without fusion masked_select makes the host wait for bytes behind the copies; tokens-per-expert go around them.
+        wait = HostWait.KERNEL if experts.has_fused_permutation else HostWait.HOLD
+        segments = _replace(segments, "dispatch", host_wait=wait)
+        if experts.has_shared_overlap:
+            segments = _hide_shared_experts(segments, works, clock)
+    tensors = list_saved_tensors(shape)
+    units = make_units(shape, segments, tensors, copy_bytes_per_s=clock.memory_bytes_per_s)
+    return LayerModel(kind=kind, segments=segments, tensors=tensors, units=units)
+
+
+def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION) -> tuple[SegmentWork, ...]:
+    """Return what each stretch of a layer does, in the order of forward."""
+    works = (*list_attention_work(shape, execution), *list_mlp_work(shape, execution))
+    if not shape.has_mtp_projection:
+        return works
+    first, last = _make_mtp_works(shape, execution)
+    return (first, *works, last)
+
+
+def replace_times(
+    layer: LayerModel, *, forward_s: Mapping[str, float] | None = None, backward_s: Mapping[str, float] | None = None
+) -> LayerModel:
+    """Return `layer` with times that were measured.
+
+    Args:
+        layer: To start from.
+        forward_s: Seconds of forward, by the name of a stretch. Others keep theirs.
+        backward_s: The same of backward, with nothing run again.
+
+    Raises:
+        ConfigError: The layer has no such stretch, or a time is below 0 or not finite.
+    """
+    forward_s, backward_s = forward_s or {}, backward_s or {}
+    _check_times("forward_s", forward_s, layer)
+    _check_times("backward_s", backward_s, layer)
+    segments = tuple(
+        dataclasses.replace(
+            one,
+            forward_s=float(forward_s.get(one.name, one.forward_s)),
+            backward_s=float(backward_s.get(one.name, one.backward_s)),
+        )
+        for one in layer.segments
+    )
+    return dataclasses.replace(layer, segments=segments)
+
+
+def _check_times(field: str, times: Mapping[str, float], layer: LayerModel) -> None:
+    names = [segment.name for segment in layer.segments]
+    for name, seconds in times.items():
+        if name not in names:
+            raise ConfigError(
+                f"{field} names {name!r}, and a layer of kind {layer.kind!r} has none of that name. "
+                f"Give some of: {', '.join(names)}."
+            )
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+            raise ConfigError(f"{field} of {name!r} is {seconds!r}. Give seconds from 0 on.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Says how long work takes on a device."""
+
+    hardware: Hardware
+    """The device, with the rates that the work needs."""
+    efficiency: Efficiency = DEFAULT_EFFICIENCY
+    """What kernels reach of them."""
+    network: Network = DEFAULT_NETWORK
+    """Between ranks."""
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """What kernels that hardly compute read and write a second, both together.
+
+        Raises:
+            ConfigError: The device's bandwidth is not known.
+        """
+        return self._get_rate("device_memory_bytes_per_s") * self.efficiency.memory
+
+    def time_segments(self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes]) -> tuple[Segment, ...]:
+        """Return the stretches with their times, each pass at least as long as the host needs to launch it.
+
+        Raises:
+            ConfigError: A rate of the device is not known.
+        """
+        forward = self._time_passes([work.forward for work in works])
+        backward = self._time_passes([work.backward for work in works])
+        return tuple(
+            Segment(
+                name=work.name,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                forward_extra_bytes=extras[work.name].forward,
+                backward_extra_bytes=extras[work.name].backward,
+            )
+            for work, forward_s, backward_s in zip(works, forward, backward, strict=True)
+        )
+
+    def time_work(self, work: Work) -> float:
+        """Return the seconds of kernels: of their operations or of their bytes, and of starting them.
+
+        Raises:
+            ConfigError: A rate of the device is not known.
+        """
+        seconds = work.moved_bytes / self.memory_bytes_per_s
+        if work.flop:
+            is_fp8 = work.limit in (Limit.FP8_MATMUL, Limit.GROUPED_FP8_MATMUL)
+            rate = self._get_rate("fp8_flop_per_s" if is_fp8 else "bf16_flop_per_s")
+            seconds = max(seconds, work.flop / (rate * getattr(self.efficiency, work.limit.value)))
+        return seconds + work.kernels * self.efficiency.kernel_start_s
+
+    def time_traffic(self, traffic: Traffic) -> float:
+        """Return the seconds of collectives. What stays in the node and what leaves it go at the same time."""
+        node = self.network.nvlink_ranks or self.hardware.gpus_per_node
+        nvlink, network = self.network.nvlink_bytes_per_s, self.network.network_bytes_per_s
+        if traffic.span <= node:
+            seconds = traffic.sent_bytes / nvlink
+        elif traffic.pattern is Pattern.RING:
+            seconds = traffic.sent_bytes / network
+        else:
+            # Ranks of a group that are in this rank's node, and in others.
+            near = max(1, node * traffic.ranks // traffic.span)
+            each = traffic.sent_bytes / (traffic.ranks - 1)
+            seconds = max(each * (near - 1) / nvlink, each * (traffic.ranks - near) / network)
+        return seconds + traffic.calls * self.efficiency.collective_start_s
+
+    def time_pass(self, one: PassWork) -> float:
+        """Return the seconds of one way through a stretch, however long the host takes.
+
+        Raises:
+            ConfigError: A rate of the device is not known.
+        """
+        computing = sum(map(self.time_work, one.works))
+        beside = sum(map(self.time_traffic, one.beside))
+        return max(computing, beside) + sum(map(self.time_traffic, one.traffic))
+
+    def _time_passes(self, passes: Sequence[PassWork]) -> list[float]:
+        times = [self.time_pass(one) for one in passes]
+        kernels = [one.kernels for one in passes]
+        # The host runs ahead from stretch to stretch, so it is late, if at all, for the layer as a whole. What it is late falls
+        # on stretches by what they launch.
+        late_s = max(0.0, sum(kernels) * self.efficiency.host_s_per_launch - sum(times))
+        return [time_s + late_s * count / sum(kernels) for time_s, count in zip(times, kernels, strict=True)]
+
+    def _get_rate(self, field: str) -> float:
+        rate: float | None = getattr(self.hardware, field)
+        if rate is None:
+            raise ConfigError(
+                f"hardware {self.hardware.name!r} has no {field}, and the times of a layer need it. "
+                "Give a hardware file that has it, or a profile."
+            )
+        return rate
+
+
+def _hide_shared_experts(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
+    """Return `segments` without the part of the shared experts that runs while tokens are on their way."""
+    on_way = [work for work in works if work.name in ("dispatch", "moe_combine")]
+    forward_s = sum(clock.time_traffic(one) for work in on_way for one in work.forward.traffic)
+    backward_s = sum(clock.time_traffic(one) for work in on_way for one in work.backward.traffic)
+    shared = next(segment for segment in segments if segment.name == "shared_expert")
+    return _replace(
+        segments,
+        "shared_expert",
+        forward_s=max(0.0, shared.forward_s - forward_s),
+        backward_s=max(0.0, shared.backward_s - backward_s),
+    )
+
+
+def _replace(segments: Sequence[Segment], name: str, **fields: HostWait | float) -> tuple[Segment, ...]:
+    return tuple(dataclasses.replace(one, **fields) if one.name == name else one for one in segments)  # type: ignore[arg-type]
+
+
+def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, SegmentWork]:
+    """Return what multi-token prediction does before and behind its layer: two norms and a projection, and a norm."""
+    sizes = LayerSizes(shape)
+    linear = make_linear(shape, sizes.rows, 2 * shape.hidden_size, shape.hidden_size // shape.tensor_parallel_size)
+    norms, sides = make_moves(4 * sizes.hidden, kernels=2), make_moves(4 * sizes.hidden)
+    gather = (*list_gather(shape, 2 * shape.hidden_size), *list_gather(shape, shape.hidden_size))
+    first = SegmentWork(
+        name="mtp_projection",
+        forward=PassWork(works=(norms, sides, *linear.list_forward()), traffic=gather),
+        backward=PassWork(
+            works=(*linear.list_backward(execution), sides, make_moves(6 * sizes.hidden, kernels=4)), traffic=gather
+        ),
+    )
+    last = SegmentWork(
+        name="mtp_norm",
+        forward=PassWork(works=(make_moves(2 * sizes.hidden),)),
+        backward=PassWork(works=(make_moves(3 * sizes.hidden, kernels=2),)),
+    )
+    return first, last

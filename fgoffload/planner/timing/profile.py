@@ -1,0 +1,360 @@
+"""What was measured of a training: its link, and for each pipeline rank the layers' times and bytes.
+
+`fgoffload profile` writes one, and `--offload-modules auto` makes one in the first step. It is in the words of the simulator
+and the solver: a measured layer is a `LayerModel`, of a kind of its own. `make_rank_model` makes kinds of those that are alike:
+
+    profile = Profile.load(Path("profile.json"))
+    ranks = [make_rank_model(profile, rank=rank.rank) for rank in profile.ranks]
+"""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count, check_rate
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
+from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import Pipeline, list_passes
+from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
+from fgoffload.policy import TransferPolicy
+
+FORMAT = 1
+"""Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
+
+DEFAULT_TOLERANCE = 0.1
+"""Part by which forward, backward and what each tag saves of two layers may differ and the layers still be of one kind. Times
+of one layer differ by a few percent from microbatch to microbatch, and the tokens of experts by more than the tolerance only
+where routing is far out of balance."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRate:
+    """Copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
+
+    size_bytes: int
+    """Of each copy."""
+    d2h_bytes_per_s: float
+    """To the host, with nothing the other way."""
+    h2d_bytes_per_s: float
+    """To the device, with nothing the other way."""
+    duplex_bytes_per_s: float
+    """Each way while both run: the slower of the two."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no size or no rate.
+
+        Raises:
+            ConfigError: With the field, the value and the fix.
+        """
+        check_count("size_bytes", self.size_bytes)
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} None is no rate. Give what was measured.")
+            check_rate(name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """The link between a device and its host, measured."""
+
+    copies: tuple[CopyRate, ...]
+    """From the smallest size to the largest."""
+    compute_slowdown: float
+    """What a matrix product takes longer while copies run both ways, as a part: 0.06 for 6%."""
+
+    def __post_init__(self) -> None:
+        """Refuse a link without copies, and sizes out of order.
+
+        Raises:
+            ConfigError: With the value and the fix.
+        """
+        if not self.copies:
+            raise ConfigError("copies is empty: nothing was measured of the link. Measure again.")
+        sizes = [copy.size_bytes for copy in self.copies]
+        if sizes != sorted(set(sizes)):
+            raise ConfigError(f"copies are of {sizes} bytes. Give each size once, from the smallest to the largest.")
+
+    def to_model(self) -> LinkModel:
+        """Return the link as the simulator has it: the rates of the largest copies, and what the smallest take longer.
+
+        A copy of n bytes takes latency + n / rate. Large copies hide the latency, and small ones are little else.
+        """
+        largest, smallest = self.copies[-1], self.copies[0]
+        size_bytes = smallest.size_bytes
+        latency_s = statistics.fmean(
+            size_bytes / small - size_bytes / large
+            for small, large in (
+                (smallest.d2h_bytes_per_s, largest.d2h_bytes_per_s),
+                (smallest.h2d_bytes_per_s, largest.h2d_bytes_per_s),
+            )
+        )
+        return LinkModel(
+            d2h_bytes_per_s=largest.d2h_bytes_per_s,
+            h2d_bytes_per_s=largest.h2d_bytes_per_s,
+            duplex_bytes_per_s=largest.duplex_bytes_per_s,
+            copy_latency_s=max(0.0, latency_s),
+            compute_slowdown=self.compute_slowdown,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """What one pipeline rank ran in the measured step, with everything kept."""
+
+    rank: int
+    """Of the pipeline, from 0."""
+    pipeline: Pipeline
+    """The schedule of the step."""
+    chunks: tuple[ChunkModel, ...]
+    """By number; each layer is of a kind of its own. Times are medians over microbatches, bytes the most of any."""
+    static_bytes: int
+    """Device bytes that were there all the time: weights, gradients, optimizer, buffers."""
+    peak_bytes: int | None = None
+    """The most device bytes at any time of the step. None where the device does not count them, as on a CPU."""
+    step_s: float
+    """From the start of the step to the start of the next, or to its end where none came."""
+    step_end_s: float = 0.0
+    """Of it, after the last pass: the reduction of gradients and the optimizer."""
+    min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
+    """What stays when it is smaller: the minimum size of the training, in bytes of its activations."""
+
+    @property
+    def layers(self) -> tuple[NumberedLayer, ...]:
+        """The layers of all chunks, in order."""
+        return tuple(layer for chunk in self.chunks for layer in chunk.layers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A link and, where a model was measured too, its pipeline ranks."""
+
+    device: str
+    """For people, as the driver or the system names it."""
+    versions: Mapping[str, str]
+    """Of what took part, by name: torch, megatron-core."""
+    date: str
+    """When it was measured: `2026-11-22`."""
+    link: LinkProfile
+    """Of one device, with nothing else on it."""
+    ranks: tuple[RankProfile, ...] = ()
+    """By rank of the pipeline; empty where the link alone was measured."""
+
+    def get_rank(self, rank: int) -> RankProfile:
+        """Return what pipeline rank `rank` ran.
+
+        Raises:
+            ConfigError: The profile has no such rank.
+        """
+        for one in self.ranks:
+            if one.rank == rank:
+                return one
+        if not self.ranks:
+            raise ConfigError(
+                f"rank {rank} is not in the profile, which has the link alone. Measure a model: fgoffload profile ARGUMENTS.sh."
+            )
+        raise ConfigError(f"rank {rank} is not in the profile. It has: {', '.join(str(one.rank) for one in self.ranks)}.")
+
+    def to_json(self) -> str:
+        """Return the profile as JSON."""
+        return json.dumps({"format": FORMAT, **to_json_value(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str) -> "Profile":
+        """Return the profile that `text` holds.
+
+        Args:
+            text: What `to_json` wrote.
+            source: Where `text` came from, for the error.
+
+        Raises:
+            ConfigError: `text` is no profile of this format, with where in it the fault is.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{source} is not JSON: {error}. Give a file that `fgoffload profile --json` wrote.") from error
+        found = document.pop("format", None) if isinstance(document, dict) else None
+        if type(found) is not int or found != FORMAT:
+            raise ConfigError(f"{source} is a profile of format {found!r}; this version reads format {FORMAT}. Measure again.")
+        return read_json_value(cls, document, source=source)
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        """Return the profile in the file at `path`.
+
+        Raises:
+            ConfigError: The file cannot be read, or holds no profile.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise ConfigError(f"profile {path}: {reason}. Give a file that `fgoffload profile --json` wrote.") from error
+        return cls.from_json(text, source=f"profile {path}")
+
+    def save(self, path: Path) -> None:
+        """Write the profile to a file at `path`.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        try:
+            path.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"profile {path} cannot be written: {error.strerror}. Give another file.") from error
+
+
+def make_rank_model(
+    profile: Profile,
+    *,
+    rank: int,
+    policy: TransferPolicy | None = None,
+    microbatches: int | None = None,
+    host_budget_bytes: int | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+) -> RankModel:
+    """Return pipeline rank `rank` of a profile as the simulator and the solver take it.
+
+    Args:
+        profile: With that rank.
+        rank: Of the pipeline, from 0.
+        policy: Window and prefetch; None takes the defaults.
+        microbatches: Of a step, where it is to have more or fewer than the measured one.
+        host_budget_bytes: Of this rank; None for no limit.
+        tolerance: Part by which times and bytes of layers of one kind may differ. 0 leaves each layer a kind of its own, but
+            for those that are equal.
+
+    Raises:
+        ConfigError: The profile has no such rank, or the schedule cannot have so many microbatches.
+    """
+    measured = profile.get_rank(rank)
+    pipeline = measured.pipeline
+    if microbatches is not None:
+        pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
+    kinds = merge_alike([layer.model for layer in measured.layers], tolerance=tolerance)
+    chunks = []
+    for chunk in measured.chunks:
+        layers = tuple(dataclasses.replace(layer, model=kinds[layer.model.kind]) for layer in chunk.layers)
+        chunks.append(dataclasses.replace(chunk, layers=layers))
+    return RankModel(
+        rank=rank,
+        static_bytes=measured.static_bytes,
+        chunks=tuple(chunks),
+        passes=list_passes(pipeline, rank=rank),
+        link=profile.link.to_model(),
+        policy=policy or TransferPolicy(),
+        min_offloaded_bytes=measured.min_offloaded_bytes,
+        step_end_s=measured.step_end_s,
+        host_budget_bytes=host_budget_bytes,
+    )
+
+
+def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, LayerModel]:
+    """Return for the kind of each of `layers` the model of all that are like it.
+
+    Layers are alike where they have the same stretches, tensors and units, and where forward, backward and what each set of
+    tags saves differ from those of the first of the kind by no more than `tolerance`. Their times are averaged, so that
+    together they take what was measured; the tensors are those of the layer with the most bytes, since a plan must fit it.
+
+    Args:
+        layers: Each of a kind of its own.
+        tolerance: As a part: 0.1 for 10%.
+    """
+    groups: list[list[LayerModel]] = []
+    for layer in layers:
+        group = next((group for group in groups if _is_alike(group[0], layer, tolerance)), None)
+        if group is None:
+            groups.append([layer])
+        else:
+            group.append(layer)
+    return {layer.kind: merged for group in groups for merged in [_merge(group)] for layer in group}
+
+
+def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
+    """Return one profile for each pipeline rank, from those of its processes: other data, tensor and expert parallel ranks.
+
+    Times are averaged and of bytes the most counts, as in `merge_alike`; of layers that differ in what they save the one with
+    the most bytes counts.
+
+    Args:
+        profiles: In any order of ranks; those of one rank in the same order wherever the result is to be the same to the bit.
+    """
+    by_rank: dict[int, list[RankProfile]] = {}
+    for profile in profiles:
+        by_rank.setdefault(profile.rank, []).append(profile)
+    return tuple(_merge_process(by_rank[rank]) for rank in sorted(by_rank))
+
+
+def _merge_process(profiles: Sequence[RankProfile]) -> RankProfile:
+    peaks = [profile.peak_bytes for profile in profiles if profile.peak_bytes is not None]
+    return dataclasses.replace(
+        profiles[0],
+        chunks=tuple(_merge_chunks(alike) for alike in zip(*(profile.chunks for profile in profiles), strict=True)),
+        static_bytes=max(profile.static_bytes for profile in profiles),
+        peak_bytes=max(peaks, default=None),
+        step_s=max(profile.step_s for profile in profiles),
+        step_end_s=max(profile.step_end_s for profile in profiles),
+    )
+
+
+def _merge_chunks(alike: Sequence[ChunkModel]) -> ChunkModel:
+    layers = []
+    for same in zip(*(chunk.layers for chunk in alike), strict=True):
+        models = [layer.model for layer in same]
+        if any(_list_structure(model) != _list_structure(models[0]) for model in models):
+            models = [max(models, key=lambda model: model.saved_bytes)]
+        layers.append(dataclasses.replace(same[0], model=_merge(models)))
+    return dataclasses.replace(alike[0], layers=tuple(layers), saved_bytes=max(chunk.saved_bytes for chunk in alike))
+
+
+def count_tag_bytes(layer: LayerModel) -> dict[str, int]:
+    """Return the bytes that each tag of a layer saves, each counted alone, in the order of forward."""
+    tags = dict.fromkeys(tag for tensor in layer.tensors for tag in tensor.tags)
+    return {tag: sum(tensor.size_bytes for tensor in layer.tensors if tag in tensor.tags) for tag in tags}
+
+
+def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
+    if _list_structure(first) != _list_structure(other):
+        return False
+    pairs: list[tuple[float, float]] = [(first.forward_s, other.forward_s), (first.backward_s, other.backward_s)]
+    # Not tensor by tensor: local experts save one for each of them, and their tokens differ more than those of all together.
+    pairs += zip(_count_by_tags(first).values(), _count_by_tags(other).values(), strict=True)
+    return all(abs(one - another) <= tolerance * max(one, another) for one, another in pairs)
+
+
+def _list_structure(layer: LayerModel) -> object:
+    """Return what two layers must have in common to be of one kind, whatever their times and sizes are."""
+    segments = [(segment.name, segment.host_wait) for segment in layer.segments]
+    tensors = [(tensor.name, tensor.tags, tensor.is_same_in_all_layers) for tensor in _list_tensors(layer)]
+    units = [(unit.name, unit.segments, unit.drops, unit.before) for unit in layer.units]
+    return segments, tensors, units
+
+
+def _list_tensors(layer: LayerModel) -> list[SavedTensor]:
+    return [*layer.tensors, *(tensor for unit in layer.units for tensor in unit.keeps)]
+
+
+def _count_by_tags(layer: LayerModel) -> dict[tuple[str, ...], int]:
+    found: dict[tuple[str, ...], int] = {}
+    for tensor in _list_tensors(layer):
+        found[tensor.tags] = found.get(tensor.tags, 0) + tensor.size_bytes
+    return found
+
+
+def _merge(group: Sequence[LayerModel]) -> LayerModel:
+    first, largest = group[0], max(group, key=lambda layer: layer.saved_bytes)
+    segments = tuple(_merge_segments(alike) for alike in zip(*(layer.segments for layer in group), strict=True))
+    return LayerModel(kind=first.kind, segments=segments, tensors=largest.tensors, units=largest.units)
+
+
+def _merge_segments(alike: Sequence[Segment]) -> Segment:
+    return dataclasses.replace(
+        alike[0],
+        forward_s=statistics.fmean(segment.forward_s for segment in alike),
+        backward_s=statistics.fmean(segment.backward_s for segment in alike),
+        forward_extra_bytes=max(segment.forward_extra_bytes for segment in alike),
+        backward_extra_bytes=max(segment.backward_extra_bytes for segment in alike),
+    )

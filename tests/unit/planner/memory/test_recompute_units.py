@@ -1,0 +1,261 @@
+"""What units save and what they drop, in bytes counted by hand: of a dense layer, of a mixture, and of latent attention."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, MLA, MOE, change_experts
+
+from fgoffload import InternalError
+from fgoffload.planner.memory.recompute_units import make_units
+from fgoffload.planner.memory.saved_bytes import list_saved_tensors
+from fgoffload.planner.model.layer_shape import RouterShape
+from fgoffload.planner.timing.op_times import make_layer_model
+from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
+
+# 128 tokens of 32 channels, 4 heads of 8 in 2 groups.
+HIDDEN, ROWS = 2 * 128 * 32, 4 * 128
+QUERY_KEY_VALUE, OUTPUT, LSE, RANDOM = 2 * 128 * (4 + 2 + 2) * 8, 2 * 128 * 32, 4 * 128 * 4, 16
+ATTENTION = HIDDEN + ROWS + HIDDEN + QUERY_KEY_VALUE + OUTPUT + LSE + RANDOM
+WIDE, INNER = 2 * 128 * 96, 2 * 128 * 48
+DENSE_BYTES = ATTENTION + HIDDEN + ROWS + HIDDEN + WIDE + INNER
+
+# Experts of 16 channels, 2 of 8 a token, without a balancing loss; shared experts of 24.
+MIXTURE = change_experts(shared_ffn_hidden_size=24)
+ROUTED = 8 * 256 + 4 * 256  # the numbers of the chosen experts and their probabilities
+PERMUTED, GATES, EXPERT_INNER = 2 * 256 * 32, 2 * 256 * 32, 2 * 256 * 16
+PROBABILITIES, PLACES, SHARED = 2 * 256, 8 * 256, 2 * 128 * 3 * 24
+EXPERT_BYTES = PERMUTED + GATES + PROBABILITIES + EXPERT_INNER + PLACES
+MIXTURE_BYTES = ATTENTION + HIDDEN + ROWS + HIDDEN + SHARED + ROUTED + EXPERT_BYTES
+
+# Heads of 8 + 4 and 8 channels, compressed to 10 and 6.
+LATENT_QUERY_KEY_VALUE = 2 * 128 * 4 * (12 + 12 + 8)
+COMPRESSED, TABLES, CHANNELS = 2 * 128 * (10 + 6), 8 * 64 * 4, 2 * 128 * 4
+LATENT_BYTES = DENSE_BYTES - QUERY_KEY_VALUE + LATENT_QUERY_KEY_VALUE + COMPRESSED + TABLES
+
+DENSE_UNITS = {
+    "layer": (DENSE_BYTES, HIDDEN),
+    "core_attn": (DENSE_BYTES, DENSE_BYTES - LSE - RANDOM),
+    "mlp": (DENSE_BYTES, ATTENTION + HIDDEN),
+}
+MIXTURE_UNITS = {
+    "layer": (MIXTURE_BYTES, HIDDEN),
+    "core_attn": (MIXTURE_BYTES, MIXTURE_BYTES - LSE - RANDOM),
+    "mlp_norm": (MIXTURE_BYTES, MIXTURE_BYTES - HIDDEN - ROWS),
+    "moe": (MIXTURE_BYTES, ATTENTION + HIDDEN + ROWS + HIDDEN),
+    "shared_expert": (MIXTURE_BYTES, MIXTURE_BYTES - SHARED),
+    "moe_act": (MIXTURE_BYTES, MIXTURE_BYTES - EXPERT_INNER),
+}
+LATENT_UNITS = {
+    "layer": (LATENT_BYTES, HIDDEN),
+    "attn_norm": (LATENT_BYTES, LATENT_BYTES - HIDDEN - ROWS),
+    "mla_up_proj": (LATENT_BYTES, LATENT_BYTES - LATENT_QUERY_KEY_VALUE - TABLES + CHANNELS),
+    "core_attn": (LATENT_BYTES, LATENT_BYTES - LSE - RANDOM),
+    "mlp": (LATENT_BYTES, LATENT_BYTES - ROWS - HIDDEN - WIDE - INNER),
+}
+BY_HAND = [
+    (shape, unit, before, after)
+    for shape, units in ((DENSE, DENSE_UNITS), (MIXTURE, MIXTURE_UNITS), (MLA, LATENT_UNITS))
+    for unit, (before, after) in units.items()
+]
+
+
+def make_layer(shape):
+    return make_layer_model(shape, COMPUTING, kind="any", efficiency=IDEAL)
+
+
+def make_found(shape):
+    return {unit.name: unit for unit in make_layer(shape).units}
+
+
+def count_saved(layer, unit):
+    """Return the bytes that a layer saves while `unit` has not run again yet."""
+    kept = sum(one.size_bytes for one in layer.tensors if one.name not in unit.drops and not one.is_same_in_all_layers)
+    return kept + sum(one.size_bytes for one in unit.keeps)
+
+
+@pytest.mark.parametrize(("shape", "unit", "before", "after"), BY_HAND)
+def test_a_layer_saves_what_was_counted_by_hand_with_the_unit_and_without(shape, unit, before, after):
+    layer = make_layer(shape)
+    assert layer.saved_bytes == before
+    assert count_saved(layer, layer.find_unit(unit)) == after
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        (DENSE, list(DENSE_UNITS)),
+        (MIXTURE, list(MIXTURE_UNITS)),
+        (MLA, list(LATENT_UNITS)),
+        (MOE, ["layer", "core_attn", "mlp_norm", "moe", "moe_act"]),
+        (dataclasses.replace(DENSE, has_fused_norms=False), ["layer", "attn_norm", "core_attn", "mlp_norm", "mlp"]),
+        # The dispatcher runs shared experts that overlap, and no checkpoint can be around them.
+        (
+            change_experts(shared_ffn_hidden_size=24, has_shared_overlap=True),
+            ["layer", "core_attn", "mlp_norm", "moe", "moe_act"],
+        ),
+        # Linears cannot keep their input as it was given, which norms and activations that run again need.
+        (dataclasses.replace(MIXTURE, fp8_recipe="delayed"), ["layer", "core_attn", "moe", "shared_expert"]),
+        (dataclasses.replace(MLA, fp8_recipe="delayed"), ["layer", "mla_up_proj", "core_attn", "mlp"]),
+        (dataclasses.replace(MIXTURE, fp8_recipe="blockwise"), list(MIXTURE_UNITS)),
+    ],
+)
+def test_a_layer_has_the_units_of_its_modules_in_the_order_of_the_registry(shape, names):
+    assert list(make_found(shape)) == names
+
+
+def test_each_unit_runs_its_stretches_again_where_megatron_asks_for_them():
+    mixture = {name: (unit.segments, unit.before) for name, unit in make_found(MIXTURE).items()}
+    experts = ("shared_expert", "router", "dispatch", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
+    assert mixture == {
+        "layer": (("qkv_linear", "core_attn", "attn_proj", "mlp_norm", *experts), "moe_combine"),
+        "core_attn": (("core_attn",), "core_attn"),
+        # Its recompute hangs on the output of all experts, and not on the router, which is the first to need it.
+        "mlp_norm": (("mlp_norm",), "moe_combine"),
+        "moe": (experts, "moe_combine"),
+        "shared_expert": (("shared_expert",), "shared_expert"),
+        "moe_act": (("moe_act",), "expert_fc2"),
+    }
+    latent = {name: (unit.segments, unit.before) for name, unit in make_found(MLA).items()}
+    assert latent["attn_norm"] == (("attn_norm",), "attn_proj")
+    # What compresses does not run again.
+    assert latent["mla_up_proj"] == (("qkv_linear",), "core_attn")
+    assert latent["mlp"] == (("mlp_fc1", "mlp_act", "mlp_fc2"), "mlp_fc2")
+
+
+def test_the_projection_keeps_the_output_of_attention_that_runs_again():
+    layer = make_layer(DENSE)
+    unit = layer.find_unit("core_attn")
+    assert set(unit.drops) == {"log-sum-exp", "random state"}
+    assert unit.keeps == ()
+    assert unit.extra_bytes == 0
+
+
+def test_with_delayed_scaling_the_projection_keeps_a_copy_in_fp8_and_the_output_is_dropped():
+    assert "attention output" in make_found(dataclasses.replace(DENSE, fp8_recipe="delayed"))["core_attn"].drops
+
+
+def test_the_rotary_channels_of_the_key_are_kept_with_the_compressed_tensors():
+    (kept,) = make_found(MLA)["mla_up_proj"].keeps
+    assert (kept.tags, kept.size_bytes) == (("qkv_linear",), CHANNELS)
+    # Each of two ranks has them of the whole sequence.
+    (shared,) = make_found(dataclasses.replace(MLA, tensor_parallel_size=2))["mla_up_proj"].keeps
+    assert shared.size_bytes == CHANNELS
+
+
+def test_normed_compressed_tensors_are_made_again_with_the_projections():
+    normed = dataclasses.replace(MLA, latent=dataclasses.replace(MLA.latent, has_qk_norm=True))
+    assert {"normed compressed query", "normed compressed key-value"} < set(make_found(normed)["mla_up_proj"].drops)
+
+
+def test_a_dense_mlp_keeps_the_input_that_it_runs_again_from():
+    assert "residual" not in make_found(DENSE)["mlp"].drops
+    apart = make_found(dataclasses.replace(DENSE, has_fused_norms=False))["mlp"]
+    assert set(apart.drops) == {"first linear's output", "activation's output"}
+
+
+def test_gathered_input_of_overlapped_shared_experts_is_dropped_with_all_experts():
+    shape = dataclasses.replace(change_experts(shared_ffn_hidden_size=24, has_shared_overlap=True), tensor_parallel_size=2)
+    dropped = make_found(shape)["moe"].drops
+    assert "gathered input of the shared experts" in dropped
+    assert "output of the norm before the MLP" not in dropped
+
+
+def test_what_is_filled_again_is_copied_and_there_twice():
+    units = make_units(MIXTURE, make_layer(MIXTURE).segments, list_saved_tensors(MIXTURE), copy_bytes_per_s=1e9)
+    found = {unit.name: (unit.extra_s, unit.extra_bytes) for unit in units}
+    # Read and written. What checkpoints return is there once more, until backward is through.
+    assert found == {
+        "layer": (0, HIDDEN),
+        "core_attn": (0, 0),
+        "mlp_norm": (pytest.approx(2 * HIDDEN / 1e9), HIDDEN),
+        "moe": (0, HIDDEN),
+        "shared_expert": (0, HIDDEN),
+        "moe_act": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
+    }
+    latent = make_found(MLA)["mla_up_proj"]
+    assert (latent.extra_s, latent.extra_bytes) == (pytest.approx(2 * LATENT_QUERY_KEY_VALUE / FAST), LATENT_QUERY_KEY_VALUE)
+
+
+def test_copies_take_no_time_unless_their_rate_is_given():
+    assert all(unit.extra_s == 0 for unit in make_units(MLA, make_layer(MLA).segments, list_saved_tensors(MLA)))
+
+
+def test_a_layer_model_copies_at_the_rate_that_kernels_reach_of_memory():
+    hardware = dataclasses.replace(COMPUTING, device_memory_bytes_per_s=1e9)
+    layer = make_layer_model(MOE, hardware, kind="moe", efficiency=dataclasses.replace(IDEAL, memory=0.5))
+    assert layer.find_unit("moe_act").extra_s == pytest.approx(2 * EXPERT_INNER / 0.5e9)
+
+
+def test_what_multi_token_prediction_has_around_its_layer_does_not_run_again():
+    plain, predicting = make_found(MIXTURE), make_found(dataclasses.replace(MIXTURE, has_mtp_projection=True))
+    assert predicting == plain
+
+
+def test_a_tensor_that_is_not_there_is_a_fault_of_ours():
+    tensors = [one for one in list_saved_tensors(MOE) if one.name != "activation's output"]
+    with pytest.raises(InternalError, match="saves no activation's output"):
+        make_units(MOE, make_layer(MOE).segments, tensors)
+
+
+SHAPES = st.builds(
+    lambda shape, fused, ranks, overlap, recipe, router, expert_ranks: dataclasses.replace(
+        shape,
+        has_fused_norms=fused,
+        tensor_parallel_size=ranks,
+        fp8_recipe=recipe,
+        experts=shape.experts
+        and dataclasses.replace(
+            shape.experts,
+            router=router,
+            expert_parallel_size=expert_ranks,
+            has_shared_overlap=overlap and shape.experts.shared_ffn_hidden_size > 0,
+        ),
+    ),
+    st.sampled_from((DENSE, MOE, MIXTURE, MLA, dataclasses.replace(MLA, ffn_hidden_size=0, experts=MIXTURE.experts))),
+    st.booleans(),
+    st.sampled_from((1, 2)),
+    st.booleans(),
+    st.sampled_from((None, "delayed", "tensorwise", "blockwise")),
+    st.sampled_from((RouterShape(), RouterShape(balancing="aux_loss", dtype_bytes=4))),
+    st.sampled_from((1, 8)),
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(shape=SHAPES)
+def test_whatever_the_layer_units_are_made_of_what_it_has(shape):
+    layer = make_layer(shape)
+    names = [segment.name for segment in layer.segments]
+    saved = {tensor.name: tensor for tensor in layer.tensors}
+    assert len(saved) == len(layer.tensors)
+    for unit in layer.units:
+        assert set(unit.drops) <= set(saved)
+        assert len(set(unit.drops)) == len(unit.drops) > 0
+        assert not any("layer_input" in saved[name].tags or saved[name].is_same_in_all_layers for name in unit.drops)
+        places = [names.index(name) for name in unit.segments]
+        assert places == sorted(places)
+        assert names.index(unit.before) >= places[-1]
+        assert count_saved(layer, unit) < layer.saved_bytes
+        assert math.isfinite(unit.extra_s)
+
+
+@settings(deadline=None, max_examples=80)
+@given(shape=SHAPES)
+def test_whatever_the_layer_a_unit_leaves_of_the_tags_that_it_covers_only_what_it_runs_again_from(shape):
+    layer = make_layer(shape)
+    inputs = {"residual", "output of the norm before the MLP", "query, key and value", "layer input"}
+    for unit in layer.units:
+        covered = set(find_recompute_unit(unit.name).covers)
+        left = {one.name for one in layer.tensors if one.tags and set(one.tags) <= covered and one.name not in unit.drops}
+        # What all layers share stays.
+        left -= {one.name for one in layer.tensors if one.is_same_in_all_layers}
+        assert left <= inputs
+        assert len(left) <= 1
+
+
+def test_every_unit_of_the_registry_is_one_of_some_layer():
+    found = {name for shape in (DENSE, MIXTURE, MLA) for name in make_found(shape)}
+    assert found == {unit.name for unit in RECOMPUTE_UNITS}

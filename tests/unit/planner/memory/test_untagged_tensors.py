@@ -1,0 +1,130 @@
+"""What a layer saves outside of all tags: against tensors written down by hand, and against Megatron's functions on the CPU."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_saved_tensors, list_untagged_tensors
+from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
+
+ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4}
+# Two ranks: s 48, b 3, so 72 tokens a rank; 12 experts, 5 a token.
+SIZES = {
+    "micro_batch_size": 3,
+    "seq_length": 48,
+    "hidden_size": 40,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "qk_channels": 6,
+    "v_channels": 10,
+    "tensor_parallel_size": 2,
+}
+EXPERTS = ExpertsShape(num_experts=12, topk=5, ffn_hidden_size=14)
+DENSE = LayerShape(**SIZES, ffn_hidden_size=26)
+MOE = LayerShape(**SIZES, experts=EXPERTS)
+
+
+def sum_bytes(*tensors):
+    return sum(math.prod(tensor[:-1]) * ITEM_BYTES[tensor[-1]] for tensor in tensors)
+
+
+def count_untagged(shape):
+    return sum(tensor.size_bytes for tensor in list_untagged_tensors(shape))
+
+
+def with_experts(**fields):
+    return dataclasses.replace(MOE, experts=dataclasses.replace(EXPERTS, **fields))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensors"),
+    [
+        (DENSE, ()),
+        (dataclasses.replace(DENSE, rotary_channels=6), 4 * ((48, 1, 1, 6, "bf16"),)),
+        (dataclasses.replace(DENSE, rotary_channels=6, has_fused_rotary=True), ((48, 1, 1, 6, "fp32"),)),
+        (dataclasses.replace(DENSE, has_hidden_dropout=True), 2 * ((24, 3, 40, "bool"),)),
+        (MOE, ((12, 72, "bf16"), (12, 72, "bool"))),
+        (with_experts(router=RouterShape(dtype_bytes=4)), ((12, 72, "fp32"), (12, 72, "bool"))),
+        (with_experts(has_fused_permutation=True), ((360, "int32"),)),
+        (with_experts(has_fused_permutation=True, expert_parallel_size=4, imbalance=1.5), ((540, "int32"),)),
+        (with_experts(has_fused_permutation=True, expert_parallel_size=12), ()),
+        (
+            dataclasses.replace(DENSE, has_mtp_projection=True),
+            (*3 * ((24, 3, 40, "bf16"), (72, "fp32")), (24, 3, 80, "bf16")),
+        ),
+        (
+            dataclasses.replace(DENSE, has_mtp_projection=True, fp8_recipe="tensorwise", normalization="LayerNorm"),
+            (*3 * ((24, 3, 40, "bf16"), (72, "fp32"), (72, "fp32")), (24, 3, 80, "fp8"), (1, "fp32")),
+        ),
+    ],
+    ids=range(11),
+)
+def test_what_is_saved_outside_of_all_tags(shape, tensors):
+    assert count_untagged(shape) == sum_bytes(*tensors)
+
+
+def test_the_embedding_that_a_fused_kernel_keeps_is_the_whole_models():
+    shape = dataclasses.replace(DENSE, rotary_channels=6, has_fused_rotary=True)
+    assert [tensor.is_same_in_all_layers for tensor in list_untagged_tensors(shape)] == [True]
+    unfused = dataclasses.replace(shape, has_fused_rotary=False)
+    assert [tensor.is_same_in_all_layers for tensor in list_untagged_tensors(unfused)] == [False]
+
+
+def test_latent_attention_keeps_its_rotary_tables_with_a_tag():
+    latent = LatentShape(q_lora_rank=None, kv_lora_rank=20, qk_pos_emb_head_dim=2)
+    shape = LayerShape(**SIZES | {"num_query_groups": 8}, ffn_hidden_size=26, latent=latent, rotary_channels=6)
+    assert list_untagged_tensors(shape) == ()
+    assert "rotary tables" in {tensor.name for tensor in list_saved_tensors(shape)}
+
+
+def test_nothing_without_a_tag_is_counted_for_one():
+    shape = dataclasses.replace(MOE, rotary_channels=6, has_hidden_dropout=True, has_mtp_projection=True)
+    assert {tensor.tags for tensor in list_untagged_tensors(shape)} == {()}
+    names = [tensor.name for tensor in (*list_saved_tensors(shape), *list_untagged_tensors(shape))]
+    assert len(set(names)) == len(names)
+    alone = dataclasses.replace(shape, has_hidden_dropout=False, has_mtp_projection=False)
+    assert count_tag_bytes(shape) == count_tag_bytes(alone)
+
+
+def save(function):
+    """Return the bytes of the storages that `function` saves for backward, each once, without parameters and inputs."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    assert any(tensor.requires_grad for tensor in result if tensor is not None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_megatron_turns_heads_with_the_cosine_and_sine_of_the_formula():
+    rope = pytest.importorskip("megatron.core.models.common.embeddings.rope_utils")
+    embedding = torch.rand(48, 1, 1, 6)
+
+    def turn():
+        # Query and key of a rank's 4 heads and 2 groups.
+        heads = [torch.rand(48, 3, count, 8, dtype=torch.bfloat16, requires_grad=True) for count in (4, 2)]
+        return [rope._apply_rotary_pos_emb_bshd(head, embedding) for head in heads]
+
+    assert save(turn) == count_untagged(dataclasses.replace(DENSE, rotary_channels=6))
+
+
+@pytest.mark.parametrize(("dtype", "dtype_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_megatron_permutes_tokens_with_the_probabilities_and_the_mask_of_the_formula(dtype, dtype_bytes):
+    utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    chosen = torch.rand(72, 12).topk(5, dim=1).indices
+    routing_map = torch.zeros(72, 12, dtype=torch.bool).scatter(1, chosen, value=True)
+
+    def permute():
+        tokens = torch.rand(72, 40, dtype=torch.bfloat16, requires_grad=True)
+        probabilities = torch.rand(72, 12, dtype=dtype, requires_grad=True)
+        return utils.permute(tokens, routing_map, probs=probabilities, num_out_tokens=360)
+
+    places = count_tag_bytes(MOE)["moe_combine"]  # saved by the way back too, which has a tag
+    shape = with_experts(router=RouterShape(dtype_bytes=dtype_bytes))
+    assert save(permute) - places == count_untagged(shape)

@@ -1,0 +1,170 @@
+"""The passes of a rank, against what Megatron-Core's own schedules run.
+
+Its schedule functions run here as they are, for any rank of any pipeline in this one process: what they send to other ranks
+goes nowhere, and the steps that they call are written down instead of run.
+"""
+
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fgoffload.planner.ranks.schedule import Pass, PassKind, Pipeline, count_warmup_passes, list_passes
+
+schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+combined = pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b")
+enums = pytest.importorskip("megatron.core.enums")
+transformer = pytest.importorskip("megatron.core.transformer.transformer_config")
+
+
+class Group:
+    """A process group of which only this rank is there."""
+
+    def __init__(self, size=1, rank=0):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+class Mailbox:
+    """Megatron's point-to-point communicator: sends nothing, receives nothing."""
+
+    def __init__(self, pipeline, rank, config):
+        self.pp_group, self.config = Group(pipeline.stages, rank), config
+        self.virtual_pipeline_model_parallel_size = pipeline.chunks if pipeline.chunks > 1 else None
+        self.is_pp_first_stage, self.is_pp_last_stage = rank == 0, rank == pipeline.stages - 1
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+    def send_forward_backward_recv_forward_backward(self, *_, **__):
+        return None, None
+
+
+def run_megatron(pipeline, rank):
+    """Return the passes that Megatron's schedule for `pipeline` runs on `rank`, in order."""
+    config = transformer.TransformerConfig(
+        num_layers=pipeline.stages * pipeline.chunks,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pipeline.stages,
+        virtual_pipeline_model_parallel_size=pipeline.chunks if pipeline.chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=pipeline.group_size,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=False,
+        cuda_graph_scope=[],  # the default, "full", warns that it is deprecated
+    )
+    model = [torch.nn.Identity() for _ in range(pipeline.chunks)]
+    for chunk, module in enumerate(model):
+        module.config, module.chunk, module.model_type = config, chunk, enums.ModelType.encoder_or_decoder
+    config.overlap_moe_expert_parallel_comm = pipeline.has_expert_overlap  # here, since a config with it needs several ranks
+    found, seen = [], dict.fromkeys(range(pipeline.chunks), 0)
+
+    def forward_step(_step, _data, module, *_, **__):
+        saved = types.SimpleNamespace(chunk=module.chunk, microbatch=seen[module.chunk])
+        seen[module.chunk] += 1
+        found.append(Pass(kind=PassKind.FORWARD, chunk=saved.chunk, microbatch=saved.microbatch))
+        return [saved], torch.zeros((), dtype=torch.int)  # a list, as of the tensors for the next stage
+
+    def backward_step(_input, output, *_, **__):
+        (saved,) = output
+        found.append(Pass(kind=PassKind.BACKWARD, chunk=saved.chunk, microbatch=saved.microbatch))
+
+    def both_steps(step, data, forward_model, _count, _input, _store, backward_model, backward_input, output, *_, **__):
+        sent = forward_step(step, data, forward_model) if forward_model is not None else (None, None)
+        if backward_model is not None:
+            backward_step(backward_input, output)
+        return *sent, None
+
+    groups = types.SimpleNamespace(**dict.fromkeys(("tp", "cp", "embd", "pos_embd", "dp_cp"), Group()))
+    groups.pp = Group(pipeline.stages, rank)
+    mailbox = Mailbox(pipeline, rank, config)
+    arguments = {"pg_collection": groups, "p2p_communicator": mailbox} if pipeline.stages > 1 else {"pg_collection": groups}
+    run = schedules.get_forward_backward_func(pipeline.stages, pipeline.chunks if pipeline.chunks > 1 else None)
+    zeros = torch.zeros
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "forward_step", forward_step)
+        patch.setattr(schedules, "backward_step", backward_step)
+        patch.setattr(combined, "combined_forward_backward_step", both_steps)
+        patch.setattr(combined, "set_streams", lambda: None)
+        # The schedules make their count of tokens on the device, by name.
+        patch.setattr(torch, "zeros", lambda *args, **kwargs: zeros(*args, **{**kwargs, "device": "cpu"}))
+        run(
+            forward_step_func=None,
+            data_iterator=[None] * pipeline.chunks,
+            model=model,
+            num_microbatches=pipeline.microbatches,
+            seq_length=8,
+            micro_batch_size=1,
+            **arguments,
+        )
+    return tuple(found)
+
+
+@st.composite
+def pipelines(draw):
+    """Return any pipeline that Megatron runs, small."""
+    stages = draw(st.integers(1, 6))
+    if stages == 1 or draw(st.booleans()):
+        overlaps = stages == 1 and draw(st.booleans())
+        return Pipeline(stages=stages, microbatches=draw(st.integers(1, 14)), has_expert_overlap=overlaps)
+    size = draw(st.integers(stages, stages + 3))
+    left = draw(st.sampled_from((0, *range(stages, size))))
+    return Pipeline(
+        stages=stages,
+        chunks=draw(st.integers(2, 4)),
+        microbatches=draw(st.integers(1, 3)) * size + left,
+        group_size=None if size == stages else size,
+        has_expert_overlap=draw(st.booleans()),
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(pipeline=pipelines())
+def test_each_rank_runs_the_passes_of_megatrons_schedule(pipeline):
+    for rank in range(pipeline.stages):
+        assert list_passes(pipeline, rank=rank) == run_megatron(pipeline, rank)
+
+
+@settings(deadline=None, max_examples=150)
+@given(pipeline=pipelines().filter(lambda one: one.stages > 1))
+def test_the_warm_up_is_the_one_megatron_counts(pipeline):
+    for rank in range(pipeline.stages):
+        total, are_all_in_warmup, warmup, left = schedules.get_pp_rank_microbatches(
+            pipeline.microbatches,
+            pipeline.chunks,
+            pipeline.microbatches_of_group,
+            overlap_moe_expert_parallel_comm=pipeline.has_expert_overlap,
+            p2p_communicator=Mailbox(pipeline, rank, None),
+        )
+        assert count_warmup_passes(pipeline, rank=rank) == warmup
+        assert len(list_passes(pipeline, rank=rank)) == 2 * total
+        assert are_all_in_warmup == (left == 0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(pipeline=pipelines())
+def test_forwards_have_the_order_of_megatrons_table(pipeline):
+    table = schedules.get_schedule_table(pipeline.microbatches, pipeline.chunks, pipeline.microbatches_of_group)
+    forwards = [one for one in list_passes(pipeline, rank=0) if one.kind is PassKind.FORWARD]
+    assert [(one.microbatch, one.chunk) for one in forwards] == table
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "microbatches", "group_size"),
+    [(4, 2, 3, None), (4, 2, 6, None), (4, 2, 8, 3), (2, 2, 4, 5), (3, 2, 9, 4)],
+)
+def test_what_megatron_refuses_is_refused_before_it_starts(stages, chunks, microbatches, group_size):
+    with pytest.raises(ValueError, match="microbatches"):
+        Pipeline(stages=stages, chunks=chunks, microbatches=microbatches, group_size=group_size)
+    unchecked = types.SimpleNamespace(
+        stages=stages, chunks=chunks, microbatches=microbatches, group_size=group_size, has_expert_overlap=False
+    )
+    with pytest.raises((ValueError, RuntimeError), match="micro-batches"):
+        run_megatron(unchecked, 0)

@@ -1,0 +1,255 @@
+"""The simulator and the engine itself: the same copies in the same order, at the same times, with the same bytes.
+
+The engine runs on a device whose clock is made of numbers: stretches of compute take the seconds that a layer says, copies
+those of a link, one after the other on each stream, and whoever waits for an event goes on at the event's time. Autograd
+functions save tensors of any size. What the engine does there and what the simulator says of it has to be the same.
+"""
+
+import contextlib
+import logging
+import re
+from random import Random
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.rank_models import STATIC_BYTES, make_chunk, make_link, make_plan, make_rank
+
+from fgoffload import Action, Site
+from fgoffload.engine import ActivationLedger, CpuDevice, Lane, OffloadEngine
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment
+from fgoffload.planner.ranks.schedule import PassKind, Pipeline, list_passes
+from fgoffload.planner.simulation.simulation_result import LaneName
+from fgoffload.planner.simulation.simulator import Detail, simulate_rank
+
+TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "dispatch", "expert_fc1", "moe_act", "expert_fc2")
+ENDS = {"attn_norm": "attn_proj", "mlp_norm": "expert_fc2", "moe_act": "expert_fc2"}
+"""Where Megatron ends a group behind another stretch than its own."""
+
+
+class ClockDevice(CpuDevice):
+    """A CPU with streams that have a time each. An event is the time of its stream when it was recorded."""
+
+    has_blocking_copies = False
+
+    def __init__(self, link):
+        super().__init__()
+        self._rates = {self.d2h_stream: link.d2h_bytes_per_s, self.h2d_stream: link.h2d_bytes_per_s}
+        self._times = dict.fromkeys((*self._rates, self.current_stream()), 0.0)
+        self.busy_s = dict.fromkeys(self._rates, 0.0)
+
+    @property
+    def clock_s(self):
+        """How far compute is."""
+        return self._times[self.current_stream()]
+
+    def compute(self, seconds):
+        self._times[self.current_stream()] += seconds
+
+    def record_event(self, stream, *, is_timed=False):
+        return self._times[stream]
+
+    def wait_event(self, stream, event, hazard):
+        self._times[stream] = max(self._times[stream], event)
+
+    def wait_stream(self, stream, other, hazard):
+        self.wait_event(stream, self._times[other], hazard)
+
+    def is_done(self, event):
+        return event <= self.clock_s
+
+    def synchronize(self, event):
+        self._times[self.current_stream()] = max(self.clock_s, event)
+
+    def copy_bytes(self, *, destination, source, stream):
+        super().copy_bytes(destination=destination, source=source, stream=stream)
+        seconds = source.numel() * source.element_size() / self._rates[stream]
+        self._times[stream] += seconds
+        self.busy_s[stream] += seconds
+
+
+class Stretch(torch.autograd.Function):
+    """Takes its seconds both ways, saves tensors, and passes its input on."""
+
+    @staticmethod
+    def forward(ctx, device, segment, x, *tensors):
+        device.compute(segment.forward_s)
+        ctx.device, ctx.seconds = device, segment.backward_s
+        ctx.save_for_backward(*tensors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        count = len(ctx.saved_tensors)
+        ctx.device.compute(ctx.seconds)
+        return (None, None, gradient, *[None] * count)
+
+
+def make_layers(random):
+    """Return layers of stretches that save a tensor each, no two alike; attention shares one with its projection."""
+    sizes = iter(random.sample(range(50, 500), 100))
+    layers = []
+    for _ in range(random.randrange(1, 5)):
+        host_wait = random.choice((None, *HostWait))
+        segments = tuple(
+            Segment(
+                name=tag,
+                forward_s=float(random.randrange(4)),
+                backward_s=float(random.randrange(4)),
+                host_wait=host_wait if tag == "dispatch" else None,
+            )
+            for tag in TAGS
+        )
+        own = [SavedTensor(name=tag, tags=(tag,), size_bytes=next(sizes)) for tag in TAGS if tag != "dispatch"]
+        shared = SavedTensor(name="output", tags=("core_attn", "attn_proj"), size_bytes=next(sizes))
+        layers.append(LayerModel(kind="any", segments=segments, tensors=(*own, shared)))
+    return layers
+
+
+def choose(random, count):
+    """Return the tags that leave, by layer."""
+    chosen = []
+    for _ in range(count):
+        part = random.choice((0.0, 0.3, 0.7))
+        tags = [tag for tag in TAGS if tag != "dispatch" and random.random() < part]
+        chosen.append([tag for tag in tags if tag != "attn_proj" or "core_attn" in tags])
+    return chosen
+
+
+class Training:
+    """What the simulator simulates, run by the engine."""
+
+    def __init__(self, engine, layers, chosen):
+        self._engine = engine
+        self._layers = layers
+        self._chosen = chosen
+        self._outputs = {}
+
+    def run_pass(self, one):
+        if one.kind is PassKind.BACKWARD:
+            output = self._outputs.pop(one.microbatch)
+            output.backward(torch.ones_like(output))
+            return
+        lane = Lane(chunk=0, microbatch=one.microbatch)
+        x = torch.ones(1, requires_grad=True) * 2
+        for number, layer in enumerate(self._layers):
+            self._engine.poll()
+            if self._chosen[number]:
+                with self._engine.watch(lane):
+                    x = self._run_layer(lane, number, layer, x)
+                self._engine.flush()
+            else:
+                self._engine.announce_backward(lane, x)
+                x = self._run_layer(lane, number, layer, x)
+        self._outputs[one.microbatch] = x
+
+    def _run_layer(self, lane, number, layer, x):
+        engine, open_ = self._engine, {}
+        holds = any(segment.host_wait is HostWait.HOLD for segment in layer.segments)
+        output = torch.zeros(layer.tensors[-1].size_bytes, dtype=torch.uint8)
+        for segment in layer.segments:
+            tag = segment.name
+            if segment.host_wait in (HostWait.HOLD, HostWait.COPY):
+                engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
+            if tag == "dispatch":
+                engine.flush()
+                holds = False
+            tensors = [torch.zeros(one.size_bytes, dtype=torch.uint8) for one in layer.tensors if one.tags == (tag,)]
+            if tag in ("core_attn", "attn_proj"):
+                tensors.append(output)
+            if tag == "attn_proj":
+                del output
+            saving = contextlib.nullcontext()
+            if tag in self._chosen[number]:
+                open_[tag] = engine.find_region(Site(chunk=0, layer=number, tag=tag), lane)
+                open_[tag].enter(x)
+                saving = open_[tag].saving()
+            with saving:
+                x = Stretch.apply(engine.device, segment, x, *tensors)
+            del tensors
+            # Its own group first, and then those around it.
+            for ended in sorted((one for one in open_ if ENDS.get(one, one) == tag), key=lambda one: one != tag):
+                open_.pop(ended).end(is_held=holds)
+        return x
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logger = logging.getLogger("fgoffload.engine.engine")
+        logger.addHandler(self)
+        logger.setLevel(logging.DEBUG)
+        return self.lines
+
+    def __exit__(self, *_):
+        logger = logging.getLogger("fgoffload.engine.engine")
+        logger.removeHandler(self)
+        logger.setLevel(logging.NOTSET)
+
+
+def run_engine(device, rank, layers, chosen):
+    """Return the bytes of each group that leaves and of each storage that comes back, the peak, and the time at the end."""
+    engine = OffloadEngine(
+        device=device, policy=rank.policy, min_offloaded_bytes=rank.min_offloaded_bytes, host_budget_bytes=1 << 20
+    )
+    ledger = ActivationLedger(parameters=())
+    training = Training(engine, layers, chosen)
+    with Lines() as lines, engine.observe(ledger), ledger.watch():
+        for one in rank.passes:
+            training.run_pass(one)
+    copies = [
+        [int(size) for line in lines for size in re.findall(rf"^{act} .*: (?:\d+ storages, )?(\d+) B$", line)]
+        for act in ("offload", "reload")
+    ]
+    end_s = device.clock_s
+    engine.close()
+    return copies, ledger.peak_bytes, end_s
+
+
+def list_sizes(result, lane):
+    """Return the bytes of the copies of a timeline, in order."""
+    return [span.size_bytes for span in sorted(result.timeline.spans, key=lambda span: span.start_s) if span.lane is lane]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from((Pipeline(microbatches=2), Pipeline(stages=3, microbatches=4))),
+    st.sampled_from((16.0, 128.0, 2.0**20)),
+    st.sampled_from((16.0, 128.0, 2.0**20)),
+    st.sampled_from((0, 300, 1000, 10**6)),
+    st.sampled_from((0, 150, 600, 1500, 10**6)),
+    st.sampled_from((0, 200)),
+)
+# Groups that end behind others; and a site that stays, which asks for what has left with another.
+@example(4338, Pipeline(microbatches=2), 16.0, 16.0, 0, 150, 0)
+@example(659, Pipeline(stages=3, microbatches=4), 16.0, 16.0, 1000, 10**6, 0)
+def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, window, prefetch, least):
+    random = Random(seed)
+    layers = make_layers(random)
+    chosen = choose(random, len(layers))
+    rank = make_rank(
+        make_chunk(*layers),
+        passes=list_passes(pipeline, rank=0),
+        link=make_link(d2h=d2h, h2d=h2d, duplex=2.0**20),
+        window_bytes=window,
+        prefetch_bytes=prefetch,
+        min_offloaded_bytes=least,
+    )
+    plan = make_plan({(number, tag): Action.OFFLOAD for number, tags in enumerate(chosen) for tag in tags})
+    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
+    device = ClockDevice(rank.link)
+    (out, back), peak_bytes, end_s = run_engine(device, rank, layers, chosen)
+    assert list_sizes(result, LaneName.D2H) == out
+    assert list_sizes(result, LaneName.H2D) == back
+    assert result.peak_bytes - STATIC_BYTES == peak_bytes
+    assert result.step_s == end_s
+    assert [result.d2h_s, result.h2d_s] == list(device.busy_s.values())

@@ -1,0 +1,101 @@
+"""What ways to treat a layer cost, by short simulations, with waits worked out by hand."""
+
+import pytest
+from support.deepseek_ranks import make_layer, make_ranks
+from support.toy_ranks import make_toy_layer, make_toy_rank
+
+from fgoffload import Action, TransferPolicy
+from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.planner.solving.choices import list_configurations, list_modes
+from fgoffload.planner.solving.frontier import list_candidates, measure_layer, pick_best
+from fgoffload.units import GIB, MIB
+
+
+def measure(layer, **options):
+    """Return what each way costs, by its actions."""
+    link = LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0)
+    rank = make_toy_rank(layers=[[layer]], link=link, policy=TransferPolicy(window_bytes=100, prefetch_bytes=100), **options)
+    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=rank.min_offloaded_bytes))
+    return {tuple(f"{tag} {action.value}" for tag, action in point.configuration.actions): point for point in points.every}
+
+
+def test_the_first_copy_back_is_waited_for_and_the_next_ones_hide():
+    # Attention's 9 bytes take 9 s each way. Alone in a chunk, backward asks for them when it comes to them, and waits 9 s. Of
+    # two layers the second one's copy is called back as soon as backward has come to the first: beside the 8 s of attention's
+    # backward and the 12 s of what follows, so that it adds nothing.
+    point = measure(make_toy_layer(sizes=(1, 9, 6, 4, 2)))[("core_attn offload",)]
+    assert point.last.added_s == pytest.approx(9.0)
+    assert point.inner.added_s == pytest.approx(0.0, abs=1e-9)
+    assert point.first_wait_s == pytest.approx(9.0)
+    assert point.kept_bytes == 22 - 9
+
+
+def test_recompute_adds_its_seconds_in_every_place_and_is_not_waited_for():
+    point = measure(make_toy_layer())[("moe_act recompute",)]
+    assert (point.inner.added_s, point.last.added_s) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert point.first_wait_s == 0.0
+    assert point.kept_bytes == 21 - 2
+
+
+def test_what_keeps_all_adds_nothing_and_is_first():
+    layer = make_toy_layer(extra_bytes=3)
+    points = measure(layer)
+    assert next(iter(points)) == ()
+    nothing = points[()]
+    assert (nothing.inner.added_s, nothing.last.added_s, nothing.kept_bytes) == (0.0, 0.0, 21)
+    # Two microbatches in flight keep all they have when backward begins, which takes 3 bytes beside that.
+    assert (nothing.inner.extra_bytes, nothing.last.extra_bytes) == (3, 3)
+
+
+def test_what_is_made_again_is_beside_what_is_kept():
+    point = measure(make_toy_layer())[("layer recompute",)]
+    # 20 of 21 bytes are made again for one microbatch, while the inputs of two are kept.
+    assert (point.kept_bytes, point.last.extra_bytes) == (1, 20)
+
+
+def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():
+    # A layer sends 9 bytes while its forward takes 5 s, at a byte a second: 4 s of copies are left over in each. A window of
+    # 30 bytes holds what two layers send, and the backward that follows drains it. Of eight layers the second half waits.
+    layer = make_toy_layer(sizes=(1, 9, 6, 4, 2), forward_s=(2.0, 1.0, 1.0, 1.0))
+    link = LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0)
+    added_s = {}
+    for layers in (2, 8):
+        rank = make_toy_rank(layers=[[layer] * layers], link=link, policy=TransferPolicy(window_bytes=30, prefetch_bytes=30))
+        points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=1))
+        wanted = (("core_attn", Action.OFFLOAD),)
+        added_s[layers] = next(one.inner.added_s for one in points.every if one.configuration.actions == wanted)
+    assert added_s[2] == pytest.approx(0.0, abs=1e-9)
+    assert 3.0 < added_s[8] <= 4.0
+
+
+def test_candidates_are_not_worse_in_bytes_kept_bytes_moved_and_recompute_than_any_way():
+    layer = make_toy_layer()
+    modes = list_modes(layer, min_offloaded_bytes=1)
+    candidates = [(one.kept_bytes, one.moved_bytes, one.recompute_s) for one in list_candidates(layer, modes)]
+    for way in list_configurations(modes):
+        costs = (way.kept_bytes, way.moved_bytes, way.recompute_s)
+        assert any(all(a <= b for a, b in zip(candidate, costs, strict=True)) for candidate in candidates)
+    # Whole layers that run again dominate what moves and keeps as much, and nothing is listed twice.
+    assert len(set(candidates)) == len(candidates)
+
+
+def test_a_large_layer_has_some_hundred_candidates_and_fewer_for_each_place():
+    layer = make_layer("moe")
+    modes = list_modes(layer, min_offloaded_bytes=2 * MIB)
+    points = measure_layer(make_ranks()[0], layer, modes)
+    assert len(list_candidates(layer, modes)) <= 200
+    assert 10 < len(points.last) < len(points.every)
+    assert 10 < len(points.inner) < len(points.every)
+    assert points.inner[0] is points.last[0] is points.every[0]
+
+
+def test_with_a_host_budget_bytes_that_leave_are_bytes_to_save():
+    layer = make_toy_layer(sizes=tuple(size * GIB for size in (1, 8, 6, 4, 2)))
+    link = LinkModel(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15, duplex_bytes_per_s=1e15)
+    rank = make_toy_rank(layers=[[layer]], link=link, policy=TransferPolicy(window_bytes=9 * GIB, prefetch_bytes=9 * GIB))
+    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=1))
+    free = {one.configuration.actions for one in pick_best(layer, points.every, saves_host=False).last}
+    counted = {one.configuration.actions for one in pick_best(layer, points.every, saves_host=True).last}
+    # The link is infinitely fast. What keeps more and moves less has a use where the host is full, and none where it is not.
+    assert free < counted
+    assert any(Action.RECOMPUTE in dict(actions).values() for actions in counted - free)

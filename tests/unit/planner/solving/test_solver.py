@@ -1,0 +1,282 @@
+"""The solver: against all plans tried one by one, what it promises of budgets, and what it says where nothing fits."""
+
+import dataclasses
+import itertools
+
+import pytest
+from support.deepseek_ranks import make_ranks
+from support.toy_ranks import draw_rank, make_toy_layer, make_toy_rank
+
+from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site, TransferPolicy
+from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving import rank_searches
+from fgoffload.planner.solving.megatron_flags import baselines
+from fgoffload.planner.solving.rank_searches import RankSearches
+from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.planner.solving.solver import find_least_budget, solve, sweep
+from fgoffload.units import GIB
+
+NO_TRYING = SearchLimits(exhaustive_plans=0, gap=0.0)
+"""The programs and the moves alone."""
+
+
+def list_layer_plans(layer):
+    """Return every set of actions that a toy layer may have, written down by hand: 26 of them."""
+    recompute, offload, both = Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD
+    attention = [{}, {"core_attn": offload}]
+    permuted = [{}, {"expert_fc1": offload}]
+    activation = [
+        {},
+        {"expert_fc2": offload},
+        {"moe_act": offload},
+        {"moe_act": offload, "expert_fc2": offload},
+        {"moe_act": recompute},
+        {"moe_act": both},
+    ]
+    parts = itertools.product(attention, permuted, activation)
+    whole = [{"layer": recompute}, {"layer": recompute, "layer_input": offload}]
+    return [{**one, **other, **third} for one, other, third in parts] + whole
+
+
+def list_plans(rank):
+    """Yield every plan for a rank of toy layers."""
+    layers = [(chunk, layer.number) for chunk, model in enumerate(rank.chunks) for layer in model.layers]
+    for chosen in itertools.product(list_layer_plans(make_toy_layer()), repeat=len(layers)):
+        actions = {
+            Site(chunk=chunk, layer=number, tag=tag): action
+            for (chunk, number), rows in zip(layers, chosen, strict=True)
+            for tag, action in rows.items()
+        }
+        yield OffloadPlan(actions=actions)
+
+
+def simulate_all(rank):
+    """Return peak and step of every plan."""
+    return [(result.peak_bytes, result.step_s) for result in (simulate([rank], plan) for plan in list_plans(rank))]
+
+
+def pick_budgets(results, parts):
+    """Return budgets from the least peak (part 0) to that of the plan that keeps all, which is the first."""
+    least = min(peak for peak, _ in results)
+    return [round(least + part * (results[0][0] - least)) for part in parts]
+
+
+def find_fastest(results, budget_bytes):
+    return min(step_s for peak, step_s in results if peak <= budget_bytes)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_where_there_are_few_plans_the_result_is_the_best_of_all(seed):
+    rank = dataclasses.replace(draw_rank(seed), rank=0)
+    results = simulate_all(rank)
+    assert len(results) == 26**2
+    for budget_bytes in pick_budgets(results, (0.0, 0.3, 0.6, 1.0)):
+        solution = solve([rank], budget_bytes=budget_bytes)
+        assert solution.result.peak_bytes <= budget_bytes
+        assert solution.result.step_s == pytest.approx(find_fastest(results, budget_bytes), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 8])
+def test_programs_and_moves_alone_come_to_the_best_of_all(seed):
+    rank = dataclasses.replace(draw_rank(seed), rank=0)
+    results = simulate_all(rank)
+    for budget_bytes in pick_budgets(results, (0.2, 0.5, 0.8)):
+        solution = solve([rank], budget_bytes=budget_bytes, limits=NO_TRYING)
+        assert solution.result.peak_bytes <= budget_bytes
+        assert solution.result.step_s <= find_fastest(results, budget_bytes) * (1 + 0.011)
+
+
+def test_of_plans_that_are_equally_fast_it_takes_the_one_that_moves_least():
+    # Copies take no time, so that many plans are as fast as to keep all.
+    link = LinkModel(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12, duplex_bytes_per_s=1e12)
+    rank = make_toy_rank(link=link, policy=TransferPolicy(window_bytes=100, prefetch_bytes=100))
+    results = [simulate([rank], plan) for plan in list_plans(rank)]
+    budget_bytes = results[0].peak_bytes - 5
+    fitting = [result for result in results if result.peak_bytes <= budget_bytes]
+    fastest = min(result.step_s for result in fitting)
+    least = min(result.ranks[0].d2h_bytes for result in fitting if result.step_s < fastest + 1e-8)
+    for limits in (SearchLimits(), NO_TRYING):
+        solution = solve([rank], budget_bytes=budget_bytes, limits=limits)
+        assert solution.result.ranks[0].d2h_bytes == least
+
+
+def test_a_rank_that_needs_more_beside_its_neighbours_gets_a_smaller_budget(monkeypatch):
+    rank = draw_rank(3)
+    budget_bytes = find_least_budget([rank]) + 20
+    alone = solve([rank], budget_bytes=budget_bytes - 4, limits=NO_TRYING)
+
+    def simulate_with_more(ranks, plan):
+        results = simulate(ranks, plan).ranks
+        return StepResult(ranks=tuple(dataclasses.replace(one, peak_bytes=one.peak_bytes + 4) for one in results))
+
+    monkeypatch.setattr(rank_searches, "simulate", simulate_with_more)
+    beside = solve([rank], budget_bytes=budget_bytes, limits=NO_TRYING)
+    assert beside.result.peak_bytes <= budget_bytes
+    assert beside.result.step_s <= alone.result.step_s
+
+
+def test_a_start_is_taken_where_the_search_comes_to_nothing_faster(monkeypatch):
+    rank = draw_rank(3)
+    least = find_least_budget([rank])
+    start = solve([rank], budget_bytes=least + 15)
+    slow = solve([rank], budget_bytes=least)
+    assert slow.result.step_s > start.result.step_s
+    monkeypatch.setattr(RankSearches, "_find_apart", lambda *_: slow.states)
+    assert solve([rank], budget_bytes=least + 20, limits=NO_TRYING, start=start).result == start.result
+
+
+def test_two_ranks_together_are_tried_together():
+    pipeline = Pipeline(stages=2, microbatches=2)
+    layer = make_toy_layer(sizes=(1, 8, 1, 1, 1))
+    small = dataclasses.replace(layer, tensors=layer.tensors[:2], units=())
+    ranks = [make_toy_rank(layers=[[small] * 2], pipeline=pipeline, rank=rank, first_number=2 * rank) for rank in (0, 1)]
+    choices = [{}, {"core_attn": Action.OFFLOAD}]
+    results = []
+    for chosen in itertools.product(choices, repeat=4):
+        plan = OffloadPlan(
+            actions={Site(chunk=0, layer=layer, tag=tag): one for layer, rows in enumerate(chosen) for tag, one in rows.items()}
+        )
+        result = simulate(ranks, plan)
+        if result.peak_bytes <= 30:
+            results.append((round(result.step_s, 9), sum(rank.d2h_bytes for rank in result.ranks)))
+    # The fastest, and of those that are as fast the one that moves least.
+    found = solve(ranks, budget_bytes=30).result
+    assert len(results) > 1
+    assert (round(found.step_s, 9), sum(rank.d2h_bytes for rank in found.ranks)) == min(results)
+
+
+def test_what_fits_is_kept_as_it_is():
+    rank = make_toy_rank()
+    kept = simulate([rank], OffloadPlan(actions={}))
+    solution = solve([rank], budget_bytes=kept.peak_bytes, limits=NO_TRYING)
+    assert solution.plan.actions == {}
+    assert solution.result == kept
+    assert (solution.bound_s, solution.gap) == (None, None)
+    assert {decision.reason for decision in solution.decisions} == {"kept: everything fits"}
+
+
+def test_a_solution_says_what_the_simulator_says_of_its_plan():
+    rank = draw_rank(3)
+    solution = solve([rank], budget_bytes=find_least_budget([rank]) + 10)
+    assert solution.result == simulate([rank], solution.plan)
+
+
+def test_two_runs_come_to_the_same_plan():
+    ranks = make_ranks(stages=4, layers=8, microbatches=8)
+    plans = [solve(ranks, budget_bytes=40 * GIB).plan.to_json() for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_a_larger_budget_is_never_slower():
+    rank = draw_rank(7)
+    least = find_least_budget([rank])
+    budgets = [least + 40, least, least + 10, least + 20, least + 10]
+    solutions = sweep([rank], budgets, limits=SearchLimits(exhaustive_plans=0, simulations=5, programs=1))
+    assert [solution.budget_bytes for solution in solutions] == budgets
+    assert all(solution.result.peak_bytes <= solution.budget_bytes for solution in solutions)
+    ordered = sorted(solutions, key=lambda solution: solution.budget_bytes)
+    steps = [solution.result.step_s for solution in ordered]
+    assert steps == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize("limits", [SearchLimits(), NO_TRYING])
+@pytest.mark.parametrize("seed", [2, 6])
+def test_the_least_budget_has_a_plan_and_a_byte_less_is_refused(seed, limits):
+    rank = dataclasses.replace(draw_rank(seed), rank=0)
+    least = find_least_budget([rank], limits=limits)
+    assert least == min(peak for peak, _ in simulate_all(rank))
+    assert solve([rank], budget_bytes=least, limits=limits).result.peak_bytes == least
+    with pytest.raises(PlanError, match="1 bytes"):
+        solve([rank], budget_bytes=least - 1, limits=limits)
+
+
+def test_where_nothing_fits_the_error_says_who_lacks_how_much_when_and_what_would_do():
+    # One stage and one layer that cannot move: 1 byte of input, and at least 20 bytes when forward is over, kept or made again.
+    rank = make_toy_rank(
+        layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100, min_offloaded_bytes=99
+    )
+    with pytest.raises(PlanError) as caught:
+        solve([rank], budget_bytes=110)
+    message = str(caught.value)
+    assert "budget of 110 B" in message
+    assert "pipeline rank 0 lacks 11 bytes (11 B) at F0 layers.0.expert_fc2" in message
+    assert "Give a budget of 121 bytes (121 B)" in message
+
+
+def test_a_budget_that_static_memory_exceeds_is_refused_with_both():
+    rank = make_toy_rank(layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100)
+    with pytest.raises(PlanError, match="budget of 100 B is not above the static memory of pipeline rank 0, 100 B"):
+        solve([rank], budget_bytes=100)
+
+
+def test_a_host_budget_is_kept():
+    # Nothing runs again. Two microbatches of 21 bytes are in flight, and attention's 8 of the first have left before the
+    # second is through: 8 bytes of the host for each of them.
+    layer = dataclasses.replace(make_toy_layer(), units=())
+    rank = make_toy_rank(layers=[[layer]], pipeline=Pipeline(stages=2, microbatches=3))
+    kept_bytes = simulate([rank], OffloadPlan(actions={})).peak_bytes
+    solution = solve([rank], budget_bytes=kept_bytes - 8, host_budget_bytes=16)
+    assert 0 < solution.result.ranks[0].host_peak_bytes <= 16
+    assert solution.result.ranks[0].kept_bytes == 0
+    with pytest.raises(PlanError, match="pipeline rank 0 lacks 8 bytes"):
+        solve([rank], budget_bytes=kept_bytes - 8, host_budget_bytes=1)
+
+
+def test_ranks_that_are_alike_are_searched_once():
+    # Ranks without pipeline places of their own: one stage each, alike but for the numbers of their layers.
+    pipeline = Pipeline(microbatches=2)
+    one = make_toy_rank(pipeline=pipeline)
+    other = dataclasses.replace(make_toy_rank(pipeline=pipeline, first_number=2), rank=1)
+    budget_bytes = find_least_budget([one]) + 8
+    limits = dataclasses.replace(NO_TRYING, simulations=0)
+    alone = solve([one], budget_bytes=budget_bytes, limits=limits)
+    both = solve([one, other], budget_bytes=budget_bytes, limits=limits)
+    # Together they are simulated once, which counts for two.
+    assert both.simulations - 2 == alone.simulations - 1
+    actions = {(site.layer, site.tag): action for site, action in both.plan.actions.items()}
+    assert {key: action for key, action in actions.items() if key[0] < 2} == {
+        (layer - 2, tag): action for (layer, tag), action in actions.items() if layer >= 2
+    }
+
+
+def test_a_pipeline_with_latent_attention_and_experts_is_near_its_bound_and_beats_full_recompute():
+    ranks = make_ranks(stages=4, layers=16, microbatches=8)
+    budget_bytes = 50 * GIB
+    solution = solve(ranks, budget_bytes=budget_bytes)
+    compared = {name: simulate(ranks, plan) for name, plan in baselines(ranks).items()}
+    assert compared["nothing"].peak_bytes > budget_bytes
+    assert solution.result.peak_bytes <= budget_bytes
+    assert solution.result.step_s < 0.9 * compared["full recompute"].step_s
+    assert solution.gap < 0.1
+    assert solution.bound_s <= solution.result.step_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget_bytes": -1}, "budget_bytes -1 is below 0 bytes"),
+        ({"budget_bytes": "60GiB"}, "budget_bytes '60GiB' is text"),
+        ({"host_budget_bytes": -5}, "host_budget_bytes -5 is below 0 bytes"),
+        ({"ranks": []}, "ranks is empty"),
+    ],
+)
+def test_what_is_no_size_or_no_rank_is_refused(changes, message):
+    arguments = {"ranks": [make_toy_rank()], "budget_bytes": 100, **changes}
+    with pytest.raises(ConfigError, match=message):
+        solve(arguments.pop("ranks"), **arguments)
+
+
+@pytest.mark.parametrize("changes", [{"simulations": -1}, {"exhaustive_plans": 1.5}, {"programs": 0}, {"gap": 1.0}])
+def test_limits_that_are_none_are_refused(changes):
+    name = next(iter(changes))
+    with pytest.raises(ConfigError, match=name):
+        SearchLimits(**changes)
+
+
+def test_two_kinds_of_one_name_are_refused():
+    rank = make_toy_rank(layers=[[make_toy_layer(), make_toy_layer(sizes=(1, 2, 3, 4, 5))]])
+    with pytest.raises(ConfigError, match="two kinds of layer 'toy'"):
+        solve([rank], budget_bytes=50)

@@ -1,0 +1,187 @@
+"""The hardware table, and hardware that users bring in a file."""
+
+import dataclasses
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fgoffload import ConfigError
+from fgoffload.planner.timing import hardware
+from fgoffload.planner.timing.hardware import HARDWARE, Hardware, Link, get_hardware
+from fgoffload.units import GIB, TIB
+
+PAGE = Path(__file__).parents[4] / "docs" / "planner.md"
+SMALL = {"name": "small", "device_memory_bytes": 1, "gpus_per_node": 1, "source": "test"}
+RATES = ("device_memory_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s", "tf32_flop_per_s")
+LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
+
+
+def read(**fields):
+    return Hardware.from_json(json.dumps({**SMALL, **fields}), source="mine.json")
+
+
+@pytest.mark.parametrize("key", HARDWARE)
+def test_hardware_is_found_by_key_and_by_name_however_they_are_written(key):
+    found = HARDWARE[key]
+    for name in (
+        key,
+        key.upper(),
+        f" {key} ",
+        key.replace("-", "_"),
+        found.name,
+        found.name.lower(),
+        found.name.replace(" ", "-"),
+    ):
+        assert get_hardware(name) is found
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("h10", "h100"),
+        ("H 1000", "h100"),
+        ("mi300", "mi300x"),
+        ("ascend 910", "ascend-910b"),
+        ("a100 40gb sxm", "a100"),
+        ("gb300", "gb200"),
+    ],
+)
+def test_a_near_name_is_answered_with_the_nearest(name, nearest):
+    with pytest.raises(
+        ConfigError, match=rf"hardware '{name}' is not known. Did you mean '{nearest}'\? Give one of: a100, h100, "
+    ):
+        get_hardware(name)
+
+
+@pytest.mark.parametrize("name", ["", "tpu v5p", "-"])
+def test_a_far_name_is_answered_with_all_names_and_no_guess(name):
+    with pytest.raises(
+        ConfigError, match=rf"hardware '{name}' is not known. Give one of: a100, .*ascend-910b; or a file of your own"
+    ):
+        get_hardware(name)
+
+
+@pytest.mark.parametrize("found", HARDWARE.values(), ids=HARDWARE)
+def test_the_figures_of_the_table_agree_with_each_other(found):
+    assert re.search(r"\(.*20\d\d\)", found.source), "a source has its year"
+    assert found.device_memory_bytes % GIB == 0
+    assert found.bf16_flop_per_s > 1e14
+    if found.fp8_flop_per_s is not None:
+        assert found.fp8_flop_per_s == pytest.approx(2 * found.bf16_flop_per_s, rel=1e-3)
+    if found.tf32_flop_per_s is not None:
+        assert found.tf32_flop_per_s == pytest.approx(found.bf16_flop_per_s / 2, rel=0.03)
+    if found.link.duplex_bytes_per_s is not None:
+        assert found.link.duplex_bytes_per_s <= min(found.link.d2h_bytes_per_s, found.link.h2d_bytes_per_s)
+        assert found.link.h2d_bytes_per_s < found.device_memory_bytes_per_s
+
+
+def test_what_was_measured_and_what_is_not_public_is_said():
+    assert [key for key, found in HARDWARE.items() if found.link.is_measured] == ["h100", "h200"]
+    assert get_hardware("h100").link == Link(
+        d2h_bytes_per_s=47e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9, is_measured=True
+    )
+    assert get_hardware("h200").link == Link(
+        d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, duplex_bytes_per_s=50.5e9, is_measured=True
+    )
+    assert get_hardware("a100").fp8_flop_per_s is None
+    assert get_hardware("mi300x").host_memory_bytes_per_node is None
+    unknown = get_hardware("ascend-910b")
+    assert (unknown.link, unknown.device_memory_bytes_per_s, unknown.host_memory_bytes_per_node) == (Link(), None, None)
+
+
+@pytest.mark.parametrize("key", HARDWARE)
+def test_hardware_written_as_json_is_read_back_the_same(key, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(dataclasses.asdict(HARDWARE[key])), encoding="utf-8")
+    assert Hardware.load(path) == HARDWARE[key]
+
+
+def test_the_example_of_the_page_is_read(tmp_path):
+    (text,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = Hardware.from_json(text, source="docs/planner.md")
+    assert (found.device_memory_bytes, found.host_memory_bytes_per_node, found.fp8_flop_per_s) == (48 * GIB, 512 * GIB, None)
+    assert found.link.is_measured
+
+
+def test_the_page_names_all_hardware_of_the_table():
+    text = PAGE.read_text(encoding="utf-8")
+    assert [key for key in HARDWARE if f"`{key}`" not in text] == []
+
+
+def test_a_rate_may_be_any_whole_number_however_large():
+    assert read(bf16_flop_per_s=10**400).bf16_flop_per_s == 10**400
+
+
+def test_what_may_be_unknown_can_be_left_out_or_null():
+    assert read() == Hardware(**SMALL)
+    assert read(**dict.fromkeys((*RATES, "host_memory_bytes_per_node", "link"))) == Hardware(**SMALL)
+
+
+@given(st.integers(1, 4096), st.sampled_from(["GiB", " TiB"]))
+def test_memory_is_read_with_its_unit_or_in_bytes(number, unit):
+    size_bytes = number * (GIB if unit == "GiB" else TIB)
+    for size in (f"{number}{unit}", size_bytes):
+        found = read(device_memory_bytes=size, host_memory_bytes_per_node=size)
+        assert (found.device_memory_bytes, found.host_memory_bytes_per_node) == (size_bytes, size_bytes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": ""}, r"name '' is no text"),
+        ({"name": 3}, r"name 3 is no text"),
+        ({"source": None}, r"hardware lacks 'source'. Add it"),
+        ({"gpus_per_node": 0}, r"gpus_per_node 0 is below 1. Give 1 or more"),
+        ({"gpus_per_node": 8.0}, r"gpus_per_node 8.0 is no whole number"),
+        ({"device_memory_bytes": 80e9}, r"device_memory_bytes 80000000000.0 is no whole number"),
+        ({"device_memory_bytes": "80GB"}, r"device_memory_bytes '80GB' is not a size. .* as in 60GiB"),
+        ({"device_memory_bytes": "-1GiB"}, r"device_memory_bytes '-1GiB' is below 0"),
+        ({"host_memory_bytes_per_node": -5}, r"host_memory_bytes_per_node -5 is below 1"),
+        ({"bf16_flop": 1e12}, r"hardware has no field 'bf16_flop'. Did you mean 'bf16_flop_per_s'\?"),
+        ({"zzz": 1}, r"hardware has no field 'zzz'. Give some of: name, device_memory_bytes"),
+        ({"link": {"d2h": 1e9}}, r"link has no field 'd2h'"),
+        ({"link": 50e9}, r"link is 50000000000.0. Give an object with the fields of Link"),
+        ({"link": {"is_measured": "yes"}}, r"is_measured 'yes' is neither true nor false"),
+        *(({name: -1}, rf"{name} -1 is not above 0 and finite") for name in RATES),
+        *(({"link": {name: 0}}, rf"{name} 0 is not above 0 and finite") for name in LINK_RATES),
+        ({"bf16_flop_per_s": "fast"}, r"bf16_flop_per_s 'fast' is no number. Give one like 50e9"),
+        ({"bf16_flop_per_s": True}, r"bf16_flop_per_s True is no number"),
+        ({"bf16_flop_per_s": float("nan")}, r"bf16_flop_per_s nan is not above 0 and finite"),
+        ({"bf16_flop_per_s": float("inf")}, r"bf16_flop_per_s inf is not above 0 and finite"),
+    ],
+)
+def test_a_field_that_cannot_be_is_refused_with_the_file_the_value_and_the_fix(fields, message):
+    with pytest.raises(ConfigError, match=rf"^mine.json: {message}"):
+        read(**fields)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", '"h100"'])
+def test_text_that_is_no_object_is_refused(text):
+    with pytest.raises(
+        ConfigError, match=r"^mine.json(: hardware is .*| is not JSON: .*)Give an object with the fields of Hardware"
+    ):
+        Hardware.from_json(text, source="mine.json")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"hardware file .*none.json: No such file or directory. Give the path of a JSON file"
+    ):
+        Hardware.load(tmp_path / "none.json")
+    path = tmp_path / "binary.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"hardware file .*binary.json: not UTF-8 text"):
+        Hardware.load(path)
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"hardware file .*binary.json: hardware lacks 'name'. Add it"):
+        Hardware.load(path)
+
+
+def test_the_example_of_the_module_runs():
+    results = doctest.testmod(hardware)
+    assert (results.failed, results.attempted) == (0, 1)

@@ -1,0 +1,65 @@
+"""The link to the host as the simulator has it: measured rates as they are, makers' in part."""
+
+import dataclasses
+
+import pytest
+
+from fgoffload import ConfigError
+from fgoffload.planner.timing.hardware import HARDWARE, Link, get_hardware
+from fgoffload.planner.timing.link_rates import make_link_model
+
+
+def test_rates_that_were_measured_count_as_they_are():
+    link = make_link_model(get_hardware("h100"))
+    assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s) == (47e9, 53e9, 33.5e9)
+    assert (link.copy_latency_s, link.compute_slowdown) == (5e-6, 0.06)
+
+
+def test_both_ways_at_once_are_a_part_of_the_slower_way_where_nobody_measured_them():
+    # Of an H100's 47 GB/s 33.5 were left.
+    measured = get_hardware("h200")
+    one_way = dataclasses.replace(measured, link=dataclasses.replace(measured.link, duplex_bytes_per_s=None))
+    link = make_link_model(one_way)
+    assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s) == (55.1e9, 54.5e9)
+    assert link.duplex_bytes_per_s == pytest.approx(54.5e9 * 33.5 / 47)
+    assert make_link_model(measured).duplex_bytes_per_s == 50.5e9
+
+
+def test_a_makers_rates_count_in_part():
+    # 32 GB/s each way, half of an H100's 64, of which 47, 53 and 33.5 were reached.
+    link = make_link_model(get_hardware("a100"))
+    assert link.d2h_bytes_per_s == pytest.approx(23.5e9)
+    assert link.h2d_bytes_per_s == pytest.approx(26.5e9)
+    assert link.duplex_bytes_per_s == pytest.approx(16.75e9)
+
+
+@pytest.mark.parametrize("key", [key for key, one in HARDWARE.items() if one.link.d2h_bytes_per_s is not None])
+def test_no_link_counts_for_more_than_the_table_says_nor_both_ways_for_more_than_one(key):
+    link, table = make_link_model(HARDWARE[key]), HARDWARE[key].link
+    assert link.d2h_bytes_per_s <= table.d2h_bytes_per_s
+    assert link.h2d_bytes_per_s <= table.h2d_bytes_per_s
+    assert link.duplex_bytes_per_s < min(link.d2h_bytes_per_s, link.h2d_bytes_per_s)
+
+
+def test_latency_and_slowdown_may_be_given():
+    link = make_link_model(get_hardware("h100"), copy_latency_s=1e-3, compute_slowdown=0)
+    assert (link.copy_latency_s, link.compute_slowdown) == (1e-3, 0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "field"),
+    [
+        (get_hardware("ascend-910b"), "d2h_bytes_per_s"),
+        (dataclasses.replace(get_hardware("h100"), link=Link(d2h_bytes_per_s=1e9, is_measured=True)), "h2d_bytes_per_s"),
+    ],
+)
+def test_a_link_that_is_not_known_is_refused_with_the_fix(hardware, field):
+    with pytest.raises(ConfigError, match=rf"{hardware.name}' has no {field} of its link, .*a hardware file that has it, or"):
+        make_link_model(hardware)
+
+
+@pytest.mark.parametrize("name", ["copy_latency_s", "compute_slowdown"])
+@pytest.mark.parametrize("value", [-1, float("inf"), float("nan")])
+def test_what_takes_less_than_no_time_is_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"{name} {value} is not from 0 on and finite"):
+        make_link_model(get_hardware("h100"), **{name: value})

@@ -1,0 +1,255 @@
+"""Profiles: JSON there and back, what is refused and where, and what the simulator gets of one."""
+
+import dataclasses
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from fgoffload import ConfigError, TransferPolicy
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
+from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.timing.profile import (
+    CopyRate,
+    LinkProfile,
+    Profile,
+    RankProfile,
+    count_tag_bytes,
+    make_rank_model,
+    merge_alike,
+    merge_processes,
+)
+
+LINK = LinkProfile(
+    copies=(
+        # 64 KiB at 9.7 GB/s take 6.756 us, at the rate of large copies 1.311 us to the host and 1.236 us back.
+        CopyRate(size_bytes=65536, d2h_bytes_per_s=9.7e9, h2d_bytes_per_s=9.7e9, duplex_bytes_per_s=8e9),
+        CopyRate(size_bytes=2**28, d2h_bytes_per_s=50e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9),
+    ),
+    compute_slowdown=0.06,
+)
+
+
+def make_layer(kind, *, forward_s=1.0, backward_s=2.0, size_bytes=1000, wait=None):
+    return LayerModel(
+        kind=kind,
+        segments=(
+            Segment(name="attn_norm", forward_s=0.0, backward_s=0.0),
+            Segment(name="core_attn", forward_s=forward_s, backward_s=backward_s, backward_extra_bytes=7, host_wait=wait),
+        ),
+        tensors=(
+            SavedTensor(name="input", tags=("attn_norm",), size_bytes=size_bytes),
+            SavedTensor(name="output", tags=("core_attn", "attn_proj"), size_bytes=10),
+        ),
+        units=(
+            UnitModel(
+                name="layer",
+                segments=("attn_norm", "core_attn"),
+                drops=("output",),
+                keeps=(SavedTensor(name="mask", tags=(), size_bytes=size_bytes // 2),),
+                before="core_attn",
+            ),
+        ),
+    )
+
+
+def make_profile(*layers, microbatches=4, stages=2, rank=0):
+    numbered = tuple(NumberedLayer(number=number, model=layer) for number, layer in enumerate(layers))
+    first = (Segment(name="first", forward_s=0.5, backward_s=0.25),)
+    return Profile(
+        device="a device",
+        versions={"torch": "2.13.0"},
+        date="2026-11-22",
+        link=LINK,
+        ranks=(
+            RankProfile(
+                rank=rank,
+                pipeline=Pipeline(microbatches=microbatches, stages=stages),
+                chunks=(ChunkModel(layers=numbered, first=first, saved_bytes=33),),
+                static_bytes=5000,
+                step_s=12.5,
+                step_end_s=0.5,
+                min_offloaded_bytes=64,
+            ),
+        ),
+    )
+
+
+PROFILE = make_profile(make_layer("moe (layer 0)", wait=HostWait.HOLD), make_layer("moe (layer 1)", forward_s=5.0))
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    assert Profile.load(path) == PROFILE
+
+
+@hypothesis.given(st.floats(0, 1e9), st.integers(0, 2**50), st.sampled_from([None, *HostWait]))
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_every_number_comes_back_to_the_bit(seconds, size_bytes, wait):
+    profile = make_profile(make_layer("a", forward_s=seconds, size_bytes=size_bytes, wait=wait))
+    assert Profile.from_json(profile.to_json(), source="text") == profile
+
+
+def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
+    profile = dataclasses.replace(PROFILE, ranks=())
+    assert Profile.from_json(profile.to_json(), source="text") == profile
+    with pytest.raises(ConfigError, match=r"rank 0 is not in the profile, which has the link alone\. Measure a model"):
+        make_rank_model(profile, rank=0)
+    with pytest.raises(ConfigError, match=r"rank 1 is not in the profile\. It has: 0\."):
+        make_rank_model(PROFILE, rank=1)
+
+
+def change(*path, to):
+    """Return the profile's document with another value at `path`; `...` takes the field away."""
+    document = json.loads(PROFILE.to_json())
+    inner = document
+    for name in path[:-1]:
+        inner = inner[name]
+    if to is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = to
+    return json.dumps(document)
+
+
+LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "p.json is not JSON: "),
+        ("[]", "p.json is a profile of format None; this version reads format 1. Measure again."),
+        (change("format", to=2), "p.json is a profile of format 2; this version reads format 1. Measure again."),
+        (change("format", to=True), "p.json is a profile of format True; this version"),
+        (change("link", to=...), "p.json: the document lacks 'link'. Add it."),
+        (change("divice", to="x"), "p.json: the document has no field 'divice'. Did you mean 'device'?"),
+        (change("device", to=3), "p.json: device is 3. Give text."),
+        (change("versions", to=[]), "p.json: versions is []. Give an object."),
+        (change("ranks", to={}), "p.json: ranks is {}. Give a list."),
+        (change("ranks", 0, "rank", to=True), "p.json: ranks[0].rank is True. Give a whole number from 0."),
+        (change("ranks", 0, "static_bytes", to=1.5), "p.json: ranks[0].static_bytes is 1.5. Give a whole number from 0."),
+        (change("ranks", 0, "step_s", to=-1), "p.json: ranks[0].step_s is -1. Give a finite number from 0."),
+        (change("ranks", 0, "step_s", to=float("inf")), "p.json: ranks[0].step_s is inf. Give a finite number from 0."),
+        (change("ranks", 0, "pipeline", "stages", to=0), "p.json: ranks[0].pipeline: stages 0 is below 1. Give 1 or more."),
+        (
+            change(*LAYER, "segments", 1, "host_wait", to="never"),
+            "p.json: ranks[0].chunks[0].layers[0].model.segments[1].host_wait is 'never'. Give one of: kernel, hold, copy.",
+        ),
+        (
+            change(*LAYER, "tensors", 0, "is_same_in_all_layers", to=1),
+            "p.json: ranks[0].chunks[0].layers[0].model.tensors[0].is_same_in_all_layers is 1. Give true or false.",
+        ),
+        (change("link", "copies", to=[]), "p.json: link: copies is empty: nothing was measured of the link. Measure again."),
+        (
+            change("link", "copies", 0, "size_bytes", to=2**28),
+            "p.json: link: copies are of [268435456, 268435456] bytes. Give each size once, from the smallest to the largest.",
+        ),
+        (
+            change("link", "copies", 0, "d2h_bytes_per_s", to=0),
+            "p.json: link.copies[0]: d2h_bytes_per_s 0.0 is not above 0 and finite.",
+        ),
+    ],
+)
+def test_a_fault_in_a_profile_is_named_with_its_place(text, message):
+    with pytest.raises(ConfigError) as caught:
+        Profile.from_json(text, source="p.json")
+    assert str(caught.value).startswith(message)
+
+
+def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"profile .*none\.json: No such file or directory\. Give a file"):
+        Profile.load(tmp_path / "none.json")
+    with pytest.raises(
+        ConfigError, match=r"profile .*none.p\.json cannot be written: No such file or directory\. Give another"
+    ):
+        PROFILE.save(tmp_path / "none" / "p.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"bytes\.json: not UTF-8 text"):
+        Profile.load(tmp_path / "bytes.json")
+
+
+def test_a_link_has_the_rates_of_its_largest_copies_and_the_latency_of_its_smallest():
+    link = LINK.to_model()
+    assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s) == (50e9, 53e9, 33.5e9)
+    assert link.compute_slowdown == 0.06
+    to_host, back = 65536 / 9.7e9 - 65536 / 50e9, 65536 / 9.7e9 - 65536 / 53e9
+    assert link.copy_latency_s == pytest.approx((to_host + back) / 2, rel=1e-12)
+
+
+def test_small_copies_that_are_faster_than_large_ones_have_no_latency_below_nought():
+    fast = dataclasses.replace(LINK.copies[0], d2h_bytes_per_s=90e9, h2d_bytes_per_s=90e9)
+    assert dataclasses.replace(LINK, copies=(fast, LINK.copies[1])).to_model().copy_latency_s == 0
+
+
+def test_a_rank_model_has_what_was_measured():
+    model = make_rank_model(PROFILE, rank=0, policy=TransferPolicy(window_bytes=5), host_budget_bytes=77)
+    assert " ".join(map(str, model.passes)) == "F0 F1 B0 F2 B1 F3 B2 B3"  # the first of two stages
+    assert (model.static_bytes, model.step_end_s, model.min_offloaded_bytes) == (5000, 0.5, 64)
+    assert (model.policy.window_bytes, model.host_budget_bytes) == (5, 77)
+    (chunk,) = model.chunks
+    assert (chunk.saved_bytes, chunk.first[0].forward_s) == (33, 0.5)
+    assert [layer.number for layer in chunk.layers] == [0, 1]
+    assert [layer.model.forward_s for layer in chunk.layers] == [1.0, 5.0]
+
+
+def test_another_number_of_microbatches_has_passes_of_its_own():
+    assert len(make_rank_model(PROFILE, rank=0, microbatches=7).passes) == 14
+
+
+def test_layers_that_are_alike_become_one_kind_with_their_mean_time_and_their_most_bytes():
+    layers = [
+        make_layer("a", forward_s=1.00, backward_s=2.0, size_bytes=1000),
+        make_layer("b", forward_s=1.08, backward_s=2.1, size_bytes=1060),
+        make_layer("c", forward_s=1.30),
+        make_layer("d", size_bytes=1200),
+        make_layer("e", wait=HostWait.KERNEL),
+    ]
+    kinds = merge_alike(layers, tolerance=0.1)
+    assert {name: model.kind for name, model in kinds.items()} == {"a": "a", "b": "a", "c": "c", "d": "d", "e": "e"}
+    merged = kinds["b"]
+    assert merged is kinds["a"]
+    assert merged.forward_s == pytest.approx(1.04)
+    assert merged.backward_s == pytest.approx(2.05)
+    assert merged.tensors[0].size_bytes == 1060
+    assert merged.units[0].keeps[0].size_bytes == 530
+    assert kinds["c"] == layers[2]
+
+
+@hypothesis.given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.sampled_from([0.0, 0.05, 0.5]))
+@hypothesis.settings(deadline=None, max_examples=50)
+def test_merging_changes_no_sum_of_times(seconds, tolerance):
+    layers = [make_layer(str(index), forward_s=one) for index, one in enumerate(seconds)]
+    kinds = merge_alike(layers, tolerance=tolerance)
+    assert sum(kinds[layer.kind].forward_s for layer in layers) == pytest.approx(sum(seconds))
+
+
+def test_a_tensor_of_two_tags_counts_for_both():
+    assert count_tag_bytes(make_layer("a", size_bytes=4)) == {"attn_norm": 4, "core_attn": 10, "attn_proj": 10}
+
+
+def test_processes_of_one_pipeline_rank_are_merged_with_mean_times_and_most_bytes():
+    first, second = (
+        dataclasses.replace(make_profile(make_layer("a", forward_s=seconds, size_bytes=size_bytes)).ranks[0], **fields)
+        for seconds, size_bytes, fields in (
+            (1.0, 100, {"static_bytes": 7, "step_s": 3.0, "peak_bytes": None}),
+            (3.0, 90, {"static_bytes": 9, "step_s": 2.0, "peak_bytes": 50}),
+        )
+    )
+    other = make_profile(make_layer("b"), rank=1).ranks[0]
+    merged, alone = merge_processes([first, other, second])
+    assert alone == other
+    assert (merged.static_bytes, merged.step_s, merged.peak_bytes) == (9, 3.0, 50)
+    (layer,) = merged.layers
+    assert (layer.model.forward_s, layer.model.tensors[0].size_bytes) == (2.0, 100)
+
+
+def test_of_layers_that_save_other_tensors_the_larger_one_counts():
+    # An expert without tokens saves nothing on one process.
+    small, large = make_layer("a", size_bytes=5), make_layer("a", size_bytes=500)
+    small = dataclasses.replace(small, tensors=small.tensors[:1])
+    profiles = [make_profile(layer).ranks[0] for layer in (small, large)]
+    assert merge_processes(profiles)[0].layers[0].model == large
