@@ -27,6 +27,16 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())  # noqa: SLF001 - the only name
 
 
+def is_of_leaf(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is, or looks at, a leaf that gets a gradient: a parameter, or an input from outside of the graph.
+
+    The tensor alone does not tell: a view that a custom function makes in its forward, where grad mode is off, says of itself
+    that it is such a leaf, whatever it looks at. Transformer Engine saves such views, one for each expert.
+    """
+    base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public name
+    return base.is_leaf and base.requires_grad
+
+
 class Contents(NamedTuple):
     """What names the bytes of a storage at one moment: equal contents of one storage are the same bytes.
 

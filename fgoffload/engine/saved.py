@@ -21,7 +21,7 @@ import torch
 from fgoffload.engine.arena import HostBlock
 from fgoffload.engine.device import Event, Stream
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, get_gathered_bytes, get_stretch
-from fgoffload.engine.identity import Contents, StorageRef, get_version, has_bytes
+from fgoffload.engine.identity import Contents, StorageRef, get_version, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError
@@ -344,7 +344,7 @@ class KeptHandle:
 
 def _hold(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
     """Return what to hold of a tensor that stays, and the bytes that its storage must still have then, if it has any."""
-    if tensor.is_leaf and tensor.requires_grad:
+    if is_of_leaf(tensor):
         return tensor, None  # as torch does: a leaf has no graph to hold, and whoever gives it other data means it
     if type(tensor) is not torch.Tensor or not has_bytes(tensor):
         return tensor.detach(), None

@@ -14,7 +14,7 @@ import torch
 
 from fgoffload.engine import ActivationLedger, Device, Lane, Region, Saving
 from fgoffload.engine.device import Event
-from fgoffload.engine.identity import StorageRef, get_key, has_bytes
+from fgoffload.engine.identity import StorageRef, get_key, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.saved import Handle, KeptHandle
@@ -223,7 +223,7 @@ class StepRecorder:
                     self.live_bytes += size_bytes
                     stretch.born_bytes += size_bytes
             record.modules &= run.open_modules
-            record.is_held |= tensor.is_leaf and tensor.requires_grad
+            record.is_held |= is_of_leaf(tensor)
             record.stretches[stretch.name] = None
             if stretch.tag is not None:
                 record.tags[stretch.tag] = None

@@ -195,6 +195,31 @@ def test_an_empty_slice_does_not_hold_the_storage_that_it_lies_in():
     engine.close()
 
 
+class SineByExpert(torch.autograd.Function):
+    """Saves a view of its input for each expert, as grouped linears do; the second expert has no tokens."""
+
+    @staticmethod
+    def forward(ctx, tokens):
+        ctx.save_for_backward(*tokens.reshape(-1, 128).split([128, 0]))
+        return tokens.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.cat([part.cos() for part in ctx.saved_tensors]) * gradient
+
+
+def test_an_expert_without_tokens_does_not_hold_those_of_the_others():
+    engine = make_engine()
+    x = torch.ones(128, 128, requires_grad=True)
+    ledger = ActivationLedger(parameters=[x])
+    with engine.observe(ledger), ledger.watch():
+        output = Sites(engine)(SineByExpert.apply, x * 2)
+    assert get_resident_bytes(ledger) == 0
+    output.sum().backward()
+    assert torch.equal(x.grad, (x * 2).cos() * 2)
+    engine.close()
+
+
 def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
     weights = [weight(seed) for seed in range(4)]
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=2 * NBYTES, prefetch_bytes=0))

@@ -6,11 +6,12 @@ import pytest
 import torch
 from support.trainings import HIDDEN_BYTES, MIXED, MOE, make_config, make_trainer, train
 
-from fgoffload import OffloadConfig, StateError
-from fgoffload.engine import CpuDevice
+from fgoffload import OffloadConfig, Site, StateError
+from fgoffload.engine import CpuDevice, Lane
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.measured_units import count_edges
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
+from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.timing.profile import Profile, count_tag_bytes, make_rank_model, merge_alike
 
@@ -127,6 +128,34 @@ def test_bytes_of_a_tag_are_those_that_the_engine_moves(tag, mixed):
     _, moved = train(MIXED, make_config(tag, min_offloaded_tensor_size=0), steps=2)
     counted = sum(count_tag_bytes(layer.model).get(tag, 0) for layer in mixed[1].layers)
     assert moved[tag] == 2 * counted  # microbatches
+
+
+class SineByExpert(torch.autograd.Function):
+    """Saves a view of its input for each expert, as grouped linears do."""
+
+    @staticmethod
+    def forward(ctx, tokens):
+        ctx.save_for_backward(*tokens.split(4))
+        return tokens.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.cat([part.cos() for part in ctx.saved_tensors]) * gradient
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["made by the layer", "from another rank"])
+def test_the_parts_of_grouped_linears_are_the_storage_that_they_lie_in(is_held):
+    given = torch.ones(8, 16, requires_grad=True)
+    recorder = StepRecorder(CpuDevice(), memory=None)
+    with recorder.model(0), recorder.layer(0, 0, given):
+        region = recorder.find_region(Site(chunk=0, layer=0, tag="expert_fc1"), Lane(chunk=0, microbatch=0))
+        tokens = given if is_held else given * 2
+        with region.saving():
+            SineByExpert.apply(tokens).sum().backward()
+    (record,) = [record for run in recorder.runs if run.number == 0 for record in run.saved.values()]
+    assert list(record.tags) == ["expert_fc1"]
+    assert record.size_bytes == tokens.nbytes
+    assert record.is_held is is_held
 
 
 def test_a_tensor_that_two_tags_save_is_one(mixed):
