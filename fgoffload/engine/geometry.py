@@ -1,7 +1,7 @@
 """Where in its storage a tensor lies, in bytes."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,6 +90,17 @@ def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Ten
 def get_gathered_bytes(views: Sequence[View]) -> int:
     """Return the bytes of all `views` packed one behind the other."""
     return sum(round_up(view.dense_bytes) for view in views)
+
+
+def choose_gathered(views: Iterable[View], *, size_bytes: int) -> tuple[View, ...]:
+    """Return `views` in packing order where packed they are less than half of the stretch that they lie in, else none.
+
+    Args:
+        views: Of one storage, each once.
+        size_bytes: Of the stretch.
+    """
+    packed = tuple(sorted(views, key=lambda view: (view.start, view.end)))
+    return packed if 2 * get_gathered_bytes(packed) < size_bytes else ()
 
 
 def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> None:

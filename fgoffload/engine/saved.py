@@ -20,7 +20,7 @@ import torch
 
 from fgoffload.engine.arena import HostBlock
 from fgoffload.engine.device import Event, Stream
-from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, get_gathered_bytes, get_stretch
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, choose_gathered, get_gathered_bytes, get_stretch
 from fgoffload.engine.identity import Contents, StorageRef, get_version, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
@@ -197,10 +197,9 @@ class SavedStorage:
         size_bytes = self.end - self.start
         self.gathered, self.whole, self.moved_bytes = (), None, size_bytes
         if 2 * self.covered_bytes < size_bytes:
-            views = tuple(sorted(self.views, key=lambda view: (view.start, view.end)))
-            gathered_bytes = get_gathered_bytes(views)
-            if 2 * gathered_bytes < size_bytes:
-                self.gathered, self.moved_bytes = views, gathered_bytes
+            self.gathered = choose_gathered(self.views, size_bytes=size_bytes)
+            if self.gathered:
+                self.moved_bytes = get_gathered_bytes(self.gathered)
                 return
         for view in self._aliases:  # from the first save on
             if view.is_contiguous and view.start == self.start and view.end == self.end and view.dtype is not torch.bool:

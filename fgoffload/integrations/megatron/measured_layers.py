@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, keeps_bits
-from fgoffload.integrations.megatron.recorder import StepRecorder
+from fgoffload.integrations.megatron.recorder import LAST, StepRecorder
 from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
@@ -81,11 +81,13 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
         if own:
             model = _LayerBuilder(recorder, storages, own, one).build()
             layers.append(NumberedLayer(number=one.number, model=model))
-    outer = [run for run in runs if run.number < 0]
-    segments = _build_segments(recorder, outer)
-    return ChunkModel(
-        layers=tuple(layers), first=segments[:1], last=segments[1:], saved_bytes=_count_outer_bytes(runs, storages)
-    )
+    segments = _build_segments(recorder, [run for run in runs if run.number < 0])
+    first, last = segments[:1], segments[1:]
+    # Logits are there for one microbatch at a time: its backward comes right after its forward, in every schedule.
+    last_bytes = _count_outer_bytes(runs, storages, is_last=True)
+    last = tuple(_add_extra_bytes(segment, last_bytes) for segment in last)
+    saved_bytes = _count_outer_bytes(runs, storages, is_last=False)
+    return ChunkModel(layers=tuple(layers), first=first, last=last, saved_bytes=saved_bytes)
 
 
 def _list_tags(record: SavedRecord) -> tuple[str, ...]:
@@ -93,17 +95,34 @@ def _list_tags(record: SavedRecord) -> tuple[str, ...]:
     return tuple(record.tags) or tuple(record.stretches)[:1]
 
 
-def _count_outer_bytes(runs: Sequence[Run], storages: _Storages) -> int:
-    """Return what a microbatch saves outside of the layers, and what others hold of what layers save: the most of any."""
+def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
+    """Return what a microbatch saves outside of the layers, and what others hold of what layers save: the most of any.
+
+    Args:
+        runs: Of a chunk.
+        storages: What of it counts.
+        is_last: Count what is saved behind the layers alone; or all but that.
+    """
     found: dict[int, int] = {}
     for run in runs:
         size_bytes = sum(
             record.size_bytes
             for key, record in run.saved.items()
-            if not storages.is_static(key) and storages.is_owned(key, run) and (run.number < 0 or record.is_held)
+            if not storages.is_static(key)
+            and storages.is_owned(key, run)
+            and (run.number < 0 or record.is_held)
+            and is_last == (run.number < 0 and next(iter(record.stretches)) == LAST)
         )
         found[run.microbatch] = found.get(run.microbatch, 0) + size_bytes
     return max(found.values(), default=0)
+
+
+def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
+    return dataclasses.replace(
+        segment,
+        forward_extra_bytes=segment.forward_extra_bytes + size_bytes,
+        backward_extra_bytes=segment.backward_extra_bytes + size_bytes,
+    )
 
 
 def _build_segments(
@@ -148,7 +167,12 @@ class _LayerBuilder:
     def build(self) -> LayerModel:
         """Return the model."""
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        segments = _build_segments(self._recorder, self._runs, self._find_wait())
+        # Of what is packed to leave, and when, only a plan tells: room for all of it is left throughout the layer.
+        packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
+        segments = tuple(
+            dataclasses.replace(segment, forward_extra_bytes=segment.forward_extra_bytes + packed_bytes)
+            for segment in _build_segments(self._recorder, self._runs, self._find_wait())
+        )
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=self._build_units(segments))
 
     def _name_tensors(self, run: Run) -> dict[int, str]:

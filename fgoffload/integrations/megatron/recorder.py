@@ -14,6 +14,7 @@ import torch
 
 from fgoffload.engine import ActivationLedger, Device, Lane, Region, Saving
 from fgoffload.engine.device import Event
+from fgoffload.engine.geometry import get_view
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
@@ -224,6 +225,7 @@ class StepRecorder:
                     stretch.born_bytes += size_bytes
             record.modules &= run.open_modules
             record.is_held |= is_of_leaf(tensor)
+            record.views.add(get_view(tensor))
             record.stretches[stretch.name] = None
             if stretch.tag is not None:
                 record.tags[stretch.tag] = None

@@ -3,6 +3,7 @@
 import dataclasses
 
 from fgoffload.engine.device import Event
+from fgoffload.engine.geometry import View, choose_gathered, get_gathered_bytes
 from fgoffload.engine.identity import StorageRef
 
 
@@ -41,7 +42,7 @@ class Stretch:
 class SavedRecord:
     """One storage that autograd saved in a layer, or in a model outside of its layers."""
 
-    __slots__ = ("is_held", "modules", "size_bytes", "storage", "stretches", "tags")
+    __slots__ = ("is_held", "modules", "size_bytes", "storage", "stretches", "tags", "views")
 
     def __init__(self, storage: StorageRef, size_bytes: int, modules: frozenset[str]) -> None:
         self.storage = storage
@@ -55,6 +56,13 @@ class SavedRecord:
         """The same, with what is between the regions."""
         self.modules = modules
         """The watched modules that all its saves are inside of."""
+        self.views: set[View] = set()
+        """What its saves look at."""
+
+    def count_gathered_bytes(self) -> int:
+        """Return the device bytes in which the engine packs what leaves of the storage; 0 where it leaves as it lies."""
+        size_bytes = max(view.end for view in self.views) - min(view.start for view in self.views)
+        return get_gathered_bytes(choose_gathered(self.views, size_bytes=size_bytes))
 
 
 @dataclasses.dataclass(slots=True)

@@ -165,6 +165,15 @@ def test_a_tensor_that_two_tags_save_is_one(mixed):
     assert len({tensor.name for tensor in tensors}) == len(tensors)
 
 
+def test_what_the_loss_saves_is_there_with_the_loss_alone(mixed):
+    # Not from the first layer's forward to the last one's backward: logits are as large as several layers.
+    (chunk,) = mixed[1].chunks
+    logits_bytes = 32 * 2 * 256 * 4  # [s, b, vocabulary] in fp32
+    (last,) = chunk.last
+    assert last.forward_extra_bytes == last.backward_extra_bytes >= logits_bytes
+    assert chunk.saved_bytes < logits_bytes
+
+
 def test_parameters_and_their_gradients_are_static_and_not_saved():
     # One microbatch: with several, what each of them saves is a table or a buffer, whatever else it is.
     _, profile = measure(MIXED.replace("--global-batch-size 4", "--global-batch-size 2"))

@@ -200,11 +200,11 @@ def test_another_number_of_microbatches_has_passes_of_its_own():
     assert len(make_rank_model(PROFILE, rank=0, microbatches=7).passes) == 14
 
 
-def test_layers_that_are_alike_become_one_kind_with_their_mean_time_and_their_most_bytes():
+def test_layers_that_are_alike_become_one_kind_with_their_least_forward_mean_backward_and_most_bytes():
     layers = [
-        make_layer("a", forward_s=1.00, backward_s=2.0, size_bytes=1000),
+        make_layer("a", forward_s=1.30, backward_s=2.0, size_bytes=1000),
         make_layer("b", forward_s=1.08, backward_s=2.1, size_bytes=1060),
-        make_layer("c", forward_s=1.30),
+        make_layer("c", backward_s=2.6),
         make_layer("d", size_bytes=1200),
         make_layer("e", wait=HostWait.KERNEL),
     ]
@@ -212,7 +212,7 @@ def test_layers_that_are_alike_become_one_kind_with_their_mean_time_and_their_mo
     assert {name: model.kind for name, model in kinds.items()} == {"a": "a", "b": "a", "c": "c", "d": "d", "e": "e"}
     merged = kinds["b"]
     assert merged is kinds["a"]
-    assert merged.forward_s == pytest.approx(1.04)
+    assert merged.forward_s == pytest.approx(1.08)  # the host delays launches, and nothing makes a device faster
     assert merged.backward_s == pytest.approx(2.05)
     assert merged.tensors[0].size_bytes == 1060
     assert merged.units[0].keeps[0].size_bytes == 530
@@ -221,10 +221,10 @@ def test_layers_that_are_alike_become_one_kind_with_their_mean_time_and_their_mo
 
 @hypothesis.given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.sampled_from([0.0, 0.05, 0.5]))
 @hypothesis.settings(deadline=None, max_examples=50)
-def test_merging_changes_no_sum_of_times(seconds, tolerance):
-    layers = [make_layer(str(index), forward_s=one) for index, one in enumerate(seconds)]
+def test_merging_changes_no_sum_of_backward_times(seconds, tolerance):
+    layers = [make_layer(str(index), backward_s=one) for index, one in enumerate(seconds)]
     kinds = merge_alike(layers, tolerance=tolerance)
-    assert sum(kinds[layer.kind].forward_s for layer in layers) == pytest.approx(sum(seconds))
+    assert sum(kinds[layer.kind].backward_s for layer in layers) == pytest.approx(sum(seconds))
 
 
 def test_a_tensor_of_two_tags_counts_for_both():
