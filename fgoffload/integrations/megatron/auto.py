@@ -165,10 +165,15 @@ class AutoOffload(StepMeasurement):
             self.request()
             return
         wanted = ScheduleCall(microbatches=max(call.microbatches, measured.microbatches), tokens=measured.tokens)
-        found = self._solve(wanted) if _is_first_process() else None
+        found, failure = None, None
+        if _is_first_process():
+            try:
+                found = self._solve(wanted)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+                found, failure = f"the first process could not plan: {type(error).__name__}: {error}", error
         planned = _broadcast(found)
         if isinstance(planned, str):
-            raise PlanError(planned)
+            raise PlanError(planned) from failure
         self.planned = planned
         self._apply(planned.plan)
         logger.info(
@@ -203,7 +208,7 @@ class AutoOffload(StepMeasurement):
         ]
         try:
             solution = solve(models, budget_bytes=self._budget_bytes)
-        except OffloadError as error:  # sent to all: one that raised alone would leave the others waiting
+        except OffloadError as error:
             return f"--offload-memory-budget {self._budget_bytes}: {error}"
         return PlannedStep(plan=solution.plan, call=call, peak_bytes=solution.result.peak_bytes, step_s=solution.result.step_s)
 

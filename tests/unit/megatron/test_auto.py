@@ -9,6 +9,7 @@ from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_trainer, tr
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
+from fgoffload.integrations.megatron import auto
 from fgoffload.planner.solving import solver
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -225,6 +226,21 @@ def test_two_processes_plan_together_and_keep_their_bits(flags, budget):
     ]
     # The first stage has two microbatches in flight, and needs the room more.
     assert sum(found[0].transfers.values()) > 0
+
+
+def test_whatever_keeps_the_first_process_from_planning_is_told_to_all(monkeypatch):
+    def solve(models, **options):
+        raise ValueError("bounds cross")
+
+    sent = []
+    monkeypatch.setattr(solver, "solve", solve)
+    monkeypatch.setattr(auto, "_broadcast", lambda found: sent.append(found) or found)
+    with make_trainer(MODELS["dense and experts"], make_auto(2**40)) as trainer:
+        trainer.run_step()
+        with pytest.raises(PlanError, match="the first process could not plan: ValueError: bounds cross") as raised:
+            trainer.run_step()
+    assert sent == [str(raised.value)]
+    assert isinstance(raised.value.__cause__, ValueError)
 
 
 def test_two_pipeline_ranks_raise_the_same():
