@@ -5,6 +5,7 @@ PYTHON ?= python3
 ARGUMENTS ?= arguments/tiny_moe.sh
 DATA ?=
 STEPS ?=
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,9 +22,9 @@ install: $(STAMP)  ## Install fgoffload, megatron-core and the test tools into .
 train: $(STAMP)  ## Train without and with offload: DATA=text.txt ARGUMENTS=arguments/tiny_moe.sh STEPS=10
 	@$(BIN)/fgoffload train "$(ARGUMENTS)" $(if $(DATA),--data "$(DATA)") $(if $(STEPS),--steps "$(STEPS)")
 
-test: $(STAMP)  ## Run the tests that take seconds; those that need a GPU skip themselves without one
-	@# The tests' models are tiny: a second thread for each operator costs more than it brings.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+test: $(STAMP)  ## Run the tests that take seconds, on WORKERS=2 processes; those that need a GPU skip themselves without one
+	@# The tests' models are tiny: a second thread for each operator costs more than it brings, and a second worker does not.
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile
 
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .

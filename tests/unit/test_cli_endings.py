@@ -105,13 +105,22 @@ def interrupt(process):
     return process.returncode, time.monotonic() - started, out, err
 
 
+def measure_crowding():
+    """Return how much longer than its own time a process takes here now: 1 where nothing else runs."""
+    wall, own = time.monotonic(), time.process_time()
+    while time.process_time() - own < 0.1:
+        pass
+    return max(1.0, (time.monotonic() - wall) / (time.process_time() - own))
+
+
 @pytest.mark.parametrize("delay_seconds", [0.5, 2, 6, 9])
 def test_ctrl_c_ends_a_training_within_two_seconds_and_leaves_nothing(delay_seconds):
     process = start("-m", "fgoffload", "train", ARGUMENTS, "--steps", "100000")
     time.sleep(delay_seconds)
+    before = measure_crowding()
     code, seconds, out, err = interrupt(process)
     assert code == 130
-    assert seconds < INTERRUPT_SECONDS
+    assert seconds < INTERRUPT_SECONDS * max(before, measure_crowding())
     assert out == ""
     assert err.splitlines()[-1] == "fgoffload: interrupted"
     assert "Traceback" not in err
@@ -134,9 +143,10 @@ with end_soon_after_interrupt(130):
 """
     process = start("-c", code)
     assert process.stdout.readline() == "started\n"
+    before = measure_crowding()
     code, seconds, _, err = interrupt(process)
     assert (code, err) == (130, "fgoffload: interrupted\n")
-    assert seconds < INTERRUPT_SECONDS
+    assert seconds < INTERRUPT_SECONDS * max(before, measure_crowding())
 
 
 def test_after_a_command_signals_are_as_before(capsys):
