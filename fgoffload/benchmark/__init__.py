@@ -7,8 +7,10 @@
 | `model_flop` | the floating-point operations of a model, for its utilization |
 | `job`, `processes` | settings in turn, in processes of their own, on every rank |
 | `worker`, `runner` | the other end: one setting, one model, one measurement |
-| `planning` | a plan for a memory budget |
+| `planning` | what the planner takes the training for, and a plan for a memory budget |
+| `simulation`, `forecaster` | what a setting is predicted to take, from the hardware table and from a profile |
+| `prediction`, `prediction_report` | predicted beside measured |
 | `frontier`, `report`, `surroundings` | table, CSV, picture, and what it ran on |
 
-Importing this package loads no torch; `worker` and `runner` do.
+Importing this package loads no torch; `worker`, `runner`, `loading`, `planning` and `forecaster` do.
 """

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fgoffload.benchmark.measurement import Summary
-from fgoffload.benchmark.settings import NOTHING, System
+from fgoffload.benchmark.prediction import NO_FORECASTS, Forecast, Forecasts, Source
+from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.units import GIB, MIB
 
 LINES: Mapping[System, tuple[str, str, str]] = {
@@ -65,20 +66,17 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
     ]
 
 
-def list_simulated(summaries: Sequence[Summary]) -> list[Point]:
+def list_simulated(summaries: Sequence[Summary], forecasts: Forecasts) -> list[Point]:
     """Return what the simulator says that the planner's plans take, and `nothing`: none without plans of the planner."""
-    found = {
-        one.setting: Point(one.worst.simulated_peak_bytes, one.worst.simulated_ratio)
-        for one in summaries
-        if one.setting.system in (System.NOTHING, System.BUDGET)
-        and one.worst is not None
-        and one.worst.simulated_peak_bytes is not None
-        and one.worst.simulated_ratio is not None
-    }
+    found: dict[Setting, Point] = {}
+    for one in summaries:
+        predicted = forecasts.get(one.setting, Forecast()).predictions.get(Source.TABLE)
+        if one.setting.system in (System.NOTHING, System.BUDGET) and one.worst is not None and predicted is not None:
+            found[one.setting] = Point(predicted.find_peak(one.worst), predicted.ratio)
     return sorted(found.values()) if any(setting.system is System.BUDGET for setting in found) else []
 
 
-def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
+def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str, forecasts: Forecasts = NO_FORECASTS) -> None:
     """Write a picture of peak memory against step time, with a line through the frontier of each system.
 
     A dashed line goes through what the simulator says of the planner's plans.
@@ -87,6 +85,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
         path: Of the picture; its suffix says the format.
         summaries: Of all settings.
         title: What was run on what.
+        forecasts: By setting.
     """
     # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
     from matplotlib.figure import Figure
@@ -112,7 +111,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
             # Doing nothing is open to every system.
             shown = [point for point in points if point.ratio <= MOST_RATIO]
             _draw_line(axes, find_frontier([*nothing, *shown]), scale, color=color)
-    if simulated := list_simulated(summaries):
+    if simulated := list_simulated(summaries, forecasts):
         _draw_line(axes, simulated, scale, color=LINES[System.BUDGET][1], linestyle="--", label="fgoffload: planner, simulated")
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     if any(one.ratio is not None and one.ratio > MOST_RATIO for one in summaries):

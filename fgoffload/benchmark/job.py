@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,11 @@ from fgoffload.benchmark.settings import Setting
 from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.integrations.megatron.training_policy import Update
+
+
+def make_file_name(name: str) -> str:
+    """Return the name of a setting as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "_", name)
 
 
 class Purpose(enum.Enum):
@@ -51,7 +57,7 @@ class Job:
     update: Update = Update.NONE
     """What steps do with their gradients."""
     plan_folder: Path
-    """Where the plans of the planner go."""
+    """Where the plans of the planner go, and a profile."""
     trace_folder: Path | None = None
     """Where a Chrome trace of each setting goes, or None for none."""
 
@@ -59,6 +65,15 @@ class Job:
     def steps_of_run(self) -> int:
         """Steps that each setting takes."""
         return self.steps if self.purpose is Purpose.BITS else self.warmup + self.steps
+
+    @property
+    def profile_path(self) -> Path:
+        """Where a profile goes that is measured among the settings."""
+        return self.plan_folder / "profile.json"
+
+    def find_plan_path(self, setting: Setting, *, rank: int = 0) -> Path:
+        """Return where the plan for a budget goes: a file for each rank, since all write the same and none waits."""
+        return self.plan_folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

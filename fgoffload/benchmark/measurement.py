@@ -38,10 +38,6 @@ class Measurement:
     """Of a step, by our engine: what started its way back only when backward asked for it."""
     window_waits: int | None = None
     """Of a step, by our engine: how often compute waited for copies to the host."""
-    simulated_ratio: float | None = None
-    """Step time over `nothing` that the planner predicts; None where it knows too little of the setting or the device."""
-    simulated_peak_bytes: int | None = None
-    """The peak that it predicts."""
 
     @property
     def seconds(self) -> float:
@@ -184,14 +180,7 @@ def _find_worst(measurements: Sequence[Measurement]) -> Measurement:
     return Measurement(step_seconds=measurements[0].step_seconds, **worst)
 
 
-_MOST = (
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "resident_bytes",
-    "activation_peak_bytes",
-    "simulated_ratio",
-    "simulated_peak_bytes",
-)
+_MOST = ("peak_allocated_bytes", "peak_reserved_bytes", "resident_bytes", "activation_peak_bytes")
 _SUM = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
 """The fields of a measurement, by what they are over the ranks."""
 

@@ -1,13 +1,13 @@
-"""Where the benchmark asks the planner: for plans within a memory budget, and for predictions to measure against."""
+"""Where the benchmark asks the planner: what it takes a training for, and the plan for a memory budget."""
 
 import dataclasses
-import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from fgoffload.benchmark.settings import Setting, System
+from fgoffload.benchmark.job import Job
+from fgoffload.benchmark.loading import parse_setting_arguments
+from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.config import OffloadConfig
-from fgoffload.errors import ConfigError, PlanError
+from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.model_shapes import read_model
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Update
@@ -16,31 +16,20 @@ from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.timing.hardware import Hardware
 
-logger = logging.getLogger(__name__)
+ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
+"""Flags of window and sizes are the same for all settings of ours."""
 
 _BF16 = 2
 """Bytes of an element."""
-
-_KEEP_ALL = OffloadPlan(actions={})
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Without an update: gradients are in the type of the parameters, bf16."""
 
 _MARGIN_FRACTION = 0.005
 """Of the budget, left free. The bytes of layers are exact, and those of what operators have for a moment are not."""
-
-
-class Prediction(NamedTuple):
-    """What the simulator says of a setting."""
-
-    ratio: float
-    """Step time over that of `nothing`, as simulated too."""
-    peak_bytes: int
-    """Of the fullest rank."""
 
 
 def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> OffloadPlan:
@@ -56,22 +45,24 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> Offload
     return solve(ranks, budget_bytes=round(budget_bytes * (1 - _MARGIN_FRACTION))).plan
 
 
-def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction | None:
-    """Return what a setting is predicted to take, or None where the planner knows too little of it: it simulates plans.
+def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
+    """Return what each pipeline rank of a job runs, with the times of a device.
 
     Args:
-        ranks: What `build_workload` returned.
-        setting: With its plan, where it is one of a budget.
+        job: What is measured.
+        hardware: The device; None where the table does not have it.
+
+    Raises:
+        ConfigError: The table does not have the device, or the planner cannot plan such a model.
     """
-    if setting.plan is None and setting.system is not System.NOTHING:
-        return None
-    plan = _KEEP_ALL if setting.plan is None else OffloadPlan.load(setting.plan)
-    try:
-        result, nothing = simulate(ranks, plan), simulate(ranks, _KEEP_ALL)
-    except (ConfigError, PlanError) as error:
-        logger.warning("%s is not simulated: %s", setting.name, error)
-        return None
-    return Prediction(result.step_s / nothing.step_s, result.peak_bytes)
+    return build_workload(
+        parse_setting_arguments(job, NOTHING, world_size=job.world_size),
+        hardware,
+        offload=parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload,
+        flags=(*job.file_flags, *job.typed_flags),
+        source=job.source,
+        update=job.update,
+    )
 
 
 def build_workload(

@@ -12,6 +12,14 @@ from rich.text import Text
 
 from fgoffload.benchmark.frontier import LINES, find_fastest
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
+from fgoffload.benchmark.prediction import (
+    NO_FORECASTS,
+    PREDICTION_COLUMNS,
+    Forecast,
+    Forecasts,
+    Source,
+    list_prediction_numbers,
+)
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, System
 from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
 from fgoffload.benchmark.surroundings import Surroundings
@@ -63,18 +71,20 @@ HEADINGS = (
 """Of the table of times."""
 
 
-def list_rows(summaries: Sequence[Summary], workload: Workload) -> list[tuple[str, ...]]:
+def list_rows(summaries: Sequence[Summary], workload: Workload, forecasts: Forecasts = NO_FORECASTS) -> list[tuple[str, ...]]:
     """Return the cells of each setting, under `HEADINGS`; one that failed has its reason in the second cell."""
-    return [_list_cells(summary, workload) for summary in summaries]
+    return [_list_cells(summary, workload, forecasts.get(summary.setting, Forecast())) for summary in summaries]
 
 
-def build_times_table(summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings) -> Table:
+def build_times_table(
+    summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, forecasts: Forecasts = NO_FORECASTS
+) -> Table:
     """Return the table of step times and memory."""
     table = _start_table(name_run(workload, surroundings))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
     failed = []
-    for summary, cells in zip(summaries, list_rows(summaries, workload), strict=True):
+    for summary, cells in zip(summaries, list_rows(summaries, workload, forecasts), strict=True):
         if summary.worst is None:
             failed.append(f"{cells[0]}: {summary.failure}")
         else:
@@ -99,19 +109,23 @@ def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int
     return table
 
 
-def format_markdown(summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings) -> str:
+def format_markdown(
+    summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, forecasts: Forecasts = NO_FORECASTS
+) -> str:
     """Return the table of times for a page of results."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    for cells in list_rows(summaries, workload):
+    for cells in list_rows(summaries, workload, forecasts):
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join((name_run(workload, surroundings), "", *lines, "", name_versions(surroundings), ""))
 
 
-def format_csv(outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload) -> str:
-    """Return one row for each setting and repeat, in the order in which they ran."""
+def format_csv(
+    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload, forecasts: Forecasts = NO_FORECASTS
+) -> str:
+    """Return one row for each setting and repeat, in the order in which they ran, with what was predicted of it."""
     text = io.StringIO()
-    columns = [*_COLUMNS, *(field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds"), "failure"]
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    measured = (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds")
+    writer = csv.DictWriter(text, [*_COLUMNS, *measured, *PREDICTION_COLUMNS, "failure"], lineterminator="\n")
     writer.writeheader()
     for index, outcome in enumerate(outcomes):
         row: dict[str, Any] = {
@@ -124,6 +138,7 @@ def format_csv(outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], wo
         }
         if outcome.measurement is not None:
             row |= _list_numbers(outcome.measurement, workload)
+            row |= list_prediction_numbers(outcome.measurement, forecasts.get(outcome.setting, Forecast()))
         writer.writerow(row)
     return text.getvalue()
 
@@ -217,6 +232,11 @@ def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: 
     return table
 
 
+def name_row(setting: Setting, process: ProcessKind) -> str:
+    """Return what the row of a setting is called: `nothing` says its kind of process, since each has one."""
+    return f"{setting.name} ({process.value})" if setting == NOTHING and process is not ProcessKind.MAIN else setting.name
+
+
 def name_run(workload: Workload, surroundings: Surroundings) -> str:
     """Return one line: the model and where it ran."""
     device = surroundings.device if workload.world_size == 1 else f"{workload.world_size} x {surroundings.device}"
@@ -250,10 +270,10 @@ def _start_table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 
-def _list_cells(summary: Summary, workload: Workload) -> tuple[str, ...]:
-    process = f" ({summary.process.value})" if summary.setting == NOTHING and summary.process is not ProcessKind.MAIN else ""
-    name = f"{summary.setting.name}{process}"
+def _list_cells(summary: Summary, workload: Workload, forecast: Forecast) -> tuple[str, ...]:
+    name = name_row(summary.setting, summary.process)
     worst, seconds = summary.worst, summary.seconds
+    simulated = forecast.predictions.get(Source.TABLE)
     if worst is None or seconds is None:
         return name, f"not measured: {summary.failure}", *(ABSENT for _ in HEADINGS[2:])
     low, middle, high = (f"{1e3 * one:.1f}" for one in find_quantiles(summary.step_seconds))
@@ -262,12 +282,12 @@ def _list_cells(summary: Summary, workload: Workload) -> tuple[str, ...]:
         name,
         f"{middle} ({low} {high})",
         _format_ratio(summary),
-        ABSENT if worst.simulated_ratio is None else f"{worst.simulated_ratio:.3f}",
+        ABSENT if simulated is None else f"{simulated.ratio:.3f}",
         *(
             ABSENT if size_bytes is None else format_bytes(size_bytes)
             for size_bytes in (
                 summary.peak_bytes,
-                worst.simulated_peak_bytes,
+                None if simulated is None else simulated.find_peak(worst),
                 worst.peak_reserved_bytes,
                 worst.host_bytes,
                 worst.d2h_bytes,

@@ -3,16 +3,21 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fgoffload.benchmark.job import Ended, Job, Message, Purpose, Ready, Run
 from fgoffload.benchmark.measurement import Outcome, Summary, summarize
+from fgoffload.benchmark.prediction import Forecast, Source, compare
 from fgoffload.benchmark.processes import run_sessions
 from fgoffload.benchmark.report import Workload, format_csv, format_json
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.surroundings import Surroundings, find_hardware
 
+if TYPE_CHECKING:
+    from fgoffload.benchmark.forecaster import Forecaster
+
 CSV_NAME, JSON_NAME, MARKDOWN_NAME, PICTURE_NAME = "results.csv", "run.json", "results.md", "frontier.png"
+PREDICTIONS_NAME = "predictions.md"
 """Of the files in a benchmark's folder."""
 
 
@@ -30,18 +35,31 @@ class Results:
     """By session."""
     surroundings: Surroundings | None = None
     """What it runs on; None until a process has said so."""
+    forecaster: "Forecaster | None" = None
+    """Predicts settings, or None where bits are compared."""
+    forecasts: dict[Setting, Forecast] = dataclasses.field(default_factory=dict)
+    """By setting: those that were measured."""
 
     def add(self, outcome: Outcome, process: ProcessKind) -> None:
         """Take note of what came of a run."""
         while len(self.processes) <= outcome.session:
             self.processes.append(process)
         self.outcomes.append(outcome)
+        if self.forecaster is None or outcome.measurement is None:
+            return
+        if outcome.setting == PROFILE:
+            self.forecaster.read_profile()
+            self.forecasts = {setting: self.forecaster.predict(setting) for setting in self.forecasts}
+        elif outcome.setting not in self.forecasts:
+            self.forecasts[outcome.setting] = self.forecaster.predict(outcome.setting)
 
     def meet(self, surroundings: Surroundings) -> None:
         """Take note of what the benchmark runs on, as its first process found it."""
         if self.surroundings is not None:
             return
         self.surroundings = surroundings
+        if self.forecaster is not None:
+            self.forecaster.meet(surroundings.device)
         hardware = find_hardware(surroundings.device)
         rate = hardware.bf16_flop_per_s if hardware is not None and self.workload.dtype == "bfloat16" else None
         self.workload = dataclasses.replace(self.workload, device_flop_per_s=rate)
@@ -52,8 +70,10 @@ class Results:
 
     def write(self, folder: Path) -> None:
         """Write the files that hold what was measured."""
-        rows = format_csv(self.outcomes, self.processes, self.workload)
-        document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, self.about)
+        rows = format_csv(self.outcomes, self.processes, self.workload, self.forecasts)
+        compared = [one.to_fields() for source in Source for one in compare(self.summarize(), self.forecasts, source)]
+        about = {**self.about, "predictions": compared}
+        document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, about)
         for name, text in ((CSV_NAME, rows), (JSON_NAME, document)):
             # Never half a file, also where the machine goes away while it is written.
             partial = folder / f".{name}"
@@ -65,14 +85,19 @@ def list_runs(settings: Iterable[Setting], kind: ProcessKind, *, purpose: Purpos
     """Return what processes of one kind run, in order; nothing where none of the settings is theirs.
 
     The whole list comes again in each repeat, so that drifts of the machine show, and `nothing` begins each of them. Where bits
-    are compared there is one repeat, and `nothing` comes twice.
+    are compared there is one repeat, and `nothing` comes twice. A profile is measured once.
     """
     own = [setting for setting in settings if setting.process is kind and setting != NOTHING]
     if not own and kind is not ProcessKind.MAIN:
         return ()
     if purpose is Purpose.BITS:
         return tuple(Run(setting=setting, repeat=0) for setting in (NOTHING, NOTHING, *own))
-    return tuple(Run(setting=setting, repeat=repeat) for repeat in range(repeats) for setting in (NOTHING, *own))
+    return tuple(
+        Run(setting=setting, repeat=repeat)
+        for repeat in range(repeats)
+        for setting in (NOTHING, *own)
+        if setting != PROFILE or repeat == 0
+    )
 
 
 def collect_results(

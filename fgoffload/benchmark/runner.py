@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import logging
-import re
 import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -20,30 +18,25 @@ from typing import Any
 
 import torch
 
-from fgoffload.benchmark.job import Job, Run
+from fgoffload.benchmark.job import Job, Run, make_file_name
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
-from fgoffload.benchmark.planning import build_workload, plan_for_budget, predict
+from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks, plan_for_budget
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.engine import ActivationLedger
-from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron import parallel
 from fgoffload.integrations.megatron.arguments import TrainingArguments
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import RandomTokens
+from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
 from fgoffload.planner.ranks.rank_model import RankModel
 
 OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
-
-logger = logging.getLogger(__name__)
-
-_ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""Flags of window and sizes are the same for all settings of ours."""
 
 _SEEN_BY_LEDGER = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
 """The others put saved-tensor hooks of their own below the ledger's, which then sees nothing."""
@@ -65,6 +58,8 @@ class Runner:
 
     def measure_times(self, run: Run) -> Measurement:
         """Return step times and memory of a setting, of all ranks together."""
+        if run.setting.system is System.PROFILE:
+            return self._measure_profile()
         setting = self._plan(run.setting)
         with self._train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
             for _ in range(self._job.warmup):
@@ -77,7 +72,7 @@ class Runner:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
                 _write_trace(trainer, self._job.trace_folder / f"trace_{make_file_name(setting.name)}.json.gz")
-        return merge_ranks(_gather(self._add_prediction(measurement, setting)))
+        return merge_ranks(_gather(measurement))
 
     def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
         """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
@@ -93,37 +88,30 @@ class Runner:
         if setting.budget_bytes is None:
             return setting
         plan = plan_for_budget(self._ranks, budget_bytes=setting.budget_bytes)
-        # One file a rank: all write the same, and none reads what another is writing.
-        name = f"plan_{make_file_name(setting.name)}_rank{torch.distributed.get_rank()}.json"
-        path = self._job.plan_folder / name
+        path = self._job.find_plan_path(setting, rank=torch.distributed.get_rank())
         path.write_text(plan.to_json(), encoding="utf-8")
         return setting.with_plan(path)
 
-    def _add_prediction(self, measurement: Measurement, setting: Setting) -> Measurement:
-        """Return `measurement` with what the simulator says, where it knows the device and the setting."""
-        if find_hardware(name_device()) is None:
-            return measurement
-        try:
-            predicted = predict(self._ranks, setting)
-        except ConfigError as error:  # a model that the planner cannot plan trains all the same
-            logger.warning("%s is not simulated: %s", setting.name, error)
-            return measurement
-        if predicted is None:
-            return measurement
-        return dataclasses.replace(measurement, simulated_ratio=predicted.ratio, simulated_peak_bytes=predicted.peak_bytes)
+    def _measure_profile(self) -> Measurement:
+        """Write a profile of the training, on rank 0, and return its one step."""
+        empty_caches()
+        reset_peaks()
+        with quiet_collector():
+            link = profile_link(get_training_device()).link
+            profile = profile_training(self._parse_flags(ANY_OF_OURS), self._tokens, link, update=self._job.update)
+        empty_caches()
+        if torch.distributed.get_rank() == 0:
+            profile.save(self._job.profile_path)
+        peaks = [rank.peak_bytes for rank in profile.ranks if rank.peak_bytes is not None]
+        return Measurement(
+            step_seconds=(max(rank.step_s for rank in profile.ranks),),
+            peak_allocated_bytes=max(peaks, default=None),
+        )
 
     @functools.cached_property
     def _ranks(self) -> tuple[RankModel, ...]:
         """What the planner takes the training for."""
-        job = self._job
-        return build_workload(
-            self._parse_flags(NOTHING),
-            find_hardware(name_device()),
-            offload=self._parse_flags(_ANY_OF_OURS).offload,
-            flags=(*job.file_flags, *job.typed_flags),
-            source=job.source,
-            update=job.update,
-        )
+        return build_job_ranks(self._job, find_hardware(name_device()))
 
     def _parse_flags(self, setting: Setting) -> TrainingArguments:
         return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
@@ -194,11 +182,6 @@ def reset_peaks() -> None:
 def name_device() -> str:
     """Return what torch calls the device of this process."""
     return "CPU" if needs_cpu_support() else torch.cuda.get_device_name()
-
-
-def make_file_name(name: str) -> str:
-    """Return the name of a setting as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9.]+", "_", name)
 
 
 def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_bytes: int | None) -> Measurement:

@@ -40,6 +40,7 @@ class System(enum.Enum):
     OURS = "ours"  # this package, by modules
     PLAN = "plan"  # this package, by a plan file
     BUDGET = "budget"  # this package, by what the planner says for a memory budget
+    PROFILE = "profile"  # no setting to choose: one measured step with everything kept, from which others are predicted
 
 
 class ProcessKind(enum.Enum):
@@ -129,6 +130,12 @@ class Setting:
 NOTHING = Setting(system=System.NOTHING)
 """What everything is compared with."""
 
+PROFILE = Setting(system=System.PROFILE)
+"""The step that is measured for predictions."""
+
+NAMED_SYSTEMS = tuple(system for system in System if system is not System.PROFILE)
+"""What users may name."""
+
 _NAME = re.compile(r"(?P<system>[\w-]+)(?::(?P<what>[^@/]+))?(?:@(?P<fraction>[^/]+))?(?:/(?P<recompute>.+))?")
 
 
@@ -142,10 +149,10 @@ def parse_setting(text: str) -> Setting:
         # A path may hold any of the signs that mean something elsewhere.
         return Setting(system=System.PLAN, plan=Path(path))
     match = _NAME.fullmatch(text)
-    system = next((one for one in System if match and one.value == match["system"]), None)
+    system = next((one for one in NAMED_SYSTEMS if match and one.value == match["system"]), None)
     if match is None or system is None:
         raise ConfigError(
-            f"--settings {text!r} is no setting. Give one that begins with {', '.join(one.value for one in System)}, "
+            f"--settings {text!r} is no setting. Give one that begins with {', '.join(one.value for one in NAMED_SYSTEMS)}, "
             "as in ours:core_attn+attn_proj."
         )
     what, fraction = match["what"] or "", match["fraction"]
@@ -199,7 +206,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[
     Raises:
         ConfigError: A word names none.
     """
-    systems = {one.value: one for one in System}
+    systems = {one.value: one for one in NAMED_SYSTEMS}
     chosen = [NOTHING]
     for word in words:
         own = [setting for setting in defaults if setting.system is systems.get(word)]

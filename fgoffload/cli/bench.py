@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fgoffload.benchmark.measurement import FEWEST_REPEATS
 from fgoffload.benchmark.settings import (
+    NAMED_SYSTEMS,
+    NOTHING,
+    PROFILE,
     Setting,
     System,
     check_names,
@@ -44,14 +47,15 @@ DESCRIPTION = (
     "step time and memory side by side: nothing, recompute, the offload of Megatron-Core, Transformer Engine and PyTorch, ours."
 )
 USAGE = (
-    "fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...] [--budgets SIZE ...] [--steps N] [--warmup N] "
-    "[--repeats N] [--check-bits] [--trace] [--out FOLDER] [MEGATRON FLAGS]"
+    "fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...] [--budgets SIZE ...] [--profile [FILE]] [--steps N] "
+    "[--warmup N] [--repeats N] [--check-bits] [--trace] [--out FOLDER] [MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload bench arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--settings": "recompute:full ours:core_attn+attn_proj",
     "--plans": "plan.json",
     "--budgets": "18.9GiB",
+    "--profile": "profile.json",
     "--warmup": "3",
     "--repeats": "2",
     "--out": "bench_w2_moe",
@@ -61,6 +65,9 @@ EXIT_MEASURED, EXIT_DIFFERENT = 0, 1
 
 STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
 """What is taken where no option says so; `BIT_STEPS` for `--steps` with `--check-bits`."""
+
+MEASURE_HERE = ""
+"""`--profile` without a file."""
 
 WIDTH = 190
 """Characters of a table that goes to no terminal: enough for its rows."""
@@ -77,6 +84,10 @@ class BenchOptions:
     """As typed; empty takes those that say something about the model."""
     plans: tuple[Path, ...]
     budgets_bytes: tuple[int, ...]
+    profile: Path | None
+    """A profile to predict from, measured before."""
+    measures_profile: bool
+    """Whether to measure one, after `nothing`."""
     steps: int
     warmup: int
     repeats: int
@@ -95,6 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--settings", metavar="NAME", nargs="+", help="settings, or systems for all of theirs (default: what suits the model)")
     add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
     add("--budgets", metavar="SIZE", nargs="+", help="device memory to plan for, and to find the fastest of each system within")
+    add(
+        "--profile",
+        metavar="FILE",
+        nargs="?",
+        const=MEASURE_HERE,
+        help="predict from what `fgoffload profile` measured too; without FILE it is measured here, after `nothing`",
+    )
     add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
     add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP})")
     add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
@@ -124,6 +142,8 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     compares_bits = options.check_bits
     if compares_bits and options.trace:
         raise ConfigError("--check-bits and --trace exclude each other: a trace is of a timed setting. Give one of them.")
+    if compares_bits and options.profile is not None:
+        raise ConfigError("--check-bits and --profile exclude each other: times are predicted. Give one of them.")
     counts = {"steps": BIT_STEPS if compares_bits else STEPS, "warmup": WARMUP, "repeats": REPEATS}
     for name, default in counts.items():
         if (text := getattr(options, name)) is not None:
@@ -135,7 +155,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         )
     plans = tuple(Path(name) for name in options.plans or ())
     settings = tuple(options.settings or ())
-    systems = {system.value for system in System}
+    systems = {system.value for system in NAMED_SYSTEMS}
     named = [parse_setting(word) for word in settings if word not in systems]
     for path in (*plans, *(setting.plan for setting in named if setting.plan is not None)):
         OffloadPlan.load(path)
@@ -145,6 +165,8 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         settings=settings,
         plans=plans,
         budgets_bytes=tuple(parse_bytes(text, name="--budgets") for text in options.budgets or ()),
+        profile=Path(os.path.expanduser(options.profile)) if options.profile else None,
+        measures_profile=options.profile == MEASURE_HERE,
         **counts,
         compares_bits=compares_bits,
         has_optimizer=options.optimizer,
@@ -177,14 +199,21 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     from fgoffload.integrations.megatron.imports import require_torch
 
     require_torch()
+    from fgoffload.benchmark.forecaster import Forecaster, check_profile
     from fgoffload.benchmark.loading import describe_workload, load_arguments
+    from fgoffload.planner.timing.profile import Profile
 
     job = _make_job(checked, file_flags)
     arguments = load_arguments(job)
     job = dataclasses.replace(job, world_size=arguments.world_size)
     settings = _choose_settings(checked, arguments.transformer)
+    profile = None
+    if checked.profile is not None:
+        profile = Profile.load(checked.profile)
+        check_profile(profile, arguments, update=job.update, source=f"--profile {checked.profile}")
     _make_folder(checked.folder)
     results = Results(workload=describe_workload(arguments), about=_describe(checked))
+    results.forecaster = None if checked.compares_bits else Forecaster(job, profile=profile)
     on_step: list[Callable[[float], None]] = []
 
     def on_message(message: Message) -> None:
@@ -223,7 +252,10 @@ def _choose_settings(checked: BenchOptions, transformer: Mapping[str, Any]) -> t
         given = (setting for setting in defaults if setting.system in (System.PLAN, System.BUDGET))
         chosen = tuple(dict.fromkeys((*choose_settings(checked.settings, defaults), *given)))
     check_names(chosen)
-    return chosen
+    if not checked.measures_profile:
+        return chosen
+    # First, so that what is predicted is known while the rest is measured.
+    return (NOTHING, PROFILE, *(setting for setting in chosen if setting != NOTHING))
 
 
 def _describe(checked: BenchOptions) -> dict[str, Any]:
@@ -246,7 +278,6 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     Raises:
         ConfigError: There is nothing to show, since `nothing` itself failed.
     """
-    from fgoffload.benchmark.settings import NOTHING
     from fgoffload.cli.console import PipeConsole
 
     first = results.outcomes[0]
@@ -267,17 +298,25 @@ def _show(checked: BenchOptions, results: "Results") -> int:
 
 def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surroundings", console: "Console") -> None:
     from fgoffload.benchmark.frontier import write_frontier_plot
+    from fgoffload.benchmark.prediction_report import build_prediction_tables, format_predictions
     from fgoffload.benchmark.report import build_budget_table, build_times_table, format_markdown, name_run
-    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME
+    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME, PREDICTIONS_NAME
 
-    summaries, workload = results.summarize(), results.workload
-    page = format_markdown(summaries, workload, surroundings)
-    (checked.folder / MARKDOWN_NAME).write_text(page, encoding="utf-8")
-    console.print(build_times_table(summaries, workload, surroundings))
+    summaries, workload, forecasts = results.summarize(), results.workload, results.forecasts
+    pages = {
+        MARKDOWN_NAME: format_markdown(summaries, workload, surroundings, forecasts),
+        PREDICTIONS_NAME: format_predictions(summaries, forecasts, workload, surroundings),
+    }
+    for name, page in pages.items():
+        (checked.folder / name).write_text(page, encoding="utf-8")
+    console.print(build_times_table(summaries, workload, surroundings, forecasts))
     if checked.budgets_bytes:
         console.print(build_budget_table(summaries, checked.budgets_bytes))
+    for table in build_prediction_tables(summaries, forecasts):
+        console.print(table)
+    title = name_run(workload, surroundings)
     try:
-        write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, surroundings))
+        write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=title, forecasts=forecasts)
     except ImportError as error:  # machines with GPUs often have little else, and the numbers are there
         show_line(f"warning: there is no {PICTURE_NAME}: {error}. Install matplotlib.")
     print(f"Tables, picture and logs: {checked.folder}")

@@ -1,6 +1,7 @@
 """Measures a whole training that `fgoffload train` can run: a warm-up step, and the step that counts."""
 
 import contextlib
+import dataclasses
 import datetime
 from typing import Any
 
@@ -15,12 +16,9 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
-from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy
+from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy, Update
 from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, merge_processes
 from fgoffload.units import TIB
-
-_POLICY = TrainingPolicy(kernels=Kernels.FASTEST)
-"""As trainings run: deterministic kernels take longer, and some save other tensors."""
 
 
 def get_training_device() -> Device:
@@ -33,7 +31,9 @@ def profile_link(device: Device) -> Profile:
     return _make_profile(measure_link(device), ())
 
 
-def profile_training(arguments: TrainingArguments, text: TokenSource, link: LinkProfile) -> Profile:
+def profile_training(
+    arguments: TrainingArguments, text: TokenSource, link: LinkProfile, *, update: Update = Update.ADAMW
+) -> Profile:
     """Return a profile of a training, on every process that takes part in it.
 
     Args:
@@ -41,6 +41,7 @@ def profile_training(arguments: TrainingArguments, text: TokenSource, link: Link
             size of what leaves.
         text: What it is trained on.
         link: Of this process.
+        update: What steps do with their gradients.
 
     Raises:
         ConfigError: The arguments ask for what this version or machine does not have.
@@ -49,7 +50,9 @@ def profile_training(arguments: TrainingArguments, text: TokenSource, link: Link
     numel = arguments.offload.min_offloaded_tensor_size if arguments.offload is not None else DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     # For its sites in all layers. Nothing leaves, since nobody plans.
     config = OffloadConfig(offload_modules=(AUTO,), offload_memory_budget_bytes=TIB, min_offloaded_tensor_size=numel)
-    with contextlib.closing(Trainer(arguments, text, offload=config, policy=_POLICY)) as trainer:
+    # As trainings run: deterministic kernels take longer, and some save other tensors.
+    policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
+    with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
         measurement = StepMeasurement(trainer.integration.engine.device, min_offloaded_numel=numel)
         trainer.integration.measurement = measurement
         with contextlib.closing(measurement):
@@ -57,7 +60,7 @@ def profile_training(arguments: TrainingArguments, text: TokenSource, link: Link
             measurement.request()
             trainer.run_step(with_digests=False)
             ranks = gather(measurement.take_profile())
-    return _make_profile(link, merge_processes(ranks))
+    return dataclasses.replace(_make_profile(link, merge_processes(ranks)), has_optimizer=update is not Update.NONE)
 
 
 def gather(profile: RankProfile) -> list[RankProfile]:

@@ -141,6 +141,8 @@ class Profile:
     """Of one device, with nothing else on it."""
     ranks: tuple[RankProfile, ...] = ()
     """By rank of the pipeline; empty where the link alone was measured."""
+    has_optimizer: bool = True
+    """Whether the steps updated parameters: static bytes then have the optimizer's, and the end of a step its time."""
 
     def get_rank(self, rank: int) -> RankProfile:
         """Return what pipeline rank `rank` ran.

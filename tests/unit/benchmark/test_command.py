@@ -36,6 +36,7 @@ REFUSED = [
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--plans", "none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9GB"), "--budgets '18.9GB' is not a size."),
+    ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),
     ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits and --trace exclude each other"),
 ]
 REFUSED_AFTER_TORCH = [
@@ -45,6 +46,8 @@ REFUSED_AFTER_TORCH = [
     (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Give a folder that you may write to."),
     (("--settings", "plan:a/x.json", "plan:b/x.json"), "two settings are called plan:x."),
     (("--plans", "a/x.json", "b/x.json"), "two settings are called plan:x."),
+    (("--profile", "none.json"), "profile none.json: No such file or directory. Give a file"),
+    (("--settings", "profile"), "--settings 'profile' is no setting."),
 ]
 
 
@@ -93,14 +96,28 @@ def read_rows(folder):
 @pytest.mark.timeout(300)  # three processes, each of which loads torch and Megatron-Core
 def test_settings_are_measured_side_by_side(capsys):
     words = ["--settings", "recompute:full", "ours:expert_fc1", "megatron:core_attn", "te-layers:1", "budget:12MiB"]
-    words += ["--plans", "a/x.json", "--budgets", "15MiB", "--steps", "2", "--warmup", "1", "--repeats", "2", "--trace"]
+    words += [
+        "--plans",
+        "a/x.json",
+        "--budgets",
+        "15MiB",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--repeats",
+        "2",
+        "--trace",
+        "--profile",
+    ]
     assert main(["bench", ARGUMENTS, *words, "--out", "results/tiny"]) == 0
     shown, _ = capsys.readouterr()
     rows = read_rows("results/tiny")
     names = [(row["setting"], row["process"], row["repeat"]) for row in rows]
     main_names = ["nothing", "recompute:full", "ours:expert_fc1", "budget:12.00MiB", "plan:x", "budget:15.00MiB"]
     assert names == [
-        *((name, "main", repeat) for repeat in "01" for name in main_names),
+        *((name, "main", "0") for name in ("nothing", "profile", *main_names[1:])),
+        *((name, "main", "1") for name in main_names),
         *((name, "megatron", repeat) for repeat in "01" for name in ("nothing", "megatron:core_attn")),
         *((name, "te-layers", repeat) for repeat in "01" for name in ("nothing", "te-layers:1")),
     ]
@@ -113,13 +130,27 @@ def test_settings_are_measured_side_by_side(capsys):
     assert 0 < peaks["recompute:full"] < peaks["plan:x"] < peaks["ours:expert_fc1"] < peaks["nothing"]
     assert "recompute:full" in shown
     assert "15.00 MiB" in shown
+    predicted = {row["setting"] for row in rows if row["profile_step_s"]}
+    assert predicted == {"nothing", "recompute:full", "ours:expert_fc1", "plan:x"}
+    assert "predicted from the profile, worst first" in shown
+    assert "## Predicted from the profile" in Path("results/tiny/predictions.md").read_text(encoding="utf-8")
     document = json.loads(Path("results/tiny/run.json").read_text(encoding="utf-8"))
     assert document["surroundings"]["device"] == "CPU"
     assert document["plans"]["x"]["sites"]
     assert len(document["runs"]) == len(rows)
+    # `nothing` of each kind of process.
+    assert sorted(row["setting"] for row in document["predictions"]) == sorted([*predicted, "nothing", "nothing"])
     found = {path.name for path in Path("results/tiny").iterdir()}
     traces = {f"trace_{name}.json.gz" for name in ("nothing", "recompute_full", "ours_expert_fc1", "plan_x")}
-    assert found >= traces | {"frontier.png", "results.md", "run.json", "results.csv", "log_main_0.txt", "log_te-layers_2.txt"}
+    assert found >= traces | {
+        "frontier.png",
+        "results.md",
+        "run.json",
+        "results.csv",
+        "profile.json",
+        "log_main_0.txt",
+        "log_te-layers_2.txt",
+    }
 
 
 @pytest.mark.timeout(300)
@@ -127,7 +158,7 @@ def test_bits_are_compared_and_the_pipeline_has_its_processes_started(capsys):
     words = ["--check-bits", "--settings", "recompute:full", "ours:core_attn+attn_proj", "--pipeline-model-parallel-size", "2"]
     assert main(["bench", ARGUMENTS, *words]) == 0
     shown, _ = capsys.readouterr()
-    assert "4 layers on 2 x CPU" in " ".join(shown.split())  # a title is as wide as its table, and the path takes what it takes
+    assert "4 layers on 2 x CPU" in " ".join(shown.split())  # wrapped where the path is long
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert cells == [
         ["nothing, again", "yes", ""],

@@ -14,21 +14,22 @@ from fgoffload.benchmark.frontier import (
     write_frontier_plot,
 )
 from fgoffload.benchmark.measurement import Measurement, Summary
-from fgoffload.benchmark.settings import ProcessKind, System, parse_setting
+from fgoffload.benchmark.prediction import Forecast, Prediction, Source
+from fgoffload.benchmark.settings import NAMED_SYSTEMS, ProcessKind, System, parse_setting
 
 GIB = 2**30
 
 
-def summary(name, peak_gib, ratio, simulated_gib=None, simulated_ratio=None):
-    measurement = Measurement(
-        step_seconds=(ratio,),
-        peak_allocated_bytes=int(peak_gib * GIB),
-        simulated_peak_bytes=None if simulated_gib is None else int(simulated_gib * GIB),
-        simulated_ratio=simulated_ratio,
-    )
+def summary(name, peak_gib, ratio):
+    measurement = Measurement(step_seconds=(ratio,), peak_allocated_bytes=int(peak_gib * GIB))
     return Summary(
         setting=parse_setting(name), process=ProcessKind.MAIN, step_seconds=(ratio,), ratios=(ratio,), worst=measurement
     )
+
+
+def forecast(peak_gib, ratio):
+    prediction = Prediction(step_s=ratio, ratio=ratio, peak_bytes=int(peak_gib * GIB), static_bytes=0)
+    return Forecast(predictions={Source.TABLE: prediction})
 
 
 def failed(name):
@@ -76,9 +77,9 @@ def test_the_fastest_of_a_system_is_the_one_within_the_budget():
     assert find(System.RECOMPUTE, 17) == "recompute:full"
 
 
-def test_every_system_has_a_line():
-    assert set(LINES) == set(System)
-    assert len({label for label, _, _ in LINES.values()}) == len(System)
+def test_every_system_that_can_be_named_has_a_line():
+    assert set(LINES) == set(NAMED_SYSTEMS)
+    assert len({label for label, _, _ in LINES.values()}) == len(LINES)
 
 
 @pytest.fixture
@@ -124,16 +125,22 @@ def test_the_picture_has_a_line_for_each_system_from_nothing_along_its_frontier(
 
 def test_a_dashed_line_goes_through_what_the_planner_predicts_of_its_own_plans(tmp_path, drawn):
     found = [
-        summary("nothing", 20, 1.0, simulated_gib=21, simulated_ratio=1.0),
-        summary("plan:x.json", 17, 1.2, simulated_gib=16, simulated_ratio=1.1),  # one of the user's: no bound
-        summary("budget:18GiB", 18, 1.06, simulated_gib=18, simulated_ratio=1.05),
-        summary("budget:16GiB", 16, 1.2, simulated_gib=15.5, simulated_ratio=1.125),
+        summary("nothing", 20, 1.0),
+        summary("plan:x.json", 17, 1.2),
+        summary("budget:18GiB", 18, 1.06),
+        summary("budget:16GiB", 16, 1.2),
         failed("budget:12GiB"),
     ]
-    write_frontier_plot(tmp_path / "frontier.png", found, title="a model")
+    forecasts = {
+        parse_setting("nothing"): forecast(21, 1.0),
+        parse_setting("plan:x.json"): forecast(16, 1.1),  # one of the user's: no bound
+        parse_setting("budget:18GiB"): forecast(18, 1.05),
+        parse_setting("budget:16GiB"): forecast(15.5, 1.125),
+    }
+    write_frontier_plot(tmp_path / "frontier.png", found, title="a model", forecasts=forecasts)
     dashed = [points for _, style, points in drawn["lines"] if style == "--"]
     assert dashed == [[(15.5, 1.125), (18.0, 1.05), (21.0, 1.0)]]
-    assert list_simulated(found[:2]) == []
+    assert list_simulated(found[:2], forecasts) == []
 
 
 def test_a_setting_far_beyond_the_others_does_not_squeeze_them(tmp_path, drawn):

@@ -1,18 +1,15 @@
-"""Plans and predictions for a benchmark's training. The planner itself has tests of its own."""
+"""What the planner takes a benchmark's training for, and plans for budgets. The planner itself has tests of its own."""
 
 from pathlib import Path
 
 import pytest
-from support.trainings import write_plan
 
-from fgoffload import Action, PlanError
-from fgoffload.benchmark import runner as runner_module
+from fgoffload import PlanError
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
-from fgoffload.benchmark.measurement import Measurement
-from fgoffload.benchmark.planning import build_workload, plan_for_budget, predict
-from fgoffload.benchmark.runner import Runner
+from fgoffload.benchmark.planning import build_workload, plan_for_budget
 from fgoffload.benchmark.settings import NOTHING, parse_setting
+from fgoffload.benchmark.simulation import predict
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.training_policy import Update
 from fgoffload.planner.timing.hardware import get_hardware
@@ -55,23 +52,6 @@ def test_window_and_prefetch_are_those_that_settings_run_with():
     assert rank.min_offloaded_bytes == 2000
 
 
-def test_nothing_and_plans_are_predicted_and_other_settings_are_not(tmp_path):
-    ranks = build()
-    nothing = predict(ranks, NOTHING)
-    assert nothing.ratio == 1.0
-    path = write_plan(tmp_path / "x.json", {(layer, "layer"): Action.RECOMPUTE for layer in range(6)})
-    full = predict(ranks, parse_setting(f"plan:{path}"))
-    assert 1.2 < full.ratio < 1.4
-    assert full.peak_bytes < nothing.peak_bytes - 4 * GIB
-    assert predict(ranks, parse_setting("recompute:full")) is None
-    assert predict(ranks, parse_setting("ours:core_attn")) is None
-
-
-def test_a_plan_for_another_model_is_not_predicted(tmp_path):
-    path = write_plan(tmp_path / "x.json", {(99, "layer"): Action.RECOMPUTE})
-    assert predict(build(), parse_setting(f"plan:{path}")) is None
-
-
 def test_a_plan_for_a_budget_is_predicted_to_keep_to_it(tmp_path):
     ranks = build()
     budget_bytes = predict(ranks, NOTHING).peak_bytes - 2 * GIB
@@ -85,15 +65,3 @@ def test_a_plan_for_a_budget_is_predicted_to_keep_to_it(tmp_path):
 def test_a_budget_below_what_does_not_move_is_refused():
     with pytest.raises(PlanError, match="static memory"):
         plan_for_budget(build(), budget_bytes=GIB)
-
-
-@pytest.mark.usefixtures("parallel")
-def test_a_measurement_has_what_the_simulator_says_where_the_device_is_known(monkeypatch):
-    runner = Runner(make_job(), lambda loss: None)
-    measured = Measurement(step_seconds=(1.0,))
-    assert runner._add_prediction(measured, NOTHING).simulated_ratio is None
-    monkeypatch.setattr(runner_module, "name_device", lambda: "NVIDIA H200")
-    found = runner._add_prediction(measured, NOTHING)
-    assert found.simulated_ratio == 1.0
-    assert 15 * GIB < found.simulated_peak_bytes < 30 * GIB
-    assert runner._add_prediction(measured, parse_setting("save_on_cpu")) == measured

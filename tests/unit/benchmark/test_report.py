@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from fgoffload.benchmark.measurement import Measurement, Outcome, summarize
+from fgoffload.benchmark.prediction import PREDICTION_COLUMNS, Forecast, Prediction, Source
 from fgoffload.benchmark.report import (
     HEADINGS,
     Workload,
@@ -64,13 +65,21 @@ OUTCOMES = [
         host_bytes=3 * GIB,
         d2h_bytes=2 * GIB,
         prefetch_misses=4,
-        simulated_ratio=1.0625,
-        simulated_peak_bytes=17 * GIB,
     ),
     outcome(FULL, failure="refused [bold]"),
     outcome(NOTHING, 0.5, session=1, peak_allocated_bytes=20 * GIB),
     outcome(MEGATRON, 0.75, session=1, peak_allocated_bytes=19 * GIB),
 ]
+
+
+FORECASTS = {
+    OURS: Forecast(
+        predictions={
+            Source.TABLE: Prediction(step_s=0.55 * 1.02, ratio=1.0625, peak_bytes=17 * GIB, static_bytes=9 * GIB),
+            Source.PROFILE: Prediction(step_s=0.6, ratio=1.125, peak_bytes=16 * GIB, static_bytes=9 * GIB),
+        }
+    )
+}
 
 
 def show(table):
@@ -80,7 +89,7 @@ def show(table):
 
 
 def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
-    nothing, ours, full, again, megatron = list_rows(summarize(OUTCOMES, PROCESSES), WORKLOAD)
+    nothing, ours, full, again, megatron = list_rows(summarize(OUTCOMES, PROCESSES), WORKLOAD, FORECASTS)
     # p20 of 400, 500, 600 is 0.4 of the way to 500. MFU: 4e6 operations in 0.5 s on two devices of 10e6 a second.
     assert nothing == (
         *("nothing", "500.0 (440.0 560.0)", "1.000", "-", "20.00 GiB", "-"),
@@ -139,7 +148,7 @@ def test_a_page_has_the_table_as_markdown():
 
 
 def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
-    rows = list(csv.DictReader(io.StringIO(format_csv(OUTCOMES, PROCESSES, WORKLOAD))))
+    rows = list(csv.DictReader(io.StringIO(format_csv(OUTCOMES, PROCESSES, WORKLOAD, FORECASTS))))
     assert [(row["setting"], row["process"], row["over_nothing"]) for row in rows] == [
         ("nothing", "main", "1.0"),
         ("ours:core_attn", "main", "1.1"),
@@ -152,6 +161,20 @@ def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
         *(str(18 * GIB), str(3 * GIB), "4"),
     )
     assert rows[0]["tokens_per_s"] == "2000.0"
+    predicted = {name: rows[1][name] for name in PREDICTION_COLUMNS}
+    assert predicted == {
+        "table_step_s": "0.561",
+        "table_step_error_percent": "2.0",
+        "table_over_nothing": "1.0625",
+        "table_peak_bytes": str(17 * GIB),
+        "table_peak_error_percent": "-5.56",
+        "profile_step_s": "0.6",
+        "profile_step_error_percent": "9.09",
+        "profile_over_nothing": "1.125",
+        "profile_peak_bytes": str(16 * GIB),
+        "profile_peak_error_percent": "-11.11",
+    }
+    assert {rows[0][name] for name in PREDICTION_COLUMNS} == {""}
     assert (rows[2]["failure"], rows[2]["step_p50_s"]) == ("refused [bold]", "")
 
 

@@ -8,9 +8,10 @@ import pytest
 from fgoffload.benchmark import results as results_module
 from fgoffload.benchmark.job import Ended, Job, Purpose, Ready, Run, Stepped
 from fgoffload.benchmark.measurement import Measurement, Outcome
+from fgoffload.benchmark.prediction import Forecast, Prediction, Source
 from fgoffload.benchmark.report import Workload
 from fgoffload.benchmark.results import Results, collect_results, list_runs
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 
 FULL, CORE, MEGATRON, LAYERS = map(parse_setting, ("recompute:full", "ours:core_attn", "megatron:core_attn", "te-layers:1"))
@@ -36,6 +37,12 @@ def test_a_kind_of_process_without_settings_is_not_started():
 def test_where_bits_are_compared_nothing_comes_twice_and_all_else_once():
     runs = list_order(ProcessKind.MAIN, purpose=Purpose.BITS, repeats=3)
     assert runs == [(NOTHING, 0), (NOTHING, 0), (FULL, 0), (CORE, 0)]
+
+
+def test_a_profile_is_measured_once_however_often_the_list_runs():
+    settings = (NOTHING, PROFILE, FULL)
+    runs = list_runs(settings, ProcessKind.MAIN, purpose=Purpose.TIMES, repeats=2)
+    assert [run.setting for run in runs] == [NOTHING, PROFILE, FULL, NOTHING, FULL]
 
 
 def make_surroundings(device):
@@ -88,3 +95,47 @@ def test_files_are_up_to_date_after_every_run_and_sessions_are_numbered_over_all
 
 def test_a_run_has_a_setting_and_a_repeat():
     assert Run(setting=LAYERS, repeat=0) != Run(setting=LAYERS, repeat=1)
+
+
+class Prophet:
+    """Predicts what it is told, and notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+        self.has_profile = False
+
+    def meet(self, device):
+        self.asked.append(device)
+
+    def read_profile(self):
+        self.has_profile = True
+
+    def predict(self, setting):
+        self.asked.append(setting.name)
+        prediction = Prediction(step_s=0.6, ratio=1.2, peak_bytes=9, static_bytes=3)
+        sources = [Source.TABLE, Source.PROFILE] if self.has_profile else [Source.TABLE]
+        return Forecast(predictions=dict.fromkeys(sources, prediction))
+
+
+def test_what_was_measured_before_the_profile_is_predicted_from_it_too_and_failures_are_not(tmp_path):
+    results = Results(workload=WORKLOAD, about={}, forecaster=Prophet())
+    results.meet(make_surroundings("CPU"))
+    measurement = Measurement(step_seconds=(0.5,), peak_allocated_bytes=10)
+    for setting in (NOTHING, PROFILE, FULL, FULL):
+        results.add(Outcome(setting=setting, repeat=0, session=0, measurement=measurement), ProcessKind.MAIN)
+    results.add(Outcome(setting=CORE, repeat=0, session=0, failure="refused"), ProcessKind.MAIN)
+    assert results.forecaster.asked == ["CPU", "nothing", "nothing", "recompute:full"]
+    assert {setting: set(one.predictions) for setting, one in results.forecasts.items()} == {
+        NOTHING: set(Source),
+        FULL: set(Source),
+    }
+    results.write(tmp_path)
+    rows = json.loads((tmp_path / "run.json").read_text())["predictions"]
+    assert [(row["setting"], row["source"]) for row in rows] == [
+        *(("nothing", "table"), ("recompute:full", "table")),
+        *(("nothing", "profile"), ("recompute:full", "profile")),
+    ]
+    assert rows[0]["step_error_percent"] == 20.0
+    assert rows[0]["peak_error_percent"] == -10.0
+    with (tmp_path / "results.csv").open() as file:
+        assert [row["profile_step_s"] for row in csv.DictReader(file)] == ["0.6", "", "0.6", "0.6", ""]

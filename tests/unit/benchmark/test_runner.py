@@ -11,13 +11,17 @@ from support.trainings import EXPERTS, SHAPE, write_plan
 
 from fgoffload import Action, ConfigError, OffloadPlan, Site
 from fgoffload.benchmark import runner as runner_module
-from fgoffload.benchmark.job import Job, Run
+from fgoffload.benchmark.forecaster import Forecaster, check_profile
+from fgoffload.benchmark.job import Job, Run, make_file_name
 from fgoffload.benchmark.loading import describe_workload, load_arguments
-from fgoffload.benchmark.runner import Runner, make_file_name, quiet_collector, save_on_cpu
-from fgoffload.benchmark.settings import NOTHING, parse_setting
+from fgoffload.benchmark.prediction import Source
+from fgoffload.benchmark.runner import Runner, quiet_collector, save_on_cpu
+from fgoffload.benchmark.settings import NOTHING, PROFILE, parse_setting
 from fgoffload.benchmark.steps import find_gradient_difference, find_loss_difference
+from fgoffload.integrations import link as link_module
 from fgoffload.integrations.megatron.training import Trainer
-from fgoffload.integrations.megatron.training_policy import Update
+from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy, Update
+from fgoffload.planner.timing.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -179,12 +183,63 @@ def test_a_budget_is_refused_where_the_planner_does_not_know_the_device():
 def test_a_budget_is_planned_for_and_the_plan_is_measured(monkeypatch, tmp_path):
     plan = OffloadPlan(actions={Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD})
     asked = []
-    monkeypatch.setattr(runner_module, "build_workload", lambda *arguments, **options: asked.append(options) or ())
+    monkeypatch.setattr(runner_module, "build_job_ranks", lambda job, hardware: asked.append(job.update) or ())
     monkeypatch.setattr(runner_module, "plan_for_budget", lambda ranks, *, budget_bytes: asked.append(budget_bytes) or plan)
     measured = measure("budget:1GiB", make_job(plan_folder=tmp_path))
-    assert asked[1] == 1 << 30
-    assert asked[0]["update"] is Update.NONE
+    assert asked == [Update.NONE, 1 << 30]
     assert measured.d2h_bytes > 0
+    # Where what predicts it looks.
+    assert json.loads(make_job(plan_folder=tmp_path).find_plan_path(parse_setting("budget:1GiB")).read_text())["sites"]
+
+
+@pytest.fixture
+def _quick_link(monkeypatch):
+    monkeypatch.setattr(link_module.measure_link, "__kwdefaults__", {"sizes": link_module.QUICK_SIZES})
+
+
+@pytest.mark.usefixtures("_quick_link")
+@pytest.mark.parametrize("update", list(Update))
+def test_a_profile_is_of_the_same_training_with_or_without_an_optimizer(monkeypatch, tmp_path, update):
+    policies = []
+    build = Trainer.__init__
+    monkeypatch.setattr(
+        Trainer, "__init__", lambda *args, **options: policies.append(options["policy"]) or build(*args, **options)
+    )
+    job = make_job(plan_folder=tmp_path, update=update)
+    runner = Runner(job, lambda loss: None)
+    seen = []
+    iterate = runner._tokens.iterate_microbatches
+    runner._tokens.iterate_microbatches = lambda *args, **options: seen.append(1) or iterate(*args, **options)
+    measured = runner.measure_times(Run(setting=PROFILE, repeat=0))
+    profile = Profile.load(job.profile_path)
+    (rank,) = profile.ranks
+    assert policies == [TrainingPolicy(kernels=Kernels.FASTEST, update=update)]
+    assert measured.step_seconds == (rank.step_s,)
+    assert profile.has_optimizer is (update is Update.ADAMW)
+    assert [layer.number for layer in rank.layers] == [0, 1]
+    assert rank.min_offloaded_bytes == 64 * 4
+    # The tokens of all settings, in a step that warms up and the one that counts.
+    assert len(seen) == 2
+    check_profile(profile, load_arguments(job), update=update, source="profile.json")
+
+
+@pytest.mark.usefixtures("_quick_link")
+def test_what_a_profile_predicts_of_memory_is_what_settings_then_take(tmp_path):
+    job = make_job(plan_folder=tmp_path)
+    runner = Runner(job, lambda loss: None)
+    runner.measure_times(Run(setting=PROFILE, repeat=0))
+    forecaster = Forecaster(job)
+    forecaster.meet("CPU")
+    forecaster.read_profile()
+    for name in ("nothing", "recompute:core_attn", "recompute:full"):
+        setting = parse_setting(name)
+        measured = runner.measure_times(Run(setting=setting, repeat=0))
+        predicted = forecaster.predict(setting).predictions[Source.PROFILE].find_peak(measured)
+        if name == "recompute:full":
+            # What the loss saves counts for the whole backward, and is gone at its start: of a model this small it is the most.
+            assert measured.peak_bytes < predicted < 2 * measured.peak_bytes
+        else:
+            assert predicted == pytest.approx(measured.peak_bytes, rel=0.05), name
 
 
 # Loading.
