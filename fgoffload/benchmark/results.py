@@ -10,6 +10,7 @@ from fgoffload.benchmark.measurement import Outcome, Summary, summarize
 from fgoffload.benchmark.prediction import Forecast, Source, compare
 from fgoffload.benchmark.processes import run_sessions
 from fgoffload.benchmark.report import Workload, format_csv, format_json
+from fgoffload.benchmark.search import SearchResult
 from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.surroundings import Surroundings, find_hardware
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.forecaster import Forecaster
 
 CSV_NAME, JSON_NAME, MARKDOWN_NAME, PICTURE_NAME = "results.csv", "run.json", "results.md", "frontier.png"
-PREDICTIONS_NAME = "predictions.md"
+PREDICTIONS_NAME, SEARCH_NAME = "predictions.md", "search.md"
 """Of the files in a benchmark's folder."""
 
 
@@ -35,6 +36,8 @@ class Results:
     """By session."""
     surroundings: Surroundings | None = None
     """What it runs on; None until a process has said so."""
+    search: SearchResult | None = None
+    """What a search for Megatron-Core's flags found, where there was one."""
     forecaster: "Forecaster | None" = None
     """Predicts settings, or None where bits are compared."""
     forecasts: dict[Setting, Forecast] = dataclasses.field(default_factory=dict)

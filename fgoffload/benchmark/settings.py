@@ -180,7 +180,7 @@ def list_default_settings(
         plans: Plan files.
         budgets_bytes: Device bytes to plan for.
     """
-    recomputes, modules = _list_recomputes(transformer), tuple(_list_module_sets(transformer))
+    recomputes, modules = list_recomputes(transformer), tuple(_list_module_sets(transformer))
     found = [NOTHING, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
     found.append(Setting(system=System.OURS, modules=("layer_input",), recompute=(FULL,)))
     found += [Setting(system=System.PLAN, plan=path) for path in plans]
@@ -194,6 +194,27 @@ def list_default_settings(
             counts = sorted({max(1, layers // 3), max(1, 2 * layers // 3)} - {layers})
             found += [Setting(system=System.LAYERS, layers=count) for count in counts]
     return tuple(found)
+
+
+def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield sets of recompute modules that say something about a model, `full` first.
+
+    Args:
+        transformer: The fields of Megatron's config that were given.
+    """
+    yield (FULL,)
+    is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
+    norms = ("layernorm",) if has_experts or is_latent else ()  # else they are fused into the linears behind them
+    # The experts' activation is a module of its own in the grouped experts alone.
+    activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
+    latent = ("mla_up_proj",) if is_latent else ()
+    yield from ((one,) for one in (*norms, *activations))
+    if norms and activations:
+        yield (*norms, *activations)
+    yield ("core_attn",)
+    if latent:
+        yield latent
+        yield (*latent, *norms, *activations)
 
 
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[Setting, ...]:
@@ -225,22 +246,6 @@ def check_names(settings: Iterable[Setting]) -> None:
         if setting.name in seen:
             raise ConfigError(f"two settings are called {setting.name}. Give their plan files different names.")
         seen.add(setting.name)
-
-
-def _list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    yield (FULL,)
-    is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
-    norms = ("layernorm",) if has_experts or is_latent else ()  # else they are fused into the linears behind them
-    # The experts' activation is a module of its own in the grouped experts alone.
-    activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
-    latent = ("mla_up_proj",) if is_latent else ()
-    yield from ((one,) for one in (*norms, *activations))
-    if norms and activations:
-        yield (*norms, *activations)
-    yield ("core_attn",)
-    if latent:
-        yield latent
-        yield (*latent, *norms, *activations)
 
 
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

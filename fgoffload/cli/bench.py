@@ -35,7 +35,7 @@ from fgoffload.units import parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fgoffload.benchmark.job import Job
+    from fgoffload.benchmark.job import Job, Message
     from fgoffload.benchmark.results import Results
     from fgoffload.benchmark.surroundings import Surroundings
     from fgoffload.cli.progress import TrainingProgress
@@ -47,8 +47,9 @@ DESCRIPTION = (
     "step time and memory side by side: nothing, recompute, the offload of Megatron-Core, Transformer Engine and PyTorch, ours."
 )
 USAGE = (
-    "fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...] [--budgets SIZE ...] [--profile [FILE]] [--steps N] "
-    "[--warmup N] [--repeats N] [--check-bits] [--trace] [--out FOLDER] [MEGATRON FLAGS]"
+    "fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...] [--budgets SIZE ...] [--profile [FILE]] "
+    "[--search-megatron] [--search-limit N] [--steps N] [--warmup N] [--repeats N] [--check-bits] [--trace] [--out FOLDER] "
+    "[MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload bench arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {
@@ -56,6 +57,7 @@ EXAMPLE_VALUES: Mapping[str, str] = {
     "--plans": "plan.json",
     "--budgets": "18.9GiB",
     "--profile": "profile.json",
+    "--search-limit": "24",
     "--warmup": "3",
     "--repeats": "2",
     "--out": "bench_w2_moe",
@@ -65,6 +67,9 @@ EXIT_MEASURED, EXIT_DIFFERENT = 0, 1
 
 STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
 """What is taken where no option says so; `BIT_STEPS` for `--steps` with `--check-bits`."""
+
+SEARCH_LIMIT = 24
+"""Of a search for Megatron-Core's flags: each module and each recompute alone, and as many sets of them again."""
 
 MEASURE_HERE = ""
 """`--profile` without a file."""
@@ -88,6 +93,8 @@ class BenchOptions:
     """A profile to predict from, measured before."""
     measures_profile: bool
     """Whether to measure one, after `nothing`."""
+    search_limit: int | None
+    """Settings of Megatron-Core's flags that a search may try; None for no search."""
     steps: int
     warmup: int
     repeats: int
@@ -113,6 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=MEASURE_HERE,
         help="predict from what `fgoffload profile` measured too; without FILE it is measured here, after `nothing`",
     )
+    add("--search-megatron", action="store_true", help="look for the fastest of Megatron-Core's own flags at each budget")
+    add("--search-limit", metavar="N", help=f"settings that it may try (default: {SEARCH_LIMIT})")
     add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
     add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP})")
     add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
@@ -167,12 +176,29 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         budgets_bytes=tuple(parse_bytes(text, name="--budgets") for text in options.budgets or ()),
         profile=Path(os.path.expanduser(options.profile)) if options.profile else None,
         measures_profile=options.profile == MEASURE_HERE,
+        search_limit=_read_search_limit(options),
         **counts,
         compares_bits=compares_bits,
         has_optimizer=options.optimizer,
         writes_traces=options.trace,
         folder=Path(os.path.expanduser(options.out or f"bench_{arguments_file.stem}")),
     )
+
+
+def _read_search_limit(options: argparse.Namespace) -> int | None:
+    if not options.search_megatron:
+        if options.search_limit is not None:
+            raise ConfigError(f"--search-limit {options.search_limit} is for a search. Give --search-megatron too.")
+        return None
+    if not options.budgets:
+        raise ConfigError(
+            "--search-megatron looks for what is fastest at each budget. Give --budgets, as in --budgets 18.9GiB."
+        )
+    if options.check_bits:
+        raise ConfigError("--check-bits and --search-megatron exclude each other: times are searched. Give one of them.")
+    if options.search_limit is None:
+        return SEARCH_LIMIT
+    return read_count(options.search_limit, flag="--search-limit", example=SEARCH_LIMIT)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -194,7 +220,6 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "TrainingProgress") -> "Results":
     # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
-    from fgoffload.benchmark.job import Began, Message, Stepped
     from fgoffload.benchmark.results import Results, collect_results
     from fgoffload.integrations.megatron.imports import require_torch
 
@@ -214,6 +239,38 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     _make_folder(checked.folder)
     results = Results(workload=describe_workload(arguments), about=_describe(checked))
     results.forecaster = None if checked.compares_bits else Forecaster(job, profile=profile)
+    if checked.search_limit is not None:
+        settings = tuple(dict.fromkeys((*settings, *_search(checked, job, arguments.transformer, results, progress))))
+    on_message = _show_messages(job, progress)
+    collect_results(results, job, settings, repeats=checked.repeats, folder=checked.folder, on_message=on_message)
+    return results
+
+
+def _search(
+    checked: BenchOptions, job: "Job", transformer: Mapping[str, Any], results: "Results", progress: "TrainingProgress"
+) -> tuple[Setting, ...]:
+    """Search Megatron-Core's flags, note in `results` what was tried, and return what is measured with all steps."""
+    from fgoffload.benchmark.search import search
+    from fgoffload.benchmark.search_report import list_candidates, to_fields
+    from fgoffload.benchmark.search_runs import SearchRuns, make_space
+
+    runs = SearchRuns(job, checked.folder / "search")
+    runs.on_message = _show_messages(runs.job, progress)
+    results.search = search(
+        make_space(transformer),
+        checked.budgets_bytes,
+        nothing=NOTHING,
+        limit=checked.search_limit or SEARCH_LIMIT,
+        measure=runs.measure,
+    )
+    results.about = {**results.about, "search": to_fields(results.search)}
+    return list_candidates(results.search)
+
+
+def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Message], None]":
+    """Return what shows the messages of a process as progress."""
+    from fgoffload.benchmark.job import Began, Message, Stepped
+
     on_step: list[Callable[[float], None]] = []
 
     def on_message(message: Message) -> None:
@@ -222,8 +279,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
         elif isinstance(message, Stepped):
             on_step[0](message.loss)
 
-    collect_results(results, job, settings, repeats=checked.repeats, folder=checked.folder, on_message=on_message)
-    return results
+    return on_message
 
 
 def _make_job(checked: BenchOptions, file_flags: Sequence[str]) -> "Job":
@@ -300,18 +356,23 @@ def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surrou
     from fgoffload.benchmark.frontier import write_frontier_plot
     from fgoffload.benchmark.prediction_report import build_prediction_tables, format_predictions
     from fgoffload.benchmark.report import build_budget_table, build_times_table, format_markdown, name_run
-    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME, PREDICTIONS_NAME
+    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME, PREDICTIONS_NAME, SEARCH_NAME
+    from fgoffload.benchmark.search_report import build_search_table, format_search
 
     summaries, workload, forecasts = results.summarize(), results.workload, results.forecasts
     pages = {
         MARKDOWN_NAME: format_markdown(summaries, workload, surroundings, forecasts),
         PREDICTIONS_NAME: format_predictions(summaries, forecasts, workload, surroundings),
     }
+    if results.search is not None:
+        pages[SEARCH_NAME] = format_search(results.search, summaries)
     for name, page in pages.items():
         (checked.folder / name).write_text(page, encoding="utf-8")
     console.print(build_times_table(summaries, workload, surroundings, forecasts))
     if checked.budgets_bytes:
         console.print(build_budget_table(summaries, checked.budgets_bytes))
+    if results.search is not None:
+        console.print(build_search_table(results.search, summaries))
     for table in build_prediction_tables(summaries, forecasts):
         console.print(table)
     title = name_run(workload, surroundings)

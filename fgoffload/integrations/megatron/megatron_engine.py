@@ -4,6 +4,7 @@ It keeps its state in one object for the whole process, and reads a switch of Tr
 process that runs it has `NVTE_CPU_OFFLOAD_V1=1` from its start, and runs none of ours.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.interface import is_replaced
 from fgoffload.integrations.megatron.limits import has_transformer_engine
-from fgoffload.integrations.megatron.model_config import list_accepted
+from fgoffload.integrations.megatron.model_config import CONFIG_MODULE, list_accepted
 
 CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
 """Environment variable. With 1, Transformer Engine 2.10 or newer reads what Megatron's engine sets around its regions, and
@@ -65,6 +66,12 @@ def choose_fraction(config: Any, fraction: float) -> None:
             f"--activation-offload-fraction {fraction}: the engine of megatron-core {version} has no fraction. "
             "Give 1, or install one that has it."
         )
+
+
+def has_fraction() -> bool:
+    """Return whether this version's engine can offload a part of its groups."""
+    config = load_module(CONFIG_MODULE).TransformerConfig
+    return any(field.name == "activation_offload_fraction" for field in dataclasses.fields(config))
 
 
 def _check_process() -> None:

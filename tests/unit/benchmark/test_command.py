@@ -14,9 +14,10 @@ from support.command import ARGUMENTS
 from support.trainings import write_plan
 
 from fgoffload import Action
-from fgoffload.benchmark import results
+from fgoffload.benchmark import results, search_runs
 from fgoffload.benchmark.job import Ready
 from fgoffload.benchmark.measurement import Measurement, Outcome
+from fgoffload.benchmark.settings import System
 from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.cli import main
@@ -36,6 +37,10 @@ REFUSED = [
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--plans", "none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9GB"), "--budgets '18.9GB' is not a size."),
+    ((ARGUMENTS, "--search-megatron"), "--search-megatron looks for what is fastest at each budget. Give --budgets"),
+    ((ARGUMENTS, "--search-limit", "9"), "--search-limit 9 is for a search. Give --search-megatron too."),
+    ((ARGUMENTS, "--search-megatron", "--budgets", "1GiB", "--check-bits"), "--check-bits and --search-megatron exclude"),
+    ((ARGUMENTS, "--search-megatron", "--budgets", "1GiB", "--search-limit", "0"), "--search-limit 0 is below 1."),
     ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),
     ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits and --trace exclude each other"),
 ]
@@ -187,6 +192,32 @@ def test_bits_that_differ_end_with_code_1(capsys, monkeypatch):
     answer(monkeypatch, make_outcome)
     assert main(["bench", ARGUMENTS, "--check-bits", "--settings", "recompute:full", "save_on_cpu"]) == 1
     assert "gradients from step 1, 0.weight" in capsys.readouterr().out
+
+
+def test_what_a_search_finds_is_measured_with_all_others(capsys, monkeypatch):
+    asked = []
+
+    def try_out(job, runs, *, first_session, **options):
+        for run in runs:
+            asked.append(run.setting.name)
+            size = len(run.setting.modules) + 2 * (run.setting.system is System.RECOMPUTE)
+            measurement = Measurement(step_seconds=(1 + size / 50,), activation_peak_bytes=20 * 2**20 - size * 2**20)
+            yield Outcome(setting=run.setting, repeat=0, session=first_session, measurement=measurement)
+
+    monkeypatch.setattr(search_runs, "run_sessions", try_out)
+    answer(monkeypatch, lambda number: {"measurement": Measurement(step_seconds=(1.0,), activation_peak_bytes=17 * 2**20)})
+    words = ["--search-megatron", "--budgets", "18MiB", "17MiB", "--search-limit", "20", "--settings", "recompute:full"]
+    assert main(["bench", ARGUMENTS, *words, "--out", "found"]) == 0
+    tried = len(asked) - asked.count("nothing")
+    rows = {row["setting"]: row["process"] for row in read_rows("found")}
+    document = json.loads(Path("found/run.json").read_text(encoding="utf-8"))
+    assert document["search"]["tried"] == tried <= 20
+    winners = {name for names in document["search"]["fastest"].values() for name in names}
+    assert winners <= set(rows)
+    assert {rows[name] for name in winners if name.startswith("megatron")} == {"megatron"}
+    shown = capsys.readouterr().out
+    assert f"{tried} settings of {document['search']['possible']} tried" in " ".join(shown.split())
+    assert Path("found/search.md").read_text(encoding="utf-8").startswith(f"{tried} settings of")
 
 
 def test_where_nothing_fails_it_ends_with_code_2_and_says_where_the_output_is(capsys, monkeypatch):

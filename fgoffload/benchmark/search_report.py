@@ -1,0 +1,104 @@
+"""Shows what a search for Megatron-Core's flags tried, and what won at each budget."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fgoffload.benchmark.measurement import Summary
+from fgoffload.benchmark.report import ABSENT
+from fgoffload.benchmark.search import SearchResult
+from fgoffload.benchmark.settings import Setting
+from fgoffload.units import format_bytes
+
+HEADINGS = ("peak at most", "fastest of Megatron-Core", "few steps: over nothing", "peak", "all steps: over nothing", "peak")
+"""Of the table."""
+
+CANDIDATES = 2
+"""Settings of each budget that are measured again, with all steps: few steps do not tell apart what is nearly alike."""
+
+
+def list_candidates(result: SearchResult) -> tuple[Setting, ...]:
+    """Return the settings that are measured with all steps."""
+    found = (one for budget in result.budgets_bytes for one in result.list_fastest(budget, count=CANDIDATES))
+    return tuple(dict.fromkeys(found))
+
+
+def build_search_table(result: SearchResult, summaries: Sequence[Summary]) -> Table:
+    """Return for each budget what won, with few steps and with all of them.
+
+    Args:
+        result: Of the search.
+        summaries: Of what was measured with all steps.
+    """
+    table = Table(title=Text("search for Megatron-Core's own flags"), title_justify="left", caption_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[1] else "right")
+    for cells in _list_rows(result, summaries):
+        table.add_row(*map(Text, cells))
+    table.caption = Text(describe_search(result))
+    return table
+
+
+def format_search(result: SearchResult, summaries: Sequence[Summary]) -> str:
+    """Return the page `search.md`: what won, and everything that was tried."""
+    lines = [describe_search(result), "", f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
+    lines += [f"| {' | '.join(cells)} |" for cells in _list_rows(result, summaries)]
+    lines += ["", "| tried | over nothing | peak |", "|---|---|---|"]
+    lines += [
+        f"| {one.name} | {sample.ratio:.3f} | {format_bytes(sample.peak_bytes)} |" for one, sample in result.samples.items()
+    ]
+    failures = (f"| {one.name} | {reason.replace('|', '/')} | {ABSENT} |" for one, reason in result.failures.items())
+    return "\n".join((*lines, *failures, ""))
+
+
+def describe_search(result: SearchResult) -> str:
+    """Return one line: how many settings were tried of how many, and why it ended."""
+    rounds = "1 round" if result.rounds == 1 else f"{result.rounds} rounds"
+    end = "nothing that was left promised to be faster" if result.is_exhausted else "its limit was reached"
+    failed = f", {len(result.failures)} of them failed" if result.failures else ""
+    return f"{result.tried} settings of {result.possible} tried in {rounds}{failed}; it ended since {end}."
+
+
+def to_fields(result: SearchResult) -> dict[str, Any]:
+    """Return the search for the JSON file."""
+    return {
+        "possible": result.possible,
+        "tried": result.tried,
+        "rounds": result.rounds,
+        "is_exhausted": result.is_exhausted,
+        "samples": {one.name: sample._asdict() for one, sample in result.samples.items()},
+        "failures": {one.name: reason for one, reason in result.failures.items()},
+        "fastest": {
+            format_bytes(budget): [one.name for one in result.list_fastest(budget, count=CANDIDATES)]
+            for budget in result.budgets_bytes
+        },
+    }
+
+
+def _list_rows(result: SearchResult, summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+    measured = {one.setting: one for one in summaries if one.ratio is not None}
+    return [_list_cells(result, measured, budget) for budget in sorted(result.budgets_bytes, reverse=True)]
+
+
+def _list_cells(result: SearchResult, measured: Mapping[Setting, Summary], budget_bytes: int) -> tuple[str, ...]:
+    candidates = result.list_fastest(budget_bytes, count=CANDIDATES)
+    # What fits with all steps too, and of that the fastest.
+    verified = [
+        (one.ratio, name)
+        for name in candidates
+        if (one := measured.get(name)) is not None and one.ratio is not None and (one.peak_bytes or 0) <= budget_bytes
+    ]
+    winner = min(verified, key=lambda pair: pair[0])[1] if verified else next(iter(candidates), None)
+    if winner is None:
+        return (format_bytes(budget_bytes), *(ABSENT for _ in HEADINGS[1:]))
+    sample, again = result.samples[winner], measured.get(winner)
+    return (
+        format_bytes(budget_bytes),
+        winner.name,
+        f"{sample.ratio:.3f}",
+        format_bytes(sample.peak_bytes),
+        ABSENT if again is None else f"{again.ratio:.3f}",
+        ABSENT if again is None or again.peak_bytes is None else format_bytes(again.peak_bytes),
+    )
