@@ -1,6 +1,7 @@
 """From a model, its ranks and a device to what the simulator and the solver take."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 from fgoffload.planner.memory.saved_bytes import list_untagged_tensors
@@ -22,10 +23,13 @@ from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, Chun
 from fgoffload.planner.ranks.schedule import list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Efficiency, Network
-from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.hardware import Hardware, check_for_times
 from fgoffload.planner.timing.link_rates import make_link_model
+from fgoffload.planner.timing.network_rates import describe_assumed_rates
 from fgoffload.planner.timing.op_times import make_layer_model
 from fgoffload.policy import TransferPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class Assumptions:
     efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
     """What kernels reach of the device's peaks."""
     network: Network = dataclasses.field(default_factory=Network)
-    """Between ranks."""
+    """Between ranks, where it was measured."""
     state: ParameterState = ADAM
     """What a parameter has beside its weight."""
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
@@ -65,6 +69,9 @@ def build_ranks(
         ConfigError: The ranks cannot share the model, or of the device something is not known that times need.
     """
     assumptions = assumptions or Assumptions()
+    check_for_times(hardware)
+    if assumptions.network == Network() and (line := describe_assumed_rates(hardware, ranks=parallelism.world_size)):
+        logger.warning(line)
     layers = _LayerModels(model, parallelism, hardware, assumptions)
     link = make_link_model(hardware)
     ranks = []

@@ -7,6 +7,7 @@ import pytest
 
 from fgoffload.cli import main
 from fgoffload.plan import Action, OffloadPlan
+from fgoffload.planner.timing.hardware import HARDWARE
 
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "arguments" / "llama3_8b.sh")
@@ -129,3 +130,10 @@ def test_an_unknown_kind_of_config_is_refused_with_the_known_ones(capsys, tmp_pa
     assert code == 2
     assert "'bert'" in err
     assert "mixtral" in err
+
+
+def test_the_help_names_every_device_of_the_table(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = "".join(capsys.readouterr().out.split())
+    assert [key for key in HARDWARE if key not in shown] == []

@@ -46,6 +46,18 @@ class Efficiency:
     """
     memory: float = 0.80
     """Of the bandwidth of device memory. Assumed: a little less than the 0.90 that copies within an H100 reach."""
+    nvlink: float = 0.80
+    """Of the rate between devices of a domain, in collectives.
+
+    Source: all-gather 361 and reduce-scatter 363 GB/s of 450 on 8 H200, by nccl-tests (Stas Bekman, Machine Learning
+    Engineering, network). All-reduce by rings: 235 of 300 on A100, 682 of 900 on B200, and 313 of 448 on MI300X (the same).
+    """
+    network: float = 0.90
+    """Of the rate of network cards.
+
+    Source: DeepEP's first release names 43 to 58 GB/s, with cards of 50, for dispatch and combine over 16 to 64 ranks, in which
+    traffic within the node counts too.
+    """
     kernel_start_s: float = 3e-6
     """Seconds from one kernel to the next on the device. Assumed."""
     host_s_per_launch: float = 10e-6
@@ -77,22 +89,14 @@ _SECONDS = ("kernel_start_s", "host_s_per_launch", "collective_start_s")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """How fast ranks send to each other, each way. The defaults are for nodes of 8 H100 or H200."""
+    """How fast ranks were measured to send to each other, each way. None is what the hardware has, in the part they reach."""
 
-    nvlink_bytes_per_s: float = 360e9
-    """Of a rank, to ranks of its node.
-
-    Source: all-gather 361 and reduce-scatter 363 GB/s of 450 on 8 H200, by nccl-tests (Stas Bekman, Machine Learning
-    Engineering, network). H800, with less NVLink, has 160.
-    """
-    network_bytes_per_s: float = 45e9
-    """Of a rank, to ranks of other nodes.
-
-    Source: a ConnectX-7 for each rank has 400 Gbit/s, 50 GB/s; DeepEP's first release names 43 to 58 GB/s for dispatch and
-    combine over 16 to 64 ranks, in which traffic within the node counts too.
-    """
+    nvlink_bytes_per_s: float | None = None
+    """Of a rank, to ranks of its domain. H800, with less NVLink than H100, has 160 GB/s."""
+    network_bytes_per_s: float | None = None
+    """Of a rank, to ranks of other domains."""
     nvlink_ranks: int | None = None
-    """Ranks that reach each other at the rate of NVLink; None for the devices of a node. 72 in a GB200 NVL72."""
+    """Ranks of a domain, which reach each other at the rate of NVLink."""
 
     def __post_init__(self) -> None:
         """Refuse what is no rate.
@@ -101,8 +105,6 @@ class Network:
             ConfigError: With the field, the value and the fix.
         """
         for name in ("nvlink_bytes_per_s", "network_bytes_per_s"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name} is None, and ranks that send need it. Give bytes a second, or leave it out.")
             check_rate(name, getattr(self, name))
         if self.nvlink_ranks is not None:
             check_count("nvlink_ranks", self.nvlink_ranks)

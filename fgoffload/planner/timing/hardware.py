@@ -64,6 +64,18 @@ class Hardware:
     """Dense, of matrix products of fp32 tensors in tf32."""
     link: Link = dataclasses.field(default_factory=Link)
     """To the host."""
+    nvlink_bytes_per_s: float | None = None
+    """Bytes a second that a device sends to all others of its domain together, one way: over NVLink, or AMD's Infinity Fabric.
+    None where there is no such thing, or where it is not public: then devices of a node are taken to send over PCIe, at the
+    slower way of `link`."""
+    nvlink_peer_bytes_per_s: float | None = None
+    """To one other device, where they are wired in pairs and not through a switch: a group of n reaches n - 1 times this. None
+    is all of `nvlink_bytes_per_s`."""
+    nvlink_gpus: int | None = None
+    """Devices of such a domain. None is those of a node."""
+    network_bytes_per_s: float | None = None
+    """Bytes a second of a device's share of its node's network cards, one way, in the maker's own system. None where each
+    server has its own: then 50 GB/s are taken, which is a card of 400 Gbit/s for each device."""
     host_memory_bytes_per_node: int | None = None
     """Of the maker's own system, all devices of the node together. None where each server has its own."""
     gpus_per_node: int
@@ -83,9 +95,10 @@ class Hardware:
                 raise ConfigError(f"{name} {text!r} is no text. Give some.")
         for name in ("device_memory_bytes", "gpus_per_node"):
             check_count(name, getattr(self, name))
-        if self.host_memory_bytes_per_node is not None:
-            check_count("host_memory_bytes_per_node", self.host_memory_bytes_per_node)
-        for name in ("device_memory_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s", "tf32_flop_per_s"):
+        for name in ("host_memory_bytes_per_node", "nvlink_gpus"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        for name in _RATES:
             check_rate(name, getattr(self, name))
         if not isinstance(self.link, Link):
             raise ConfigError(f"link {self.link!r} is no link. Give a Link, or in a file an object with its fields.")
@@ -96,7 +109,8 @@ class Hardware:
 
         Args:
             text: A JSON object with the fields of this class. Memory is bytes or a size like "80GiB"; `link` is an object with
-                the fields of `Link`. A field that may be None can be null or left out.
+                the fields of `Link`. A field that may be None can be null or left out. `"base": "gb200"` takes what the object
+                leaves out from that device of the table; a `link` replaces all of its link.
             source: Where `text` came from, for the error.
 
         Raises:
@@ -107,13 +121,14 @@ class Hardware:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{source} is not JSON: {error}. Give an object with the fields of Hardware.") from error
         try:
-            fields = _read_fields(cls, document, "hardware")
+            fields = _read_fields(cls, _fill_from_base(document, source), "hardware")
             for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
                 if isinstance(fields.get(name), str):
                     fields[name] = parse_bytes(fields[name], name=name)
             if fields.get("link") is None:
                 fields["link"] = {}
-            fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
+            if not isinstance(fields["link"], Link):
+                fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
             return cls(**fields)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
@@ -150,8 +165,46 @@ def get_hardware(name: str) -> Hardware:
     )
 
 
-_HOPPER = {"bf16_flop_per_s": 989.4e12, "fp8_flop_per_s": 1978.9e12, "tf32_flop_per_s": 494.7e12}
+def check_for_times(hardware: Hardware) -> None:
+    """Refuse a device of which something is not known that the times of every plan need: bandwidth, operations and the link.
+
+    Raises:
+        ConfigError: With all that is missing, and how to give it.
+    """
+    missing = [name for name in _NEEDED if getattr(hardware, name) is None]
+    of_link = [name for name in _LINK_NEEDED if getattr(hardware.link, name) is None]
+    if not missing and not of_link:
+        return
+    base = [f'"base": "{key}"' for key, one in HARDWARE.items() if one is hardware]
+    example = [*base, *(f'"{name}": 1e12' for name in missing)]
+    if of_link:
+        rates = ", ".join(f'"{name}": 25e9' for name in of_link)
+        example.append(f'"link": {{{rates}}}')
+    raise ConfigError(
+        f"hardware {hardware.name!r} has no {', '.join([*missing, *(f'link.{name}' for name in of_link)])}, and no public "
+        f"source gives it. Give --hardware a file with what your device has, as in {{{', '.join(example)}}}, or --profile."
+    )
+
+
+_RATES = (
+    "device_memory_bytes_per_s",
+    "bf16_flop_per_s",
+    "fp8_flop_per_s",
+    "tf32_flop_per_s",
+    "nvlink_bytes_per_s",
+    "nvlink_peer_bytes_per_s",
+    "network_bytes_per_s",
+)
+_NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
+_LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
+
+_HOPPER: Mapping[str, Any] = {"bf16_flop_per_s": 989.4e12, "fp8_flop_per_s": 1978.9e12, "tf32_flop_per_s": 494.7e12}
+_HOPPER_NODE: Mapping[str, Any] = {"nvlink_bytes_per_s": 450e9, "nvlink_gpus": 8, "network_bytes_per_s": 50e9}
 _HOPPER_SOURCE = "rates: NVIDIA H100 Tensor Core GPU Architecture white paper (2022), H100 SXM5, without sparsity"
+_HOPPER_NODE_SOURCE = (
+    "NVLink 4, 900 GB/s, half of it each way, and a ConnectX-7 of 400 Gbit/s for each device: NVIDIA DGX H100/H200 User Guide "
+    "(2025)"
+)
 
 HARDWARE: Mapping[str, Hardware] = {
     "a100": Hardware(
@@ -161,10 +214,14 @@ HARDWARE: Mapping[str, Hardware] = {
         bf16_flop_per_s=312e12,
         tf32_flop_per_s=156e12,
         link=Link(d2h_bytes_per_s=32e9, h2d_bytes_per_s=32e9, duplex_bytes_per_s=32e9),
+        nvlink_bytes_per_s=300e9,
+        nvlink_gpus=8,
+        network_bytes_per_s=25e9,
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
         source="NVIDIA A100 Tensor Core GPU data sheet (2021): memory, rates, PCIe Gen4 64 GB/s, half of it each way; no fp8. "
-        "NVIDIA DGX A100 data sheet (2021): node.",
+        "NVLink 600 GB/s, half of it each way. NVIDIA DGX A100 data sheet (2021): node, in which 8 devices share NVSwitches, "
+        "and 8 ConnectX-6 of 200 Gbit/s.",
     ),
     "h100": Hardware(
         name="H100 80GB SXM",
@@ -173,11 +230,12 @@ HARDWARE: Mapping[str, Hardware] = {
         **_HOPPER,
         # To the host 47 to 55 GB/s were measured. The least of them, so that no plan counts on more than there is.
         link=Link(d2h_bytes_per_s=47e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9, is_measured=True),
+        **_HOPPER_NODE,
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
         source=f"NVIDIA H100 Tensor Core GPU data sheet (2023): memory; {_HOPPER_SOURCE}. Link measured on one H100 with "
         "pinned memory, PCIe 5 x16: 47 to 55 GB/s to the host, 53 to the device, 33.5 each way when both ran. "
-        "NVIDIA DGX H100 data sheet (2023): node.",
+        f"NVIDIA DGX H100 data sheet (2023): node. {_HOPPER_NODE_SOURCE}.",
     ),
     "h200": Hardware(
         name="H200 141GB SXM",
@@ -185,12 +243,13 @@ HARDWARE: Mapping[str, Hardware] = {
         device_memory_bytes_per_s=4.8e12,
         **_HOPPER,
         link=Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, duplex_bytes_per_s=50.5e9, is_measured=True),
+        **_HOPPER_NODE,
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
         source=f"NVIDIA H200 Tensor Core GPU data sheet (2024): memory; {_HOPPER_SOURCE}, the same as the H200's. Link "
         "measured on H200 hosts, each way with `fgoffload doctor` (docs/results/megatron_h200_202611.md), both at once with "
         "`fgoffload profile`, copies of 256 MiB. "
-        "NVIDIA DGX H200 data sheet (2024): node.",
+        f"NVIDIA DGX H200 data sheet (2024): node. {_HOPPER_NODE_SOURCE}.",
     ),
     "b200": Hardware(
         name="B200",
@@ -200,11 +259,15 @@ HARDWARE: Mapping[str, Hardware] = {
         fp8_flop_per_s=4.5e15,
         tf32_flop_per_s=1.1e15,
         link=Link(d2h_bytes_per_s=64e9, h2d_bytes_per_s=64e9, duplex_bytes_per_s=64e9),
+        nvlink_bytes_per_s=900e9,
+        nvlink_gpus=8,
+        network_bytes_per_s=50e9,
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
         source="NVIDIA Blackwell Architecture Technical Brief (2024): bandwidth, and rates of HGX B200 without sparsity. "
         "NVIDIA DGX B200 User Guide (2025): an eighth of 1440 GB; the node, whose 2 TB can be made 4; its Xeon 8570 have PCIe "
-        "5, of which x16 is 128 GB/s, half of it each way.",
+        "5, of which x16 is 128 GB/s, half of it each way; NVLink 5, 1.8 TB/s, half of it each way; a ConnectX-7 of 400 Gbit/s "
+        "for each device.",
     ),
     "gb200": Hardware(
         name="GB200",
@@ -214,11 +277,15 @@ HARDWARE: Mapping[str, Hardware] = {
         fp8_flop_per_s=5e15,
         tf32_flop_per_s=1.25e15,
         link=Link(d2h_bytes_per_s=225e9, h2d_bytes_per_s=225e9, duplex_bytes_per_s=225e9),
+        nvlink_bytes_per_s=900e9,
+        nvlink_gpus=72,
+        network_bytes_per_s=50e9,
         host_memory_bytes_per_node=960 * GIB,
         gpus_per_node=4,
         source="NVIDIA GB200 NVL72 specifications (2024): half of a superchip's rates, without sparsity, and of its memory and "
         "bandwidth; 480 GB with each Grace, of which a node has 2. Link: NVLink-C2C of a Grace, 900 GB/s, half of it each way "
-        "and shared by its 2 GPUs. What one GPU reaches alone is not public.",
+        "and shared by its 2 GPUs. What one GPU reaches alone is not public. NVLink 5 among 72 GPUs: 1.8 TB/s of each, half of "
+        "it each way. NVIDIA DGX GB200 User Guide, networking (2025): 4 ConnectX-7 of 400 Gbit/s in a tray of 4 GPUs.",
     ),
     "gh200": Hardware(
         name="GH200 96GB",
@@ -226,10 +293,14 @@ HARDWARE: Mapping[str, Hardware] = {
         device_memory_bytes_per_s=4e12,
         **_HOPPER,
         link=Link(d2h_bytes_per_s=450e9, h2d_bytes_per_s=450e9, duplex_bytes_per_s=450e9),
+        nvlink_bytes_per_s=450e9,
+        nvlink_gpus=1,
         host_memory_bytes_per_node=480 * GIB,
         gpus_per_node=1,
         source=f"NVIDIA GH200 Grace Hopper Superchip data sheet (2023), with HBM3: memory of GPU and CPU, NVLink-C2C 900 GB/s, "
-        f"half of it each way; {_HOPPER_SOURCE}, the same as the GH200's.",
+        f"half of it each way; {_HOPPER_SOURCE}, the same as the GH200's. NVLink 4, 900 GB/s, half of it each way, goes to "
+        "others where the server has it: 4 in some, up to 256 in a DGX GH200. Servers of one have none, which is what stands "
+        "here. Network cards are the server's.",
     ),
     "mi300x": Hardware(
         name="MI300X",
@@ -239,9 +310,13 @@ HARDWARE: Mapping[str, Hardware] = {
         fp8_flop_per_s=2614.9e12,
         tf32_flop_per_s=653.7e12,
         link=Link(d2h_bytes_per_s=64e9, h2d_bytes_per_s=64e9, duplex_bytes_per_s=64e9),
+        nvlink_bytes_per_s=448e9,
+        nvlink_peer_bytes_per_s=64e9,
+        nvlink_gpus=8,
         gpus_per_node=8,
         source="AMD Instinct MI300X Accelerator data sheet (2023): memory, rates without sparsity, PCIe Gen5 x16 128 GB/s, "
-        "half of it each way. AMD Instinct MI300X Platform data sheet (2023): 8 of them; host memory is the server's.",
+        "half of it each way. AMD Instinct MI300X Platform data sheet (2023): 8 of them, each with a link of Infinity Fabric "
+        "to each of the 7 others, 128 GB/s, half of it each way; host memory and network cards are the server's.",
     ),
     "ascend-910b": Hardware(
         name="Ascend 910B",
@@ -250,7 +325,8 @@ HARDWARE: Mapping[str, Hardware] = {
         gpus_per_node=8,
         source="No public data sheet of the processor. Gitee AI's page on its Ascend 910B clusters (read 2026): 64 GB, 8 a "
         "node, and 280 TFLOP/s in fp16, the same taken for bf16; other pages say 256 to 320. Bandwidth: pages "
-        "differ from 0.4 to 1.2 TB/s, so none is given. Its link, too, has to be measured.",
+        "differ from 0.4 to 1.2 TB/s, so none is given. Its link, too, has to be measured, and no page of the maker was found "
+        "that names the rates of HCCS, between devices, or of its network cards.",
     ),
 }
 """By the name that people type. Sparse rates are halved where the maker names only those."""
@@ -270,6 +346,19 @@ def _read_fields(cls: type[Hardware] | type[Link], document: Any, what: str) -> 
         if not has_default and document.get(name) is None:
             raise ConfigError(f"{what} lacks {name!r}. Add it.")
     return dict(document)
+
+
+def _fill_from_base(document: Any, source: str) -> Any:
+    """Return `document` with the fields of the device that its `base` names, where it has one."""
+    if not isinstance(document, dict) or "base" not in document:
+        return document
+    name = document["base"]
+    if not isinstance(name, str):
+        raise ConfigError(f'base {name!r} is no text. Give a device of the table, as in "h100".')
+    base = get_hardware(name)
+    own = {key: value for key, value in document.items() if key != "base"}
+    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    return {**fields, "source": f"{base.source} {', '.join(own) or 'nothing'}: {source}.", **own}
 
 
 def _strip(name: str) -> str:

@@ -39,6 +39,7 @@ from fgoffload.planner.operations.ops import Execution, Limit, PassWork, Pattern
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment
 from fgoffload.planner.timing.efficiency import Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.network_rates import make_network_rates
 
 DEFAULT_EFFICIENCY = Efficiency()
 DEFAULT_NETWORK = Network()
@@ -61,7 +62,7 @@ def make_layer_model(
         hardware: What it runs on.
         kind: For people: `dense`, `moe`, `mtp`.
         efficiency: What kernels reach of the device's peaks.
-        network: Between ranks.
+        network: Between ranks, where it was measured.
         execution: How the layer is run, beside its shape.
 
     Raises:
@@ -140,7 +141,7 @@ class Clock:
     efficiency: Efficiency = DEFAULT_EFFICIENCY
     """What kernels reach of them."""
     network: Network = DEFAULT_NETWORK
-    """Between ranks."""
+    """Between ranks, where it was measured."""
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -184,18 +185,18 @@ class Clock:
         return seconds + work.kernels * self.efficiency.kernel_start_s
 
     def time_traffic(self, traffic: Traffic) -> float:
-        """Return the seconds of collectives. What stays in the node and what leaves it go at the same time."""
-        node = self.network.nvlink_ranks or self.hardware.gpus_per_node
-        nvlink, network = self.network.nvlink_bytes_per_s, self.network.network_bytes_per_s
-        if traffic.span <= node:
-            seconds = traffic.sent_bytes / nvlink
+        """Return the seconds of collectives. What stays in the domain of NVLink and what leaves it go at the same time."""
+        rates = make_network_rates(self.hardware, self.network, self.efficiency)
+        domain, network = rates.domain_ranks, rates.network_bytes_per_s
+        if traffic.span <= domain:
+            seconds = traffic.sent_bytes / rates.get_nvlink_rate(traffic.ranks)
         elif traffic.pattern is Pattern.RING:
             seconds = traffic.sent_bytes / network
         else:
-            # Ranks of a group that are in this rank's node, and in others.
-            near = max(1, node * traffic.ranks // traffic.span)
+            # Ranks of a group that are in this rank's domain, and in others.
+            near = max(1, domain * traffic.ranks // traffic.span)
             each = traffic.sent_bytes / (traffic.ranks - 1)
-            seconds = max(each * (near - 1) / nvlink, each * (traffic.ranks - near) / network)
+            seconds = max(each * (near - 1) / rates.get_nvlink_rate(near), each * (traffic.ranks - near) / network)
         return seconds + traffic.calls * self.efficiency.collective_start_s
 
     def time_pass(self, one: PassWork) -> float:

@@ -11,6 +11,7 @@ from fgoffload.planner import Assumptions, ExpertsShape, ModelShape, Parallelism
 from fgoffload.planner.memory.static_memory import NO_OPTIMIZER, ParameterState
 from fgoffload.planner.model_ranks import count_host_bytes_per_node, list_rank_memory
 from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.timing.efficiency import Network
 from fgoffload.units import GIB
 
 MODEL = ModelShape(
@@ -28,6 +29,7 @@ MIXED = dataclasses.replace(MODEL, ffn_hidden_size=8192, moe_layers=(False, Fals
 ONE = Parallelism(micro_batch_size=2, microbatches=4)
 STAGES = Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=3, micro_batch_size=2, microbatches=4)
 H200 = get_hardware("h200")
+NODES = ("a100", "h100", "b200", "gb200")
 
 
 def test_layers_that_are_alike_are_one_kind_and_share_their_model():
@@ -103,3 +105,22 @@ def test_a_budget_below_what_no_plan_moves_is_refused_with_both():
 def test_the_example_of_the_page_runs():
     assert doctest.testmod(planning).failed == 0
     assert doctest.testmod(planning).attempted > 5
+
+
+def test_a_rack_of_gb200_takes_a_fraction_of_the_time_of_nodes_of_b200():
+    """Experts over 16 ranks: one domain of NVLink there, and two nodes here."""
+    ranks = Parallelism(expert_parallel_size=16, data_parallel_size=16, micro_batch_size=2, microbatches=4)
+    times = {name: simulate(build_ranks(MODEL, ranks, get_hardware(name)), OffloadPlan(actions={})).step_s for name in NODES}
+    assert times["gb200"] < 0.6 * times["b200"]
+    assert times["b200"] < times["h100"] < times["a100"]
+
+
+def test_a_rate_that_is_not_known_is_said_once_and_not_where_it_was_measured(caplog):
+    ranks = Parallelism(expert_parallel_size=16, data_parallel_size=16)
+    build_ranks(MODEL, ranks, get_hardware("mi300x"))
+    assert [record.message for record in caplog.records] == [
+        "hardware 'MI300X' has no network_bytes_per_s (50 GB/s is taken). A hardware file can give it: docs/planner.md."
+    ]
+    caplog.clear()
+    build_ranks(MODEL, ranks, get_hardware("mi300x"), assumptions=Assumptions(network=Network(network_bytes_per_s=20e9)))
+    assert caplog.records == []

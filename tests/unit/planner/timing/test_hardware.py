@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from fgoffload import ConfigError
 from fgoffload.planner.timing import hardware
-from fgoffload.planner.timing.hardware import HARDWARE, Hardware, Link, get_hardware
+from fgoffload.planner.timing.hardware import HARDWARE, Hardware, Link, check_for_times, get_hardware
 from fgoffload.units import GIB, TIB
 
 PAGE = Path(__file__).parents[4] / "docs" / "planner.md"
+BETWEEN = ("nvlink_bytes_per_s", "nvlink_peer_bytes_per_s", "network_bytes_per_s")
 SMALL = {"name": "small", "device_memory_bytes": 1, "gpus_per_node": 1, "source": "test"}
 RATES = ("device_memory_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s", "tf32_flop_per_s")
 LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
@@ -78,6 +79,11 @@ def test_the_figures_of_the_table_agree_with_each_other(found):
     if found.link.duplex_bytes_per_s is not None:
         assert found.link.duplex_bytes_per_s <= min(found.link.d2h_bytes_per_s, found.link.h2d_bytes_per_s)
         assert found.link.h2d_bytes_per_s < found.device_memory_bytes_per_s
+    if found.nvlink_bytes_per_s is not None:
+        assert found.nvlink_bytes_per_s < found.device_memory_bytes_per_s
+        assert found.nvlink_gpus % found.gpus_per_node == 0
+    if found.nvlink_peer_bytes_per_s is not None:
+        assert found.nvlink_peer_bytes_per_s * (found.nvlink_gpus - 1) == found.nvlink_bytes_per_s
 
 
 def test_what_was_measured_and_what_is_not_public_is_said():
@@ -119,7 +125,41 @@ def test_a_rate_may_be_any_whole_number_however_large():
 
 def test_what_may_be_unknown_can_be_left_out_or_null():
     assert read() == Hardware(**SMALL)
-    assert read(**dict.fromkeys((*RATES, "host_memory_bytes_per_node", "link"))) == Hardware(**SMALL)
+    unknown = (*RATES, *BETWEEN, "nvlink_gpus", "host_memory_bytes_per_node", "link")
+    assert read(**dict.fromkeys(unknown)) == Hardware(**SMALL)
+
+
+def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
+    found = Hardware.from_json('{"base": "GH200 96GB", "nvlink_gpus": 4, "gpus_per_node": 4}', source="mine.json")
+    table = get_hardware("gh200")
+    assert found == dataclasses.replace(
+        table, nvlink_gpus=4, gpus_per_node=4, source=f"{table.source} nvlink_gpus, gpus_per_node: mine.json."
+    )
+    link = {"d2h_bytes_per_s": 20e9, "is_measured": True}
+    changed = Hardware.from_json(json.dumps({"base": "h100", "link": link, "name": "mine"}), source="mine.json")
+    assert (changed.link, changed.name) == (Link(**link), "mine")
+    assert changed.bf16_flop_per_s == get_hardware("h100").bf16_flop_per_s
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("h1000", r"hardware 'h1000' is not known. Did you mean 'h100'\?"),
+        (100, "base 100 is no text. Give a device of the table"),
+    ],
+)
+def test_a_file_that_begins_with_no_device_of_the_table_is_refused(base, message):
+    with pytest.raises(ConfigError, match=f"^mine.json: {message}"):
+        Hardware.from_json(json.dumps({"base": base}), source="mine.json")
+
+
+def test_what_is_missing_for_times_is_named_at_once_with_a_file_that_has_it():
+    with pytest.raises(ConfigError, match=r"has no device_memory_bytes_per_s, link.d2h_bytes_per_s, link.h2d_byte") as caught:
+        check_for_times(get_hardware("ascend-910b"))
+    (example,) = re.findall(r"as in (\{.*\}), or --profile", str(caught.value))
+    check_for_times(Hardware.from_json(example, source="the error"))
+    for key in HARDWARE.keys() - {"ascend-910b"}:
+        check_for_times(get_hardware(key))
 
 
 @given(st.integers(1, 4096), st.sampled_from(["GiB", " TiB"]))
@@ -148,6 +188,8 @@ def test_memory_is_read_with_its_unit_or_in_bytes(number, unit):
         ({"link": 50e9}, r"link is 50000000000.0. Give an object with the fields of Link"),
         ({"link": {"is_measured": "yes"}}, r"is_measured 'yes' is neither true nor false"),
         *(({name: -1}, rf"{name} -1 is not above 0 and finite") for name in RATES),
+        *(({name: 0}, rf"{name} 0 is not above 0 and finite") for name in BETWEEN),
+        ({"nvlink_gpus": 0}, r"nvlink_gpus 0 is below 1"),
         *(({"link": {name: 0}}, rf"{name} 0 is not above 0 and finite") for name in LINK_RATES),
         ({"bf16_flop_per_s": "fast"}, r"bf16_flop_per_s 'fast' is no number. Give one like 50e9"),
         ({"bf16_flop_per_s": True}, r"bf16_flop_per_s True is no number"),

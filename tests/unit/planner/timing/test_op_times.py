@@ -335,7 +335,7 @@ def test_a_device_whose_rates_are_not_known_is_refused_with_the_fix(hardware, sh
         (Efficiency, {"matmul": "0.7"}, r"matmul '0.7' is no number"),
         (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give seconds like 1e-05."),
         (Network, {"nvlink_bytes_per_s": 0}, r"nvlink_bytes_per_s 0 is not above 0 and finite"),
-        (Network, {"network_bytes_per_s": None}, r"network_bytes_per_s is None, and ranks that send need it"),
+        (Network, {"network_bytes_per_s": -1}, r"network_bytes_per_s -1 is not above 0 and finite"),
         (Network, {"nvlink_ranks": 0}, r"nvlink_ranks 0 is below 1"),
         (Execution, {"context_parallel_size": 0}, r"context_parallel_size 0 is below 1"),
         (Execution, {"window_tokens": 1.5}, r"window_tokens 1.5 is no whole number"),

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from support.layer_times import COMPUTING, DENSE, FAST, MLA, MOE, change_experts, run
+from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, MLA, MOE, change_experts, run
 
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.timing.efficiency import Network
@@ -57,6 +57,20 @@ def test_nvlink_may_reach_beyond_the_node():
     network = Network(nvlink_bytes_per_s=1e9, network_bytes_per_s=1e6, nvlink_ranks=72)
     segments = run(change_experts(num_experts=16, expert_parallel_size=16), network=network)
     assert segments["dispatch"].forward_s == pytest.approx(15 / 16 * 16384 / 1e9)
+
+
+def test_ranks_send_at_the_rates_of_their_device():
+    hardware = dataclasses.replace(
+        COMPUTING, nvlink_bytes_per_s=2e9, nvlink_peer_bytes_per_s=1e9, nvlink_gpus=4, network_bytes_per_s=1e6
+    )
+    peaks = dataclasses.replace(IDEAL, nvlink=0.5, network=0.25)
+    for ranks, seconds in (
+        (2, 1 / 2 * 16384 / 0.5e9),  # one link between the two
+        (4, 3 / 4 * 16384 / 1e9),
+        (8, 4 / 8 * 16384 / 0.25e6),  # half of the others are beyond the four that are wired
+    ):
+        segments = run(change_experts(num_experts=8, expert_parallel_size=ranks), hardware, efficiency=peaks)
+        assert segments["dispatch"].forward_s == pytest.approx(seconds, rel=1e-6), ranks
 
 
 def test_ranks_that_share_experts_gather_tokens():
