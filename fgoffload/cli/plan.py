@@ -53,6 +53,9 @@ SHORT_FLAGS: Mapping[str, str] = {
 }
 """What people call the parallel sizes, and Megatron's flag for each."""
 
+OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep")
+"""All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
+
 SWEEP_POINTS = 12
 """Budgets of a sweep, from the least that any plan keeps to up to what keeps everything."""
 
@@ -185,11 +188,11 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     from fgoffload.integrations.megatron.model_shapes import read_model_file, read_parallelism
 
     if checked.model.suffix != ".json":
-        return read_model_file(checked.model, typed=checked.megatron_flags)
+        return read_model_file(checked.model, typed=checked.megatron_flags, own_flags=OWN_FLAGS)
     from fgoffload.planner.model.huggingface import read_huggingface_config
 
     model = read_huggingface_config(checked.model)
-    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model)[:2]
+    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
 
 
 def _get_hardware(checked: PlanOptions) -> "Hardware":
@@ -201,13 +204,16 @@ def _get_hardware(checked: PlanOptions) -> "Hardware":
 
 
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":
-    from fgoffload.planner.memory.static_memory import ADAM, DEFAULT_RESERVE_BYTES, NO_OPTIMIZER
-    from fgoffload.planner.model_ranks import Assumptions
+    from fgoffload.integrations.megatron.argument_files import read_argument_file
+    from fgoffload.integrations.megatron.model_shapes import read_assumptions
 
-    return Assumptions(
-        state=ADAM if checked.has_optimizer else NO_OPTIMIZER,
-        reserve_bytes=DEFAULT_RESERVE_BYTES if checked.reserve_bytes is None else checked.reserve_bytes,
+    flags = ["--bf16"] if checked.model.suffix == ".json" else read_argument_file(checked.model)
+    assumptions = read_assumptions(
+        flags, source=str(checked.model), typed=checked.megatron_flags, has_optimizer=checked.has_optimizer
     )
+    if checked.reserve_bytes is None:
+        return assumptions
+    return dataclasses.replace(assumptions, reserve_bytes=checked.reserve_bytes)
 
 
 def _read_profile(checked: PlanOptions, parallelism: "Parallelism") -> "tuple[RankModel, ...]":

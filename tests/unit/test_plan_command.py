@@ -1,6 +1,7 @@
 """`fgoffload plan`: the tables, the files, and one error for each bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.timing.hardware import HARDWARE
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "planner.md"
 LLAMA = str(ROOT / "arguments" / "llama3_8b.sh")
 MOE = ["--num-layers", "4"]
 CONFIG = {
@@ -68,6 +70,56 @@ def test_a_budget_that_holds_everything_keeps_everything(capsys, config):
     assert "Megatron's own flags: none are needed." in out
 
 
+def test_the_measured_table_of_the_page_can_be_planned_again(capsys):
+    """docs/planner.md: what `fgoffload bench` measured, without an optimizer and with gradients in bf16."""
+    (command,) = re.findall(r"^fgoffload plan (arguments/w2_moe.sh .*\\\n.*)$", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    words = command.replace("\\\n", " ").split()
+    code, out, _ = plan(capsys, str(ROOT / words[0]), *words[1:])
+    assert code == 0
+    assert find_row(out, "nothing")[1:4] == ["20.09 GiB", "0", "506.3 ms"]
+    assert [find_row(out, "full recompute")[place] for place in (1, 4)] == ["13.86 GiB", "1.280"]
+    assert [find_row(out, "selective recompute")[place] for place in (1, 4)] == ["18.96 GiB", "1.012"]
+    assert find_row(out, "this plan")[-1] == "yes"
+
+
+def test_what_is_smaller_than_the_least_size_is_planned_to_stay(capsys, config):
+    words = (config, "--gpu", "h200", "--ep", "8", "--global-batch-size", "32", "--offload-memory-budget", "100GiB")
+    moved = find_row(plan(capsys, *words)[1], "offload everything")
+    staying = find_row(plan(capsys, *words, "--min-offloaded-tensor-size", "99999999999")[1], "offload everything")
+    assert (moved[5] == "-", staying[5]) == (False, "-")
+
+
+def test_gradients_and_states_are_as_large_as_flags_say(capsys, config):
+    words = (config, "--gpu", "h200", "--ep", "8", "--global-batch-size", "32", "--offload-memory-budget", "130GiB")
+    aware = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+    peaks = [
+        float(find_row(plan(capsys, *words, *flags)[1], "nothing")[1].split()[0])
+        for flags in ((), ("--grad-reduce-in-bf16",), aware, ("--no-optimizer",))
+    ]
+    assert peaks[0] > max(peaks[1:])
+    assert len(set(peaks)) == 4
+
+
+def test_a_config_json_is_planned_with_a_pipeline_that_is_full_and_that_is_said(capsys, config):
+    words = ("--gpu", "h100", "--pp", "2", "--tp", "2", "--ep", "4", "--offload-memory-budget", "60GiB")
+    code, out, err = plan(capsys, config, *words)
+    assert code == 0
+    assert "8 microbatches of 1 x 4096" in out
+    first, second = err.splitlines()
+    assert first.startswith(f"fgoffload: warning: {config}: --sequence-parallel is taken, ")
+    assert second.startswith(f"fgoffload: warning: {config}: without --global-batch-size a step is taken as 8 microbatches, ")
+
+
+def test_a_device_without_public_figures_is_planned_with_a_file_that_has_them(capsys, config, tmp_path):
+    path = tmp_path / "mine.json"
+    link = {"d2h_bytes_per_s": 25e9, "h2d_bytes_per_s": 25e9}
+    path.write_text(json.dumps({"base": "ascend-910b", "device_memory_bytes_per_s": 1e12, "link": link}), encoding="utf-8")
+    code, out, err = plan(capsys, config, "--hardware", str(path), "--ep", "8", "--offload-memory-budget", "60GiB")
+    assert code == 0
+    assert "Ascend 910B" in out
+    assert "no nvlink_bytes_per_s (25 GB/s, as over PCIe, is taken)" in err
+
+
 def test_flags_after_the_file_win(capsys):
     words = (LLAMA, "--gpu", "h200", "--offload-memory-budget", "130GiB")
     (short, long) = (plan(capsys, *words, "--seq-length", length)[1] for length in ("4096", "8192"))
@@ -111,6 +163,9 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--pp", "3", "--num-gpus", "6"), "num_layers 32"),
         ((LLAMA, "--gpu", "h100", "--tp", "0"), "--tp 0 is below 1"),
         ((LLAMA, "--gpu", "h100", "--no-such-flag"), "--no-such-flag"),
+        ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
+        ((LLAMA, "--gpu", "h100", "--hardwear", "x.json"), "Did you mean --hardware?"),
+        ((LLAMA, "--gpu", "h100", "--exp-avg-dtype", "bf16"), "needs --use-precision-aware-optimizer"),
         ((LLAMA, "--gpu", "ascend-910b"), "Ascend 910B"),
     ],
 )

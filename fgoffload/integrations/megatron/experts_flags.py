@@ -21,6 +21,7 @@ EXPERTS_FLAGS = frozenset(
         "moe_router_pre_softmax",
         "moe_router_score_function",
         "moe_shared_expert_overlap",
+        "moe_token_dispatcher_type",
     }
 )
 """Flags, with `_` for `-`, that say how experts run and not how many or how large they are."""
@@ -59,6 +60,12 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
     Raises:
         ConfigError: With the flag, the value, the limit and the fix.
     """
+    dispatcher = values.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {dispatcher}: what it saves and sends is not known here (docs/formulas.md). "
+            "Give --moe-token-dispatcher-type alltoall for a plan of that."
+        )
     changes: dict[str, Any] = {"router": _change_router(experts.router, values)}
     if "moe_permute_fusion" in values:
         changes["has_fused_permutation"] = values["moe_permute_fusion"]

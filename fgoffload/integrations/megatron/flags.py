@@ -143,6 +143,11 @@ class FlagParser(argparse.ArgumentParser):
         given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
+    def find_nearest(self, flag: str) -> str | None:
+        """Return the known flag that `flag` may have been meant to be, or None where none is near."""
+        known = (*self._option_string_actions, *self._known_elsewhere)
+        return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=NEAREST_CUTOFF)), None)
+
     def error(self, message: str) -> NoReturn:
         """Raise what argparse found as a ConfigError."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
@@ -154,9 +159,8 @@ class FlagParser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
             raise ConfigError(f"{self.source}: {word!r} stands where a flag should. Flags begin with --.")
-        known = (*self._option_string_actions, *self._known_elsewhere)
-        nearest = difflib.get_close_matches(flag, known, n=1, cutoff=NEAREST_CUTOFF)
-        hint = f"Did you mean {nearest[0]}?" if nearest else "Leave it out."
+        nearest = self.find_nearest(flag)
+        hint = "Leave it out." if nearest is None else f"Did you mean {nearest}?"
         raise ConfigError(f"{self.source}: {flag} is not a flag that this version knows. {hint}")
 
 

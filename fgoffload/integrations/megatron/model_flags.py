@@ -6,10 +6,12 @@ table with those fields.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
+from fgoffload.integrations.megatron.assumption_flags import DTYPE_BYTES
 from fgoffload.integrations.megatron.flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
+from fgoffload.integrations.megatron.other_flags import NOT_COVERED, WITHOUT_EFFECT
 from fgoffload.planner.model.layer_shape import FP8_RECIPES
 
 OWN_FLAGS = ("--num-gpus",)
@@ -48,6 +50,7 @@ _NUMBERS: tuple[tuple[str, ...], ...] = (
     ("--decoder-last-pipeline-num-layers", "--num-layers-in-last-pipeline-stage"),
     ("--micro-batch-size",),
     ("--global-batch-size",),
+    ("--min-offloaded-tensor-size",),
     OWN_FLAGS,
 )
 """Whole numbers. The short ones are ours, and those of other launchers."""
@@ -75,6 +78,11 @@ _SWITCHES: tuple[tuple[str, ...], ...] = (
     ("--rope-fusion", "--apply-rope-fusion"),
     ("--bf16",),
     ("--fp16",),
+    ("--grad-reduce-in-bf16",),
+    ("--accumulate-allreduce-grads-in-fp32",),
+    ("--use-precision-aware-optimizer",),
+    ("--bias-dropout-fusion",),
+    ("--gradient-accumulation-fusion",),
 )
 """On where they are given, and off as `--no-...`."""
 
@@ -94,85 +102,26 @@ _OTHERS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("--fp8-format",): {},
     ("--fp8-recipe",): {"type": one_of(FP8_RECIPES)},
     ("--pipeline-model-parallel-layout",): {},
+    ("--moe-token-dispatcher-type",): {"type": one_of(("alltoall", "allgather", "flex"))},
+    ("--optimizer",): {},
+    ("--main-grads-dtype",): {"type": one_of(("fp32", "bf16"))},
+    ("--main-params-dtype",): {"type": one_of(("fp32", "fp16"))},
+    ("--exp-avg-dtype",): {"type": one_of(DTYPE_BYTES)},
+    ("--exp-avg-sq-dtype",): {"type": one_of(DTYPE_BYTES)},
+    ("--offload-window",): {},
+    ("--offload-prefetch",): {},
 }
 """Each with how argparse reads it."""
 
-_PREFIXES_WITHOUT_EFFECT = (
-    "--adam-",
-    "--check",
-    "--cuda-graph",
-    "--data-",
-    "--ddp-",
-    "--dist",
-    "--eval-",
-    "--exit-",
-    "--log-",
-    "--lr",
-    "--manual-gc",
-    "--min-lr",
-    "--offload-",
-    "--recompute-",
-    "--save",
-    "--sgd-",
-    "--tensorboard-",
-    "--timing-",
-    "--tokenizer-",
-    "--train-",
-    "--wandb-",
-)
-"""Of flags about learning rates, data, logs and checkpoints, and of offload and recompute, which the plan itself decides."""
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        "--activation-offload-fraction",
-        "--attention-backend",
-        "--attention-dropout",
-        "--clip-grad",
-        "--delta-offload-bytes-across-pp-ranks",
-        "--enable-experimental",
-        "--fine-grained-activation-offloading",
-        "--init-method-std",
-        "--load",
-        "--min-offloaded-tensor-size",
-        "--mock-data",
-        "--moe-grouped-gemm",
-        "--moe-per-layer-logging",
-        "--moe-router-bias-update-rate",
-        "--moe-router-group-topk",
-        "--moe-router-num-groups",
-        "--moe-router-topk-scaling-factor",
-        "--moe-token-dispatcher-type",
-        "--mscale",
-        "--mscale-all-dim",
-        "--mtp-loss-scaling-factor",
-        "--no-mmap-bin-files",
-        "--norm-epsilon",
-        "--num-workers",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--rope-type",
-        "--rotary-base",
-        "--rotary-scaling-factor",
-        "--rotary-seq-len-interpolation-factor",
-        "--seed",
-        "--split",
-        "--transformer-impl",
-        "--use-flash-attn",
-        "--use-mcore-models",
-        "--use-rope-scaling",
-        "--weight-decay",
-    }
-)
-"""Flags that change neither what is saved nor, to the planner, how long it takes."""
-
-
-def build_model_parser(source: str) -> FlagParser:
+def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
     """Return a parser of the flags that a plan is made from. A flag that is absent leaves no value.
 
     Args:
         source: Where the flags come from, for errors.
+        own_flags: Flags that something else reads from the same place, to be suggested for one typed wrongly.
     """
-    parser = FlagParser(source=source)
+    parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
     for flags in _NUMBERS:
         parser.add_argument(*flags, type=whole_number)
     for flags in _SWITCHES:
@@ -183,10 +132,19 @@ def build_model_parser(source: str) -> FlagParser:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among `words` that nothing is known of, each once.
+    """Return the flags among `words` that nothing is known of, or that no plan covers, each once.
 
     Args:
         words: What the parser left: flags that it does not have, with their values.
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
-    return [flag for flag in flags if flag not in _WITHOUT_EFFECT and not flag.startswith(_PREFIXES_WITHOUT_EFFECT)]
+    return [flag for flag in flags if not _is_in(WITHOUT_EFFECT, flag)]
+
+
+def is_not_covered(flag: str) -> bool:
+    """Return whether `flag` is one of Megatron that changes memory or times in ways that no plan knows."""
+    return _is_in(NOT_COVERED, flag)
+
+
+def _is_in(flags: Set[str], flag: str) -> bool:
+    return flag in flags or "--" + flag.removeprefix("--no-") in flags

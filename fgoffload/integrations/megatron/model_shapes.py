@@ -10,19 +10,21 @@ arguments/ has its figures from all share them, and `fgoffload train`, which rea
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.argument_files import parse_argument_file, read_argument_file
+from fgoffload.integrations.megatron.assumption_flags import ASSUMPTION_FLAGS, make_assumptions
 from fgoffload.integrations.megatron.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
-from fgoffload.integrations.megatron.flags import to_flag
-from fgoffload.integrations.megatron.model_flags import build_model_parser, list_unknown
-from fgoffload.integrations.megatron.parallel_flags import PARALLEL_FLAGS, make_parallelism
+from fgoffload.integrations.megatron.flags import FlagParser, to_flag
+from fgoffload.integrations.megatron.model_flags import build_model_parser, is_not_covered, list_unknown
+from fgoffload.integrations.megatron.parallel_flags import MICROBATCHES_OF_A_CHUNK, PARALLEL_FLAGS, make_parallelism
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape, list_moe_layers, list_window_layers, pad_vocab_size
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model_ranks import Assumptions
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,9 @@ _OF_TYPES_AND_PADDING = frozenset({"bf16", "make_vocab_size_divisible_by"})
 """Flags that a model from elsewhere may be given too."""
 
 
-def read_model_file(path: Path, *, typed: Sequence[str] = ()) -> tuple[ModelShape, Parallelism]:
+def read_model_file(
+    path: Path, *, typed: Sequence[str] = (), own_flags: Collection[str] = ()
+) -> tuple[ModelShape, Parallelism]:
     """Return the model and the ranks of the argument file at `path`. See `read_model`.
 
     `NUM_GPUS=1024` in the file is the number of ranks.
@@ -51,11 +55,16 @@ def read_model_file(path: Path, *, typed: Sequence[str] = ()) -> tuple[ModelShap
         ConfigError: The file cannot be read, or is not of a model that can be planned.
     """
     flags = read_argument_file(path)
-    return read_model(flags, source=str(path), typed=typed, num_gpus=_find_num_gpus(path))
+    return read_model(flags, source=str(path), typed=typed, num_gpus=_find_num_gpus(path), own_flags=own_flags)
 
 
 def read_model(
-    flags: Sequence[str], *, source: str, typed: Sequence[str] = (), num_gpus: int | None = None
+    flags: Sequence[str],
+    *,
+    source: str,
+    typed: Sequence[str] = (),
+    num_gpus: int | None = None,
+    own_flags: Collection[str] = (),
 ) -> tuple[ModelShape, Parallelism]:
     """Return the model and the ranks that `flags` describe.
 
@@ -64,11 +73,12 @@ def read_model(
         source: Where they came from, for errors and for the name of the model.
         typed: Further flags, from the command line; they win, and one that is not known is an error.
         num_gpus: Ranks, unless `--num-gpus` says it. None is the fewest that hold the model and its experts.
+        own_flags: Flags of the command line that are read by others, to be suggested for one typed wrongly.
 
     Raises:
         ConfigError: A flag is absent or has a value that it cannot have, or the ranks cannot share the model.
     """
-    values = _parse(flags, source=source, typed=typed)
+    values = _parse(flags, source=source, typed=typed, own_flags=own_flags)
     try:
         for name, example in _REQUIRED.items():
             if name not in values:
@@ -78,28 +88,90 @@ def read_model(
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
     except ConfigError as error:
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {error}") from error
+    _warn_of_defaults(values, parallelism, source)
     return model, parallelism
 
 
-def read_parallelism(flags: Sequence[str], *, source: str, model: ModelShape) -> tuple[ModelShape, Parallelism]:
+def read_parallelism(
+    flags: Sequence[str], *, source: str, model: ModelShape, own_flags: Collection[str] = ()
+) -> tuple[ModelShape, Parallelism]:
     """Return the ranks that `flags` describe, and `model` as they train it: for a model that does not come from flags.
+
+    Nobody has said how such a model is trained, so that more is taken for granted, each with one warning: sequence parallelism
+    where ranks share layers, and without `--global-batch-size` enough microbatches to fill the pipeline.
 
     Args:
         flags: As typed: the ranks, `--seq-length`, and how layers and experts run. Any other is an error.
         source: Where they came from, for errors.
         model: Of Hugging Face's files, for one. Its vocabulary is padded as Megatron does.
+        own_flags: Flags of the command line that are read by others, to be suggested for one typed wrongly.
 
     Raises:
         ConfigError: A flag has a value that it cannot have, or the ranks cannot share the model.
     """
-    values = _parse((), source=source, typed=flags)
+    values = _parse((), source=source, typed=flags, own_flags=own_flags)
+    shares_layers = values.get("tensor_model_parallel_size", 1) > 1
+    if shares_layers and "sequence_parallel" not in values:
+        values["sequence_parallel"] = True
+        logger.warning("%s: --sequence-parallel is taken, which Megatron needs for experts, and a plan for all layers.", source)
     try:
-        parallelism = make_parallelism(values, num_layers=model.num_layers, num_gpus=None)
+        parallelism = make_parallelism(values, num_layers=model.num_layers, num_gpus=None, fills_pipeline=True)
         model = _change_model(model, values, parallelism)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
+    if "global_batch_size" not in values:
+        logger.warning(
+            "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "
+            "--global-batch-size %d.",
+            source,
+            parallelism.microbatches,
+            MICROBATCHES_OF_A_CHUNK,
+            parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size,
+        )
     return model, parallelism
+
+
+def read_assumptions(
+    flags: Sequence[str], *, source: str, typed: Sequence[str] = (), has_optimizer: bool = True
+) -> Assumptions:
+    """Return what flags say of a step beside model and ranks: gradients, the optimizer, fused kernels, and what offload moves.
+
+    Args:
+        flags: Those of Megatron-LM; a later one wins. Those that are not known are left out without a word.
+        source: Where they came from, for errors.
+        typed: Further flags, from the command line; they win.
+        has_optimizer: Steps update the parameters.
+
+    Raises:
+        ConfigError: A flag has a value that it cannot have, or flags exclude each other.
+    """
+    parsed, _ = build_model_parser(source).parse_known_args(list(flags))
+    parsed, _ = build_model_parser(COMMAND_LINE).parse_known_args(list(typed), parsed)
+    try:
+        return make_assumptions(vars(parsed), has_optimizer=has_optimizer)
+    except ConfigError as error:
+        raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {error}") from error
+
+
+def _warn_of_defaults(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
+    """Say what an argument file leaves out where that is easily not what is meant."""
+    if "num_experts" in values and "moe_token_dispatcher_type" not in values:
+        logger.warning(
+            "%s: without --moe-token-dispatcher-type a plan takes alltoall; Megatron's default, allgather, is not covered.",
+            source,
+        )
+    if "global_batch_size" not in values and parallelism.pipeline_parallel_size > 1:
+        logger.warning(
+            "%s: without --global-batch-size a step is 1 microbatch, as in Megatron, which fills no pipeline. "
+            "Give it, as in --global-batch-size %d.",
+            source,
+            MICROBATCHES_OF_A_CHUNK
+            * parallelism.pipeline_parallel_size
+            * parallelism.chunks
+            * parallelism.micro_batch_size
+            * parallelism.data_parallel_size,
+        )
 
 
 def _find_num_gpus(path: Path) -> int | None:
@@ -112,21 +184,30 @@ def _find_num_gpus(path: Path) -> int | None:
     return int(word) if word else None
 
 
-def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str]) -> dict[str, Any]:
+def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of the flags, by name with `_` for `-`."""
-    parsed, left = build_model_parser(source).parse_known_args(list(flags))
+    parser = build_model_parser(source)
+    parsed, left = parser.parse_known_args(list(flags))
     if unknown := list_unknown(left):
-        logger.warning("%s: a plan does not know %s, and is made without.", source, ", ".join(unknown))
+        shown = [_show_with_nearest(flag, parser) for flag in unknown]
+        logger.warning("%s: a plan does not know %s, and is made without.", source, ", ".join(shown))
     if "vocab_size" not in parsed and any(word.startswith("--tokenizer-") for word in left):
         raise ConfigError(
             f"{source}: --vocab-size is missing, and no tokenizer is opened for a plan. Give it, as in --vocab-size 128256."
         )
-    parser = build_model_parser(COMMAND_LINE if flags else source)
+    parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
     parsed, left = parser.parse_known_args(list(typed), parsed)
     # A word that stands first and is no flag belongs to none.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
+        if is_not_covered(word):
+            raise ConfigError(f"{parser.source}: {word} changes memory or times in a way that no plan knows. Leave it out.")
         parser.parse_flags([word])  # which raises, and names the flag that is nearest
     return vars(parsed)
+
+
+def _show_with_nearest(flag: str, parser: FlagParser) -> str:
+    nearest = None if is_not_covered(flag) else parser.find_nearest(flag)
+    return flag if nearest is None else f"{flag} ({nearest}?)"
 
 
 def _make_model(values: Mapping[str, Any], parallelism: Parallelism, *, name: str) -> ModelShape:
@@ -165,7 +246,7 @@ def _make_model(values: Mapping[str, Any], parallelism: Parallelism, *, name: st
 
 def _change_model(model: ModelShape, values: Mapping[str, Any], parallelism: Parallelism) -> ModelShape:
     """Return a model from elsewhere as the flags train it."""
-    known = _CHANGEABLE | _OF_TYPES_AND_PADDING | PARALLEL_FLAGS | EXPERTS_FLAGS
+    known = _CHANGEABLE | _OF_TYPES_AND_PADDING | PARALLEL_FLAGS | EXPERTS_FLAGS | ASSUMPTION_FLAGS
     for name in values:
         if name not in known:
             raise ConfigError(f"{to_flag(name)} says what the configuration of {model.name} says. Leave it out.")

@@ -7,6 +7,7 @@ from typing import Any
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 from fgoffload.planner.model.parallelism import Parallelism
+from fgoffload.planner.model.pipeline_layout import parse_layout
 
 _SIZES = {
     "tensor_parallel_size": "tensor_model_parallel_size",
@@ -39,24 +40,37 @@ PARALLEL_FLAGS = frozenset(
 """Flags, with `_` for `-`, that ranks and microbatches come from."""
 
 
-def make_parallelism(values: Mapping[str, Any], *, num_layers: int, num_gpus: int | None) -> Parallelism:
+MICROBATCHES_OF_A_CHUNK = 4
+"""Microbatches of a step for each model chunk of each stage, where nobody says how many. So a pipeline is full, and its ranks
+idle for less than a fifth of the step. Most runs of arguments/README.md have about as many, or more."""
+
+
+def make_parallelism(
+    values: Mapping[str, Any], *, num_layers: int, num_gpus: int | None, fills_pipeline: bool = False
+) -> Parallelism:
     """Return the ranks that flags describe.
 
     Args:
         values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
         num_layers: Of the decoder.
         num_gpus: Ranks, unless `values` says it. None is the fewest that hold the model and its experts.
+        fills_pipeline: Without `--global-batch-size` a step has enough microbatches for that, and not one, as in Megatron.
 
     Raises:
         ConfigError: With the flag, the value, the limit and the fix.
     """
     sizes = _read_sizes(values)
     data_parallel_size = _count_data_parallel(sizes, values.get("num_gpus", num_gpus))
+    stages = sizes["pipeline_parallel_size"]
+    virtual_size = _count_chunks(values, num_layers, stages)
+    one = 1
+    if fills_pipeline:
+        one = _count_microbatches_that_fill(values, stages=stages, virtual_size=virtual_size)
     return Parallelism(
         **sizes,
-        virtual_pipeline_size=_count_chunks(values, num_layers, sizes["pipeline_parallel_size"]),
+        virtual_pipeline_size=virtual_size,
         data_parallel_size=data_parallel_size,
-        microbatches=_count_microbatches(values, sizes["micro_batch_size"], data_parallel_size),
+        microbatches=_count_microbatches(values, sizes["micro_batch_size"], data_parallel_size, default=one),
         microbatch_group_size=values.get("microbatch_group_size_per_virtual_pipeline_stage"),
         has_sequence_parallel=values.get("sequence_parallel", False),
         has_distributed_optimizer=values.get("use_distributed_optimizer", True),
@@ -94,9 +108,16 @@ def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None) -> int:
     return num_gpus // model
 
 
-def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_parallel_size: int) -> int:
+def _count_microbatches_that_fill(values: Mapping[str, Any], *, stages: int, virtual_size: int | None) -> int:
+    layout = values.get("pipeline_model_parallel_layout")
+    chunks = (virtual_size or 1) if layout is None else max(1, len(parse_layout(layout)) // stages)
+    group = values.get("microbatch_group_size_per_virtual_pipeline_stage") or 1
+    return -(-MICROBATCHES_OF_A_CHUNK * stages * chunks // group) * group
+
+
+def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_parallel_size: int, *, default: int) -> int:
     one = micro_batch_size * data_parallel_size
-    sequences = values.get("global_batch_size", one)
+    sequences = values.get("global_batch_size", default * one)
     check_count("global_batch_size", sequences)
     if sequences % one:
         raise ConfigError(

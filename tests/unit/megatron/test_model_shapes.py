@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.model_flags import OWN_FLAGS, build_model_parser
+from fgoffload.integrations.megatron.model_flags import OWN_FLAGS, build_model_parser, list_unknown
 from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file, read_parallelism
+from fgoffload.integrations.megatron.other_flags import NOT_COVERED, WITHOUT_EFFECT
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
+from fgoffload.planner.ranks.schedule import count_in_flight, list_passes
 
 LEAST = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
 DENSE = f"{LEAST} --ffn-hidden-size 256 --vocab-size 1000 --swiglu --position-embedding-type rope --bf16"
@@ -284,6 +286,73 @@ def test_flags_of_a_file_that_are_not_known_are_left_out_with_one_warning(caplog
     ]
 
 
+def test_a_misspelt_flag_of_a_file_is_warned_of_with_the_nearest(caplog):
+    read("--recompute-granularty full --log-intervall 1 --data-pth x --cuda-graph-scope attn --min-lrr 0")
+    assert [record.message for record in caplog.records] == [
+        "file.sh: a plan does not know --recompute-granularty (--recompute-granularity?), --log-intervall (--log-interval?), "
+        "--data-pth (--data-path?), --cuda-graph-scope, --min-lrr (--min-lr?), and is made without."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--offload-memory-bugdet", "--offload-memory-budget"),
+        ("--recompute-modulse", "--recompute-modules"),
+        ("--data-pth", "--data-path"),
+        ("--log-intervl", "--log-interval"),
+        ("--save-intervl=3", "--save-interval"),
+        ("--moe-token-dispatcher", "--moe-token-dispatcher-type"),
+        ("--jsn", "--json"),
+    ],
+)
+def test_a_misspelt_flag_that_is_typed_is_refused_with_the_nearest(word, nearest):
+    flag = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"the command line: {flag} is not a flag .* Did you mean {nearest}\?"):
+        read(typed=[word, "3"], own_flags=["--json"])
+    with pytest.raises(ConfigError, match=rf"{flag} is not a flag .* Did you mean {nearest}\?"):
+        read_parallelism([word], source="config.json", model=make_model(), own_flags=["--json"])
+
+
+def test_a_flag_that_changes_what_no_plan_knows_is_refused_where_it_is_typed():
+    for flag in ("--cuda-graph-impl", "--no-bias-swiglu-fusion"):
+        with pytest.raises(ConfigError, match=f"{flag} changes memory or times in a way that no plan knows. Leave it out."):
+            read(typed=[flag])
+
+
+def test_a_flag_is_read_or_without_effect_or_not_covered_and_no_two_of_these():
+    words = [word for action in build_model_parser("test")._actions for word in action.option_strings]
+    assert set(words) & (WITHOUT_EFFECT | NOT_COVERED) == set()
+    assert set() == WITHOUT_EFFECT & NOT_COVERED
+    assert all(flag.startswith("--") and not flag.startswith("--no-") for flag in WITHOUT_EFFECT | NOT_COVERED)
+    assert list_unknown(["--load-optim", "--no-load-optim", "--offload-plan=x", "3", "--cuda-graph-impl"]) == [
+        "--cuda-graph-impl"
+    ]
+
+
+def test_dispatchers_that_no_formula_covers_are_refused_and_what_is_taken_is_said(caplog):
+    assert read("--moe-token-dispatcher-type alltoall", base=MIXTURE) == read(base=MIXTURE)
+    assert [record.message for record in caplog.records] == [
+        "file.sh: without --moe-token-dispatcher-type a plan takes alltoall; Megatron's default, allgather, is not covered."
+    ]
+    for kind in ("allgather", "flex"):
+        with pytest.raises(ConfigError, match=f"--moe-token-dispatcher-type {kind}: what it saves and sends is not known here"):
+            read(f"--moe-token-dispatcher-type {kind}", base=MIXTURE)
+    # Without experts nothing is dispatched.
+    assert read("--moe-token-dispatcher-type flex") == read()
+
+
+def test_a_pipeline_of_one_microbatch_is_warned_of(caplog):
+    assert read_ranks("--pp 2").microbatches == 1
+    (record,) = caplog.records
+    assert "without --global-batch-size a step is 1 microbatch, as in Megatron" in record.message
+    assert record.message.endswith("as in --global-batch-size 16.")
+    caplog.clear()
+    read_ranks("--pp 2 --global-batch-size 16")
+    read_ranks("")
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -391,6 +460,44 @@ def test_a_model_from_elsewhere_is_trained_as_the_flags_say():
 
 
 @pytest.mark.parametrize(
+    ("flags", "microbatches", "sequences"),
+    [
+        ("", 4, 4),
+        ("--pp 2 --num-gpus 8", 8, 32),
+        ("--pp 2 --vp 2 --micro-batch-size 2", 16, 32),
+        ("--pp 2 --pipeline-model-parallel-layout Et|t|t|tL", 16, 16),
+        ("--pp 2 --vp 2 --microbatch-group-size-per-virtual-pipeline-stage 3", 18, 18),
+    ],
+)
+def test_a_model_from_elsewhere_has_microbatches_that_fill_its_pipeline(flags, microbatches, sequences, caplog):
+    _, ranks = read_parallelism(flags.split(), source="config.json", model=make_model())
+    assert ranks.microbatches == microbatches
+    assert [record.message for record in caplog.records] == [
+        f"config.json: without --global-batch-size a step is taken as {microbatches} microbatches, 4 for each chunk of each "
+        f"stage: --global-batch-size {sequences}."
+    ]
+    # As many are in flight as in any longer step.
+    longer = dataclasses.replace(ranks, microbatches=4 * microbatches)
+    for rank in range(ranks.pipeline_parallel_size):
+        passes = [list_passes(one.pipeline, rank=rank) for one in (ranks, longer)]
+        assert count_in_flight(passes[0]) == count_in_flight(passes[1])
+
+
+def test_a_model_from_elsewhere_has_sequence_parallel_ranks_and_that_is_said(caplog):
+    flags = ["--tp", "2", "--etp", "1", "--global-batch-size", "4"]
+    assert read_parallelism(flags, source="config.json", model=make_model())[1].has_sequence_parallel
+    assert [record.message for record in caplog.records] == [
+        "config.json: --sequence-parallel is taken, which Megatron needs for experts, and a plan for all layers."
+    ]
+    caplog.clear()
+    read_parallelism([*flags, "--sequence-parallel"], source="config.json", model=make_model())
+    read_parallelism(["--global-batch-size", "4"], source="config.json", model=make_model())
+    assert caplog.records == []
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 without has_sequence_parallel"):
+        read_parallelism([*flags, "--no-sequence-parallel"], source="config.json", model=make_model())
+
+
+@pytest.mark.parametrize(
     ("flags", "fields", "message"),
     [
         ("--hidden-size 128", {}, "--hidden-size says what the configuration of elsewhere says. Leave it out."),
@@ -432,6 +539,19 @@ MEGATRON_LM_ONLY = frozenset(
         "--position-embedding-type",
         "--untie-embeddings-and-output-weights",
         "--fp8-format",
+        # Of its mixed precision and its optimizer.
+        "--grad-reduce-in-bf16",
+        "--accumulate-allreduce-grads-in-fp32",
+        "--use-precision-aware-optimizer",
+        "--main-grads-dtype",
+        "--main-params-dtype",
+        "--exp-avg-dtype",
+        "--exp-avg-sq-dtype",
+        "--optimizer",
+        # Ours, of offload.
+        "--min-offloaded-tensor-size",
+        "--offload-window",
+        "--offload-prefetch",
         *OWN_FLAGS,
     }
 )

@@ -1,0 +1,98 @@
+"""From Megatron's flags to what a prediction takes for granted: gradients, the optimizer, kernels, and what offload moves."""
+
+import pytest
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.model_shapes import read_assumptions
+from fgoffload.planner.memory.static_memory import ADAM, ParameterState
+from fgoffload.planner.model_ranks import Assumptions
+from fgoffload.planner.operations.ops import Execution
+from fgoffload.policy import TransferPolicy
+from fgoffload.units import MIB
+
+AWARE = "--bf16 --use-precision-aware-optimizer"
+
+
+def read(flags="--bf16", *, typed="", **options):
+    return read_assumptions(flags.split(), source="file.sh", typed=typed.split(), **options)
+
+
+def read_state(flags, **options):
+    state = read(flags, **options).state
+    return state.gradient_bytes, state.main_parameter_bytes, state.moment_bytes
+
+
+def test_without_flags_all_is_as_megatron_has_it():
+    assert read() == Assumptions()
+    assert read().state == ADAM
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--bf16", (4, 4, 8)),
+        ("--bf16 --grad-reduce-in-bf16", (2, 4, 8)),
+        ("--bf16 --grad-reduce-in-bf16 --no-grad-reduce-in-bf16", (4, 4, 8)),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", (2, 4, 8)),
+        ("--bf16 --accumulate-allreduce-grads-in-fp32", (4, 4, 8)),
+        ("--fp16", (2, 4, 8)),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", (4, 4, 8)),
+        ("", (4, 0, 8)),  # in fp32 the optimizer updates the weights themselves
+        (AWARE, (4, 2, 8)),
+        (f"{AWARE} --main-grads-dtype bf16", (2, 2, 8)),
+        (f"{AWARE} --main-params-dtype fp16", (4, 2, 8)),
+        (f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 2, 4)),
+        (f"{AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16", (4, 2, 3)),
+        # DeepSeek-V3's own: gradients in fp32, moments in bf16, and fp8 weights by blocks beside parameters in fp32.
+        (f"{AWARE} --fp8-recipe blockwise --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 4, 4)),
+        (f"{AWARE} --fp8-recipe blockwise --main-params-dtype fp16", (4, 2, 8)),
+        ("--fp16 --use-precision-aware-optimizer", (2, 4, 8)),
+    ],
+)
+def test_a_flag_says_what_a_parameter_has_beside_its_weight(flags, expected):
+    assert read_state(flags) == expected
+
+
+def test_without_an_optimizer_gradients_are_left_as_a_benchmark_has_them():
+    assert read_state("--bf16 --grad-reduce-in-bf16", has_optimizer=False) == (2, 0, 0)
+    assert read_state(AWARE, has_optimizer=False) == (4, 0, 0)
+    assert read("--bf16", typed="--grad-reduce-in-bf16").state == ParameterState(gradient_bytes=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--main-grads-dtype bf16", "--main-grads-dtype bf16 needs --use-precision-aware-optimizer. Add that, or give"),
+        ("--main-params-dtype fp16", "--main-params-dtype fp16 needs --use-precision-aware-optimizer"),
+        ("--exp-avg-dtype fp8", "--exp-avg-dtype fp8 needs --use-precision-aware-optimizer"),
+        ("--exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16 needs"),
+        ("--main-params-dtype bf16", "--main-params-dtype 'bf16' is none of: fp32, fp16"),
+        (f"{AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other. Give one of them"),
+        ("--min-offloaded-tensor-size -1", "--min-offloaded-tensor-size -1 is below 0"),
+        ("--offload-window 1GB", "--offload-window '1GB' is not a size"),
+    ],
+)
+def test_flags_that_megatron_refuses_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=f"^file.sh: .*{message}"):
+        read(flags)
+    with pytest.raises(ConfigError, match="the command line"):
+        read(typed=flags)
+
+
+def test_another_optimizer_is_counted_as_adam_and_that_is_said(caplog):
+    assert read_state("--bf16 --optimizer adam") == read_state("--bf16 --optimizer muon") == (4, 4, 8)
+    assert [record.message for record in caplog.records] == [
+        "--optimizer muon is counted with the states of adam: what it keeps is not known here."
+    ]
+
+
+def test_what_offload_moves_and_how_far_ahead_is_passed_on():
+    assert read(typed="--min-offloaded-tensor-size 1000").min_offloaded_bytes == 2000
+    assert read("", typed="--min-offloaded-tensor-size 1000").min_offloaded_bytes == 4000
+    found = read("--bf16 --offload-window 64MiB", typed="--offload-prefetch 32MiB")
+    assert found.policy == TransferPolicy(window_bytes=64 * MIB, prefetch_bytes=32 * MIB)
+
+
+def test_kernels_that_are_not_fused_are_passed_on():
+    found = read("--bf16 --no-bias-dropout-fusion", typed="--no-gradient-accumulation-fusion").execution
+    assert found == Execution(has_fused_dropout_add=False, has_fused_gradient_accumulation=False)
