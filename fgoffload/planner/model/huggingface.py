@@ -5,7 +5,11 @@
 A `config.json` says what a model is, not how it is trained: sequences are of `seq_length` tokens, activations in bf16, without
 dropout, and no loss balances the experts. How a checkpoint is quantized does not matter.
 
-Source: the configuration classes of the transformers library, whose defaults stand where a file leaves a field out.
+The sizes of a model have to be there. Where a file leaves another field out, the default of the transformers library stands
+(`_DEFAULTS`).
+
+Source: the configuration classes of the transformers library, main branch of 2026; for Kimi K2, which it does not have, and for
+`moe_layer_freq` and `num_nextn_predict_layers`, which its classes do not have, configuration_deepseek.py beside the models.
 """
 
 import difflib
@@ -16,7 +20,6 @@ from types import MappingProxyType
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 
@@ -41,8 +44,10 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     if not isinstance(kind, str) or kind not in _READERS:
         raise ConfigError(f"{path}: {_describe_kind(kind)}")
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    document = {**_DEFAULTS[kind], **document}
     try:
         fields = {**_read_common(document), **_READERS[kind](document)}
+        _check_layer_types(document, kind)
         return ModelShape(name=name, seq_length=seq_length, **fields)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -78,11 +83,20 @@ def _read_common(document: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": _get_count(document, "hidden_size"),
         "ffn_hidden_size": _get_count(document, "intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": _find_count(document, "num_key_value_heads") or heads,
-        "kv_channels": _find_count(document, "head_dim") or _get_count(document, "hidden_size") // heads,
+        "num_query_groups": _find_count(document, "num_key_value_heads", least=1) or heads,
+        "kv_channels": _find_count(document, "head_dim", least=1) or _divide_hidden_size(document),
         "vocab_size": _get_count(document, "vocab_size"),
         "has_tied_embeddings": _find_flag(document, "tie_word_embeddings", default=False),
     }
+
+
+def _divide_hidden_size(document: Mapping[str, Any]) -> int:
+    hidden, heads = _get_count(document, "hidden_size"), _get_count(document, "num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing. Add it."
+        )
+    return hidden // heads
 
 
 def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,14 +116,13 @@ def _read_qwen3(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(document: Mapping[str, Any]) -> dict[str, Any]:
-    step = _find_count(document, "decoder_sparse_step") or 1
-    dense = _find_numbers(document, "mlp_only_layers")
-    layers = range(_get_count(document, "num_hidden_layers"))
+    step, layers = _get_count(document, "decoder_sparse_step"), range(_get_count(document, "num_hidden_layers"))
+    dense = _find_layers(document, "mlp_only_layers", layers)
     return {
         **_read_qwen3(document),
         "experts": ExpertsShape(
             num_experts=_get_count(document, "num_experts"),
-            topk=_get_count(document, "num_experts_per_tok"),
+            topk=_get_topk(document, "num_experts"),
             ffn_hidden_size=_get_count(document, "moe_intermediate_size"),
             imbalance=DEFAULT_IMBALANCE,
             router=_make_router(document),
@@ -119,9 +132,8 @@ def _read_qwen3_moe(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_mixtral(document: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = _find_count(document, "sliding_window")
     layers = _get_count(document, "num_hidden_layers")
-    return {"experts": _make_local_experts(document), **_make_window(tokens, [True] * layers)}
+    return {"experts": _make_local_experts(document), **_make_window(document, [True] * layers)}
 
 
 def _read_deepseek_v2(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,13 +145,13 @@ def _read_deepseek_v3(document: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_read_latent(document),
         **_read_deepseek_experts(document, router),
-        "mtp_num_layers": _find_count(document, "num_nextn_predict_layers") or 0,
+        "mtp_num_layers": _find_count(document, "num_nextn_predict_layers", least=0) or 0,
     }
 
 
 def _read_latent(document: Mapping[str, Any]) -> dict[str, Any]:
     latent = LatentAttention(
-        q_lora_rank=_find_count(document, "q_lora_rank"),
+        q_lora_rank=_find_count(document, "q_lora_rank", least=1),
         kv_lora_rank=_get_count(document, "kv_lora_rank"),
         qk_head_dim=_get_count(document, "qk_nope_head_dim"),
         qk_pos_emb_head_dim=_get_count(document, "qk_rope_head_dim"),
@@ -150,12 +162,16 @@ def _read_latent(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_deepseek_experts(document: Mapping[str, Any], router: RouterShape) -> dict[str, Any]:
-    channels, shared = _get_count(document, "moe_intermediate_size"), _find_count(document, "n_shared_experts") or 0
-    first, step = _find_count(document, "first_k_dense_replace") or 0, _find_count(document, "moe_layer_freq") or 1
+    channels, shared = _get_count(document, "moe_intermediate_size"), _find_count(document, "n_shared_experts", least=0) or 0
+    first, step = _find_count(document, "first_k_dense_replace", least=0) or 0, _get_count(document, "moe_layer_freq")
     layers = range(_get_count(document, "num_hidden_layers"))
+    if first > len(layers):
+        raise ConfigError(
+            f"first_k_dense_replace {first} is above num_hidden_layers {len(layers)}. Give {len(layers)} or less."
+        )
     experts = ExpertsShape(
         num_experts=_get_count(document, "n_routed_experts"),
-        topk=_get_count(document, "num_experts_per_tok"),
+        topk=_get_topk(document, "n_routed_experts"),
         ffn_hidden_size=channels,
         shared_ffn_hidden_size=shared * channels,
         imbalance=DEFAULT_IMBALANCE,
@@ -165,16 +181,12 @@ def _read_deepseek_experts(document: Mapping[str, Any], router: RouterShape) -> 
 
 
 def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
-    alternating = ["sliding_attention", "full_attention"]
-    default = [alternating[number % 2] for number in range(_get_count(document, "num_hidden_layers"))]
-    kinds = document.get("layer_types") or default
-    if not isinstance(kinds, list):
-        raise ConfigError(f"layer_types {kinds!r} is no list. Give the attention of each layer, as in {alternating}.")
+    layers = _get_count(document, "num_hidden_layers")
     return {
         "has_linear_bias": True,
         "has_attention_sinks": True,
         "experts": _make_local_experts(document),
-        **_make_window(_find_count(document, "sliding_window"), [kind == "sliding_attention" for kind in kinds]),
+        **_make_window(document, _find_window_layers(document) or [number % 2 == 0 for number in range(layers)]),
     }
 
 
@@ -182,10 +194,18 @@ def _make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
     """Return the experts of models that have no dense MLP, and name theirs as one."""
     return ExpertsShape(
         num_experts=_get_count(document, "num_local_experts"),
-        topk=_get_count(document, "num_experts_per_tok"),
+        topk=_get_topk(document, "num_local_experts"),
         ffn_hidden_size=_get_count(document, "intermediate_size"),
         imbalance=DEFAULT_IMBALANCE,
     )
+
+
+def _get_topk(document: Mapping[str, Any], experts: str) -> int:
+    """Return the experts of a token, of those that the field called `experts` has."""
+    topk, most = _get_count(document, "num_experts_per_tok"), _get_count(document, experts)
+    if topk > most:
+        raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Give {most} or less.")
+    return topk
 
 
 def _make_router(document: Mapping[str, Any]) -> RouterShape:
@@ -197,38 +217,69 @@ def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window of Qwen's models: in the layers from `max_window_layers` on, where they use it at all."""
     if not _find_flag(document, "use_sliding_window", default=False):
         return {}
-    layers, first = _get_count(document, "num_hidden_layers"), _get_count(document, "max_window_layers")
-    return _make_window(_find_count(document, "sliding_window"), [number >= first for number in range(layers)])
+    layers, first = _get_count(document, "num_hidden_layers"), _find_count(document, "max_window_layers", least=0) or 0
+    return _make_window(document, _find_window_layers(document) or [number >= first for number in range(layers)])
 
 
-def _make_window(tokens: int | None, layers: list[bool]) -> dict[str, Any]:
+def _find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
+    """Return for each layer whether it has a window, or None where the file does not say it layer by layer."""
+    kinds = document.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or not kinds:
+        raise ConfigError(
+            f"layer_types {kinds!r} is no list. Give the attention of each layer, as in {list(_ATTENTION_KINDS)}."
+        )
+    for kind in kinds:
+        if kind not in _ATTENTION_KINDS:
+            raise ConfigError(f"layer_types has {kind!r}, which is not known here. Give one of: {', '.join(_ATTENTION_KINDS)}.")
+    if len(kinds) != (layers := _get_count(document, "num_hidden_layers")):
+        raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}. Give one for each layer.")
+    return [kind == _WINDOW for kind in kinds]
+
+
+def _check_layer_types(document: Mapping[str, Any], kind: str) -> None:
+    """Refuse windows in layers of a kind of model that is not read as having any."""
+    if kind not in _KINDS_WITH_WINDOWS and any(_find_window_layers(document) or ()):
+        raise ConfigError(f"layer_types has {_WINDOW!r}, and a window of {kind} is not known here. Give full_attention alone.")
+
+
+def _make_window(document: Mapping[str, Any], layers: list[bool]) -> dict[str, Any]:
+    # A token alone is no window that Megatron has.
+    tokens = _find_count(document, "sliding_window", least=2)
     # A query is one of the tokens that its window counts, and not one of those before it.
     return {} if tokens is None else {"window_tokens": tokens - 1, "window_layers": tuple(layers)}
 
 
 def _get_count(document: Mapping[str, Any], name: str) -> int:
-    count = _find_count(document, name)
+    count = _find_count(document, name, least=1)
     if count is None:
         raise ConfigError(f"{name} is missing. Add it, as the maker of the model has it.")
-    check_count(name, count)
     return count
 
 
-def _find_count(document: Mapping[str, Any], name: str) -> int | None:
+def _find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | None:
     """Return the number called `name`, or None where there is none or it is null."""
     count = document.get(name)
     if count is None:
         return None
     # By type: JSON's true is an int in Python.
-    if type(count) is not int or count < 0:
-        raise ConfigError(f"{name} {count!r} is no whole number from 0. Give one.")
+    if type(count) is not int:
+        raise ConfigError(f"{name} {count!r} is no whole number. Give one from {least} on.")
+    if count < least:
+        raise ConfigError(f"{name} {count} is below {least}. Give {least} or more.")
     return count
 
 
-def _find_numbers(document: Mapping[str, Any], name: str) -> frozenset[int]:
-    numbers = document.get(name) or []
+def _find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozenset[int]:
+    numbers = document.get(name)
+    if numbers is None:
+        return frozenset()
     if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
         raise ConfigError(f"{name} {numbers!r} is no list of layers. Give one, as in [0, 1].")
+    for number in numbers:
+        if number not in layers:
+            raise ConfigError(f"{name} has {number}, and layers are from 0 to {len(layers) - 1}. Give some of those.")
     return frozenset(numbers)
 
 
@@ -238,6 +289,49 @@ def _find_flag(document: Mapping[str, Any], name: str, *, default: bool) -> bool
         raise ConfigError(f"{name} {flag!r} is neither true nor false. Give one of them.")
     return flag
 
+
+_WINDOW = "sliding_attention"
+_ATTENTION_KINDS = (_WINDOW, "full_attention")
+"""Kinds of attention that `layer_types` may name."""
+
+_KINDS_WITH_WINDOWS = frozenset({"qwen2", "qwen3", "gpt_oss"})
+"""Models whose windows `layer_types` gives."""
+
+_ANY: Mapping[str, Any] = {"tie_word_embeddings": False, "head_dim": None, "layer_types": None}
+_QWEN: Mapping[str, Any] = {**_ANY, "use_sliding_window": False, "sliding_window": 4096, "attention_bias": False}
+_DEEPSEEK: Mapping[str, Any] = {
+    **_ANY,
+    "head_dim": 64,  # of its rotary part, which counts for nothing: latent attention names its own sizes
+    "num_key_value_heads": None,
+    "q_lora_rank": 1536,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+}
+_DEEPSEEK_V3: Mapping[str, Any] = {**_DEEPSEEK, "n_shared_experts": 1, "first_k_dense_replace": 3}
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {**_ANY, "num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
+        "qwen2": {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28},
+        "qwen3": {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28, "head_dim": 128},
+        "qwen3_moe": {
+            **_QWEN,
+            "num_key_value_heads": 4,
+            "max_window_layers": 0,  # its class has none: where a window is used, all layers have it
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": False,
+        },
+        "mixtral": {**_ANY, "num_key_value_heads": 8, "sliding_window": None},
+        "deepseek_v2": {**_DEEPSEEK, "n_shared_experts": 2, "first_k_dense_replace": 0, "norm_topk_prob": False},
+        "deepseek_v3": _DEEPSEEK_V3,
+        "kimi_k2": _DEEPSEEK_V3,
+        "gpt_oss": {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+    }
+)
+"""By `model_type`, what a field is that a file leaves out. Of None, as of null in a file: `num_key_value_heads` are as many as
+heads, `head_dim` is `hidden_size` over heads, `sliding_window` and `q_lora_rank` are not used, and `layer_types` and
+`mlp_only_layers` say nothing."""
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
     {

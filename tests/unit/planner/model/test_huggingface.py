@@ -311,6 +311,60 @@ def test_gpt_oss_has_windows_sinks_and_biases(tmp_path):
     assert read(tmp_path, without).window_layers == (True, False) * 18
 
 
+def leave_out(document, *names):
+    return {name: value for name, value in document.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("document", "names", "expected"),
+    [
+        (LLAMA3_8B, ("num_key_value_heads",), {"num_query_groups": 32}),
+        (QWEN2_7B, ("use_sliding_window", "sliding_window", "max_window_layers"), {"window_tokens": None}),
+        ({**QWEN3_8B, "hidden_size": 5120}, ("head_dim", "num_key_value_heads"), {"kv_channels": 128, "num_query_groups": 32}),
+        (QWEN3_30B_A3B, ("head_dim", "num_key_value_heads"), {"kv_channels": 64, "num_query_groups": 4}),
+        (QWEN3_30B_A3B, ("decoder_sparse_step", "mlp_only_layers"), {"moe_layers": (True,) * 48}),
+        (MIXTRAL_8X7B, ("num_key_value_heads", "sliding_window"), {"num_query_groups": 8, "window_tokens": None}),
+        (DEEPSEEK_V3, ("first_k_dense_replace", "moe_layer_freq"), {"moe_layers": (False,) * 3 + (True,) * 58}),
+        (DEEPSEEK_V3, ("num_nextn_predict_layers",), {"mtp_num_layers": 0}),
+        (DEEPSEEK_V2_LITE, ("first_k_dense_replace",), {"moe_layers": (True,) * 27}),
+        (GPT_OSS_120B, ("head_dim", "sliding_window", "num_key_value_heads"), {"kv_channels": 64, "window_tokens": 127}),
+        (GPT_OSS_120B, ("num_key_value_heads", "tie_word_embeddings"), {"num_query_groups": 8, "has_tied_embeddings": False}),
+    ],
+)
+def test_a_field_that_is_left_out_is_what_transformers_takes(tmp_path, document, names, expected):
+    model = read(tmp_path, leave_out(document, *names))
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+def test_what_deepseek_leaves_out_is_what_transformers_takes(tmp_path):
+    names = ("q_lora_rank", "n_shared_experts", "norm_topk_prob")
+    v2, v3 = (read(tmp_path, leave_out(document, *names)) for document in (DEEPSEEK_V2_LITE, DEEPSEEK_V3))
+    assert (v2.latent.q_lora_rank, v2.experts.shared_ffn_hidden_size) == (1536, 2 * 1408)
+    assert (v3.latent.q_lora_rank, v3.experts.shared_ffn_hidden_size) == (1536, 2048)
+
+
+def test_heads_of_latent_attention_need_not_divide_the_hidden_size(tmp_path):
+    document = {**DEEPSEEK_V3, "num_attention_heads": 96, "num_key_value_heads": 96}
+    assert read(tmp_path, document).num_attention_heads == 96
+
+
+def test_null_is_not_the_same_as_left_out(tmp_path):
+    assert read(tmp_path, {**MIXTRAL_8X7B, "num_key_value_heads": None}).num_query_groups == 32
+    assert read(tmp_path, {**GPT_OSS_120B, "head_dim": None}).kv_channels == 45
+    assert read(tmp_path, {**GPT_OSS_120B, "sliding_window": None}).window_tokens is None
+    assert read(tmp_path, {**DEEPSEEK_V3, "q_lora_rank": None}).latent.q_lora_rank is None
+
+
+def test_windows_are_those_of_the_layer_types_where_a_file_has_them(tmp_path):
+    kinds = ["full_attention", "sliding_attention"] * 14
+    document = {**QWEN2_7B, "use_sliding_window": True, "sliding_window": 4096, "layer_types": kinds}
+    assert read(tmp_path, document).window_layers == (False, True) * 14
+    assert read(tmp_path, {**document, "use_sliding_window": False}).window_tokens is None
+    with_moe = {**QWEN3_30B_A3B, "use_sliding_window": True, "sliding_window": 4096}
+    assert read(tmp_path, with_moe).window_layers == (True,) * 48
+    assert read(tmp_path, {**LLAMA3_8B, "layer_types": ["full_attention"] * 32}) == read(tmp_path, LLAMA3_8B)
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -321,7 +375,34 @@ def test_gpt_oss_has_windows_sinks_and_biases(tmp_path):
         ({**LLAMA3_8B, "num_hidden_layers": None}, "num_hidden_layers is missing. Add it"),
         ({**LLAMA3_8B, "hidden_size": "4096"}, "hidden_size '4096' is no whole number"),
         ({**LLAMA3_8B, "vocab_size": True}, "vocab_size True is no whole number"),
-        ({**LLAMA3_8B, "vocab_size": -1}, "vocab_size -1 is no whole number from 0"),
+        ({**LLAMA3_8B, "vocab_size": -1}, "vocab_size -1 is below 1. Give 1 or more"),
+        ({**LLAMA3_8B, "num_key_value_heads": 0}, "num_key_value_heads 0 is below 1. Give 1 or more"),
+        ({**LLAMA3_8B, "head_dim": 0}, "head_dim 0 is below 1"),
+        (
+            {**LLAMA3_8B, "hidden_size": 4097},
+            "hidden_size 4097 is not a multiple of num_attention_heads 32, and head_dim is mis",
+        ),
+        (
+            {**LLAMA3_8B, "layer_types": ["chunked_attention"] * 32},
+            "layer_types has 'chunked_attention', which is not known here",
+        ),
+        ({**LLAMA3_8B, "layer_types": ["sliding_attention"] * 32}, "a window of llama is not known here"),
+        ({**MIXTRAL_8X7B, "sliding_window": 0}, "sliding_window 0 is below 2. Give 2 or more"),
+        ({**MIXTRAL_8X7B, "num_experts_per_tok": 9}, "num_experts_per_tok 9 is above num_local_experts 8. Give 8 or less"),
+        ({**DEEPSEEK_V3, "num_experts_per_tok": 257}, "num_experts_per_tok 257 is above n_routed_experts 256"),
+        ({**DEEPSEEK_V2_LITE, "moe_layer_freq": 0}, "moe_layer_freq 0 is below 1"),
+        ({**DEEPSEEK_V3, "q_lora_rank": 0}, "q_lora_rank 0 is below 1"),
+        ({**DEEPSEEK_V3, "n_shared_experts": -1}, "n_shared_experts -1 is below 0. Give 0 or more"),
+        (
+            {**DEEPSEEK_V3, "first_k_dense_replace": 62},
+            "first_k_dense_replace 62 is above num_hidden_layers 61. Give 61 or less",
+        ),
+        ({**QWEN3_30B_A3B, "decoder_sparse_step": 0}, "decoder_sparse_step 0 is below 1"),
+        ({**QWEN3_30B_A3B, "mlp_only_layers": [99, -1]}, "mlp_only_layers has 99, and layers are from 0 to 47. Give some"),
+        ({**QWEN3_30B_A3B, "mlp_only_layers": [-1]}, "mlp_only_layers has -1, and layers"),
+        ({**QWEN3_30B_A3B, "mlp_only_layers": False}, "mlp_only_layers False is no list of layers"),
+        ({**GPT_OSS_120B, "layer_types": ["chunked"]}, "layer_types has 'chunked', which is not known here. Give one of: slid"),
+        ({**GPT_OSS_120B, "layer_types": []}, r"layer_types \[\] is no list"),
         ({**LLAMA3_8B, "num_attention_heads": 0}, "num_attention_heads 0 is below 1"),
         ({**LLAMA3_8B, "num_key_value_heads": 5}, "num_query_groups 5 does not divide num_attention_heads 32"),
         ({**LLAMA3_8B, "tie_word_embeddings": 0}, "tie_word_embeddings 0 is neither true nor false"),
@@ -330,7 +411,7 @@ def test_gpt_oss_has_windows_sinks_and_biases(tmp_path):
         ({**QWEN3_30B_A3B, "num_experts": None}, "num_experts is missing"),
         ({**DEEPSEEK_V3, "kv_lora_rank": None}, "kv_lora_rank is missing"),
         ({**GPT_OSS_120B, "layer_types": 3}, "layer_types 3 is no list"),
-        ({**GPT_OSS_120B, "layer_types": ["full_attention"]}, "window_layers has 1 entries for num_layers 36"),
+        ({**GPT_OSS_120B, "layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 36"),
         ("[1, 2]", "holds no JSON object"),
         ("{'hidden_size': 3}", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
