@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
-    from fgoffload.planner.ranks.rank_model import RankModel
     from fgoffload.planner.timing.hardware import Hardware
 
 NAME = "plan"
@@ -94,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of the node's)")
     add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
-    add("--optimizer", action=argparse.BooleanOptionalAction, default=True, help="with Adam's states (default: yes)")
+    add("--optimizer", action=argparse.BooleanOptionalAction, help="with Adam's states (default: yes)")
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")
     add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
@@ -136,7 +135,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         budget_bytes=sizes["offload_memory_budget"],
         host_budget_bytes=sizes["offload_host_budget"],
         reserve_bytes=sizes["reserve"],
-        has_optimizer=options.optimizer,
+        has_optimizer=options.optimizer is not False,
         sweeps=options.sweep,
         json=_find_path(options.json),
         plot=_find_path(options.plot),
@@ -148,17 +147,22 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Plan, print the tables, write the files, and return the exit code."""
     checked = check_options(options, megatron_flags)
     from fgoffload.cli.console import PipeConsole
+    from fgoffload.cli.plan_profile import build_profiled_ranks
     from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
     from fgoffload.planner.model_ranks import build_ranks
 
     model, parallelism = _read_model(checked)
-    ranks, hardware = None, None
+    hardware = None
     if checked.profile is None:
         hardware = _get_hardware(checked)
+        device = hardware.name
         ranks = build_ranks(model, parallelism, hardware, assumptions=_make_assumptions(checked))
     else:
-        ranks = _read_profile(checked, parallelism)
-    subject = Subject(model=model, parallelism=parallelism, hardware=hardware, source=str(checked.model))
+        profile, ranks = build_profiled_ranks(
+            checked.profile, model, parallelism, source=str(checked.model), reserve_bytes=checked.reserve_bytes or 0
+        )
+        device = f"{profile.device}, profiled"
+    subject = Subject(model=model, parallelism=parallelism, hardware=hardware, device=device)
     console = PipeConsole()
     if not console.is_terminal:
         console.width = max(console.width, 160)
@@ -178,6 +182,8 @@ def _check_device(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{given[0]} and --{given[1]} both say what device it is. Give one of them.")
     if not given:
         raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100; or --hardware, or --profile. All: {EXAMPLE}.")
+    if options.profile is not None and options.optimizer is False:
+        raise ConfigError("--no-optimizer and --profile: what was measured has the optimizer in it. Leave --no-optimizer out.")
 
 
 def _find_path(name: str | None) -> Path | None:
@@ -214,14 +220,6 @@ def _make_assumptions(checked: PlanOptions) -> "Assumptions":
     if checked.reserve_bytes is None:
         return assumptions
     return dataclasses.replace(assumptions, reserve_bytes=checked.reserve_bytes)
-
-
-def _read_profile(checked: PlanOptions, parallelism: "Parallelism") -> "tuple[RankModel, ...]":
-    from fgoffload.planner.timing.profile import Profile, make_rank_model
-
-    profile = Profile.load(Path(str(checked.profile)))
-    stages = range(parallelism.pipeline_parallel_size)
-    return tuple(make_rank_model(profile, rank=rank, microbatches=parallelism.microbatches) for rank in stages)
 
 
 def _choose_budget(checked: PlanOptions, hardware: "Hardware | None") -> int:

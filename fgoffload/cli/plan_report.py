@@ -37,8 +37,8 @@ class Subject:
     parallelism: Parallelism
     hardware: Hardware | None
     """None where a profile says what the device does."""
-    source: str
-    """The file that the model came from."""
+    device: str
+    """What a rank runs on, by name."""
 
     @property
     def title(self) -> str:
@@ -52,9 +52,8 @@ class Subject:
             ("dp", sizes.data_parallel_size),
         ):
             parts += [f"{name} {size}"] if size > 1 else []
-        device = "the profiled device" if self.hardware is None else self.hardware.name
         return (
-            f"{self.model.name}: {self.model.num_layers} layers, {' '.join(parts)}, {sizes.world_size} x {device}; "
+            f"{self.model.name}: {self.model.num_layers} layers, {' '.join(parts)}, {sizes.world_size} x {self.device}; "
             f"{sizes.microbatches} microbatches of {sizes.micro_batch_size} x {self.model.seq_length}"
         )
 

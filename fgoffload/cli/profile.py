@@ -1,6 +1,7 @@
 """`fgoffload profile`: measures the link of this machine and, with an argument file, one step of its model."""
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
         return profile_link(get_training_device())
     from fgoffload.cli.measurement import TrainingSource, load_training, process_groups
     from fgoffload.integrations.megatron.argument_files import read_argument_file
+    from fgoffload.planner.timing.profile import MeasuredTraining
 
     with launch.one_voice():
         source = TrainingSource(
@@ -102,7 +104,13 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
         training = load_training(source)
     with process_groups(training, launch):
         link = profile_link(get_training_device()).link
-        return profile_training(training.arguments, training.text, link)
+        profile = profile_training(training.arguments, training.text, link)
+    measured = MeasuredTraining(
+        source=options.arguments_file,
+        flags=(*source.file_flags, *source.typed_flags),
+        world_size=launch.world_size,
+    )
+    return dataclasses.replace(profile, training=measured)
 
 
 def _show(profile: "Profile") -> None:

@@ -46,8 +46,20 @@ def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert rank.pipeline.microbatches == 4
     # Hidden states of 256 tokens and 128 channels in fp32: the norm's output.
     assert {t.size_bytes for t in rank.layers[0].model.tensors if t.tags == ("qkv_linear",)} == {256 * 128 * 4}
+    assert profile.training.source == ARGUMENTS
+    assert (profile.training.flags[-2:], profile.training.world_size) == (("--num-layers", "2"), 1)
     assert rank.min_offloaded_bytes == 1024 * 4  # elements of the file, in fp32
     assert len(make_rank_model(profile, rank=0).passes) == 8
+
+
+@pytest.mark.usefixtures("_quick")
+def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
+    assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
+    words = ["--profile", "profile.json", "--offload-memory-budget", "1GiB"]
+    assert main(["plan", ARGUMENTS, *words, "--num-layers", "2"]) == 0
+    assert "tiny_moe: 2 layers" in capsys.readouterr().out
+    assert main(["plan", ARGUMENTS, *words]) == 2
+    assert "with layers 2, and" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.policy import TransferPolicy
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
 
 DEFAULT_TOLERANCE = 0.1
@@ -128,6 +128,18 @@ class RankProfile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTraining:
+    """Which training it was, so that nobody plans for another from its profile."""
+
+    source: str
+    """Its argument file, as the user named it."""
+    flags: tuple[str, ...]
+    """Megatron's: those of the file, and then those that were typed, which win."""
+    world_size: int
+    """Processes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A link and, where a model was measured too, its pipeline ranks."""
 
@@ -143,6 +155,8 @@ class Profile:
     """By rank of the pipeline; empty where the link alone was measured."""
     has_optimizer: bool = True
     """Whether the steps updated parameters: static bytes then have the optimizer's, and the end of a step its time."""
+    training: MeasuredTraining | None = None
+    """Of the ranks. None where the link alone was measured, or whoever planned is the one who measured."""
 
     def get_rank(self, rank: int) -> RankProfile:
         """Return what pipeline rank `rank` ran.

@@ -14,6 +14,7 @@ from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.timing.profile import (
     CopyRate,
     LinkProfile,
+    MeasuredTraining,
     Profile,
     RankProfile,
     count_tag_bytes,
@@ -93,6 +94,12 @@ def test_every_number_comes_back_to_the_bit(seconds, size_bytes, wait):
     assert Profile.from_json(profile.to_json(), source="text") == profile
 
 
+def test_the_training_that_was_measured_comes_back_too():
+    training = MeasuredTraining(source="a.sh", flags=("--num-layers", "2"), world_size=8)
+    profile = dataclasses.replace(PROFILE, training=training)
+    assert Profile.from_json(profile.to_json(), source="text").training == training
+
+
 def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
     profile = dataclasses.replace(PROFILE, ranks=())
     assert Profile.from_json(profile.to_json(), source="text") == profile
@@ -122,8 +129,8 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
     ("text", "message"),
     [
         ("{", "p.json is not JSON: "),
-        ("[]", "p.json is a profile of format None; this version reads format 1. Measure again."),
-        (change("format", to=2), "p.json is a profile of format 2; this version reads format 1. Measure again."),
+        ("[]", "p.json is a profile of format None; this version reads format 2. Measure again."),
+        (change("format", to=1), "p.json is a profile of format 1; this version reads format 2. Measure again."),
         (change("format", to=True), "p.json is a profile of format True; this version"),
         (change("link", to=...), "p.json: the document lacks 'link'. Add it."),
         (change("divice", to="x"), "p.json: the document has no field 'divice'. Did you mean 'device'?"),

@@ -1,0 +1,144 @@
+"""A profile in place of a device: whether it is of the training that is planned for, and what it makes of the ranks.
+
+A profile has decided most of what flags say: how long layers take, what they save, what is always on the device. Only the
+microbatches of a step may differ, and the reserve. Everything else is compared, so that no plan is made for another model.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.model_shapes import read_model
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.timing.profile import Profile, make_rank_model
+
+_FREE_FIELDS = frozenset({"name", "microbatches"})
+"""Of a model and its ranks: what may differ from what was measured."""
+
+
+class _Difference(NamedTuple):
+    """Something in which the measured training is not the planned one."""
+
+    what: str
+    measured: object
+    planned: object
+
+
+def build_profiled_ranks(
+    path: Path, model: ModelShape, parallelism: Parallelism, *, source: str, reserve_bytes: int
+) -> tuple[Profile, tuple[RankModel, ...]]:
+    """Return the profile at `path` and the pipeline ranks that it makes, with the microbatches of `parallelism`.
+
+    Args:
+        path: Of the profile.
+        model: That is planned for.
+        parallelism: Of the ranks that are planned for.
+        source: Where these two came from, as the user named it.
+        reserve_bytes: Added to what is always on the device.
+
+    Raises:
+        ConfigError: The file is no profile, or one of another training: with the first difference.
+    """
+    profile = Profile.load(path)
+    check_profile(profile, path=path, model=model, parallelism=parallelism, source=source)
+    ranks = (
+        make_rank_model(profile, rank=rank, microbatches=parallelism.microbatches)
+        for rank in range(parallelism.pipeline_parallel_size)
+    )
+    return profile, tuple(dataclasses.replace(rank, static_bytes=rank.static_bytes + reserve_bytes) for rank in ranks)
+
+
+def check_profile(profile: Profile, *, path: Path, model: ModelShape, parallelism: Parallelism, source: str) -> None:
+    """Refuse a profile of another training than the planned one.
+
+    Args:
+        profile: What was measured.
+        path: Of its file, for errors.
+        model: That is planned for.
+        parallelism: Of the ranks that are planned for.
+        source: Where these two came from, as the user named it.
+
+    Raises:
+        ConfigError: With the first difference.
+    """
+    profile.get_rank(0)  # which refuses a profile of the link alone
+    if profile.training is None:
+        raise ConfigError(
+            f"profile {path} does not say which training was measured. Measure again: fgoffload profile {source} --json {path}."
+        )
+    first = next(
+        itertools.chain(
+            _compare_pipelines(profile, parallelism),
+            _compare_layers(profile, model, parallelism),
+            _compare_flags(profile, path, model, parallelism),
+        ),
+        None,
+    )
+    if first is not None:
+        what, measured, planned = first
+        raise ConfigError(
+            f"profile {path} is of {profile.training.source} with {what} {_shorten(measured)}, and {source} has "
+            f"{_shorten(planned)}. Plan with the model and the flags that were measured, or measure this one: "
+            f"fgoffload profile {source} --json {path}."
+        )
+
+
+def _compare_pipelines(profile: Profile, parallelism: Parallelism) -> Iterator[_Difference]:
+    measured, planned = profile.get_rank(0).pipeline, parallelism.pipeline
+    yield from _compare("pipeline_parallel_size", measured.stages, planned.stages)
+    yield from _compare("pipeline ranks", [rank.rank for rank in profile.ranks], list(range(planned.stages)))
+    yield from _compare("virtual_pipeline_size", measured.chunks, planned.chunks)
+    if planned.chunks > 1:
+        yield from _compare("microbatch_group_size", measured.microbatches_of_group, planned.microbatches_of_group)
+    yield from _compare("has_expert_overlap", measured.has_expert_overlap, planned.has_expert_overlap)
+
+
+def _compare_layers(profile: Profile, model: ModelShape, parallelism: Parallelism) -> Iterator[_Difference]:
+    layers = {layer.number: layer.model for rank in profile.ranks for layer in rank.layers}
+    yield from _compare("layers", len(layers), len(model.numbers))
+    planned = [[list(chunk.layers) for chunk in chunks] for chunks in list_chunks(model, parallelism)]
+    for rank, chunks in zip(profile.ranks, planned, strict=False):
+        measured = [[layer.number for layer in chunk.layers] for chunk in rank.chunks]
+        yield from _compare(f"on pipeline rank {rank.rank} layers", measured, chunks)
+    for number in model.numbers:
+        if number in layers:
+            kind = "moe" if model.has_experts(number) else "dense"
+            # A profile names each layer a kind of its own: `moe (layer 3)`.
+            yield from _compare(f"as layer {number} one of kind", layers[number].kind.split(" ")[0], kind)
+
+
+def _compare_flags(profile: Profile, path: Path, model: ModelShape, parallelism: Parallelism) -> Iterator[_Difference]:
+    if profile.training is None:
+        return
+    measured_model, measured_parallelism = read_model(
+        profile.training.flags, source=f"profile {path}", num_gpus=profile.training.world_size
+    )
+    # Ranks first: from their sizes follow others, as what a vocabulary is padded to.
+    yield from _compare_fields("", measured_parallelism, parallelism)
+    yield from _compare_fields("", measured_model, model)
+
+
+def _compare_fields(prefix: str, measured: Any, planned: Any) -> Iterator[_Difference]:
+    for field in dataclasses.fields(measured):
+        one, other = getattr(measured, field.name), getattr(planned, field.name)
+        if field.name in _FREE_FIELDS:
+            continue
+        if dataclasses.is_dataclass(one) and dataclasses.is_dataclass(other):
+            yield from _compare_fields(f"{field.name}.", one, other)
+        else:
+            yield from _compare(f"{prefix}{field.name}", one, other)
+
+
+def _compare(what: str, measured: object, planned: object) -> Iterator[_Difference]:
+    if measured != planned:
+        yield _Difference(what, measured, planned)
+
+
+def _shorten(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

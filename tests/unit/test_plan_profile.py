@@ -1,0 +1,158 @@
+"""`fgoffload plan --profile`: a plan for what was measured, and one error for anything else."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from fgoffload.cli import main
+from fgoffload.integrations.megatron.model_shapes import read_model_file
+from fgoffload.planner.model_ranks import build_ranks
+from fgoffload.planner.timing.hardware import get_hardware
+from fgoffload.planner.timing.profile import CopyRate, LinkProfile, MeasuredTraining, Profile, RankProfile
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 --seq-length 2048 --bf16 --swiglu "
+    "--max-position-embeddings 2048 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-layer-freq [0]+[1]*3 "
+    "--micro-batch-size 1 --global-batch-size 8 --vocab-size 32000 --position-embedding-type rope --sequence-parallel"
+)
+BUDGET = ("--offload-memory-budget", "16GiB")
+
+
+def write_arguments(path, flags):
+    path.write_text(f"ARGS=(\n{flags}\n)\n", encoding="utf-8")
+    return str(path)
+
+
+def make_profile(arguments, typed=()):
+    """Return a profile of the training in a file, with the times and bytes of the table: as if it had been measured."""
+    model, parallelism = read_model_file(arguments, typed=typed)
+    measured = []
+    for rank in build_ranks(model, parallelism, get_hardware("h100")):
+        chunks = [
+            dataclasses.replace(
+                chunk,
+                layers=tuple(
+                    dataclasses.replace(
+                        layer, model=dataclasses.replace(layer.model, kind=f"{layer.model.kind} (layer {layer.number})")
+                    )
+                    for layer in chunk.layers
+                ),
+            )
+            for chunk in rank.chunks
+        ]
+        measured.append(
+            RankProfile(
+                rank=rank.rank, pipeline=parallelism.pipeline, chunks=tuple(chunks), static_bytes=rank.static_bytes, step_s=1.0
+            )
+        )
+    rates = CopyRate(size_bytes=2**28, d2h_bytes_per_s=50e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9)
+    return Profile(
+        device="A device",
+        versions={},
+        date="2026-11-22",
+        link=LinkProfile(copies=(rates,), compute_slowdown=0.0),
+        ranks=tuple(measured),
+        training=MeasuredTraining(source="measured.sh", flags=(*FLAGS.split(), *typed), world_size=parallelism.world_size),
+    )
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    return write_arguments(tmp_path / "model.sh", FLAGS)
+
+
+@pytest.fixture
+def profile(tmp_path, arguments):
+    path = tmp_path / "profile.json"
+    make_profile(tmp_path / "model.sh").save(path)
+    return path
+
+
+def plan(capsys, *words):
+    code = main(["plan", *words])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def find_peaks(text):
+    row = next(line for line in text.splitlines() if line.startswith("│ nothing "))
+    return float(re.search(r"([\d.]+) GiB", row)[1])
+
+
+def test_the_measured_training_is_planned_for(capsys, arguments, profile):
+    code, out, err = plan(capsys, arguments, "--profile", str(profile), *BUDGET)
+    assert (code, err) == (0, "")
+    assert "model: 4 layers, tp 1 pp 1, 1 x A device, profiled" in out
+
+
+def test_microbatches_may_be_others_than_the_measured_ones(capsys, arguments, profile):
+    code, out, _ = plan(capsys, arguments, "--profile", str(profile), *BUDGET, "--global-batch-size", "32")
+    assert code == 0
+    assert "32 microbatches of 1 x 2048" in out
+
+
+def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
+    words = (arguments, "--profile", str(profile), "--offload-memory-budget", "16GiB")
+    without, with_it = (plan(capsys, *words, *more)[1] for more in ((), ("--reserve", "3GiB")))
+    assert find_peaks(with_it) == pytest.approx(find_peaks(without) + 3, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--num-layers", "8", "--moe-layer-freq", "[0]+[1]*7"), "layers 4, and"),
+        (("--moe-layer-freq", "[1]*4"), "as layer 0 one of kind dense, and"),
+        (("--seq-length", "1024"), "seq_length 2048, and"),
+        (("--hidden-size", "2048"), "hidden_size 1024, and"),
+        (("--ffn-hidden-size", "4096"), "ffn_hidden_size 2048, and"),
+        (("--moe-router-topk", "1"), "experts.topk 2, and"),
+        (("--micro-batch-size", "2"), "micro_batch_size 1, and"),
+        (("--tp", "8"), "tensor_parallel_size 1, and"),
+        (("--pp", "2"), "pipeline_parallel_size 1, and"),
+        (("--num-gpus", "2"), "data_parallel_size 1, and"),
+        (("--no-optimizer",), "--no-optimizer and --profile"),
+    ],
+)
+def test_another_training_is_refused_with_the_first_difference(capsys, arguments, profile, words, says):
+    code, out, err = plan(capsys, arguments, "--profile", str(profile), *BUDGET, *words)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_the_fix_says_how_to_measure_this_one(capsys, tmp_path, profile):
+    other = write_arguments(tmp_path / "other.sh", FLAGS.replace("--num-layers 4", "--num-layers 2").replace("[1]*3", "[1]*1"))
+    _, _, err = plan(capsys, other, "--profile", str(profile), *BUDGET)
+    assert f"is of measured.sh with layers 4, and {other} has 2." in err
+    assert f"fgoffload profile {other} --json {profile}" in err
+
+
+def test_ranks_are_compared_by_what_was_measured_on_each(capsys, tmp_path, arguments):
+    path, words = tmp_path / "profile.json", ("--pp", "2", "--vp", "2")
+    typed = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--num-gpus", "2")
+    whole = make_profile(tmp_path / "model.sh", typed=typed)
+    whole.save(path)
+    assert plan(capsys, arguments, "--profile", str(path), *BUDGET, *words)[0] == 0
+    assert "virtual_pipeline_size 2, and" in plan(capsys, arguments, "--profile", str(path), *BUDGET, "--pp", "2")[2]
+    dataclasses.replace(whole, ranks=whole.ranks[:1]).save(path)
+    assert "pipeline ranks [0], and" in plan(capsys, arguments, "--profile", str(path), *BUDGET, *words)[2]
+
+
+def test_files_that_say_too_little_are_refused_with_how_to_measure(capsys, tmp_path, arguments, profile):
+    document = json.loads(profile.read_text(encoding="utf-8"))
+    for change, says in (
+        ({"format": 1}, "is a profile of format 1; this version reads format 2. Measure again."),
+        ({"training": None}, "does not say which training was measured. Measure again: fgoffload profile"),
+        ({"ranks": [], "training": None}, "which has the link alone. Measure a model"),
+    ):
+        path = tmp_path / "old.json"
+        path.write_text(json.dumps(document | change), encoding="utf-8")
+        code, _, err = plan(capsys, arguments, "--profile", str(path), *BUDGET)
+        assert code == 2
+        assert says in err
+
+
+def test_a_profile_says_no_budget(capsys, arguments, profile):
+    assert "--offload-memory-budget is missing" in plan(capsys, arguments, "--profile", str(profile))[2]
