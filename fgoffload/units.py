@@ -16,7 +16,7 @@ _BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str, *, name: str) -> int:
+def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
     """Return the number of bytes that `text` names: `60GiB`, `18.9 GiB`, `1048576`. Parts of a byte are dropped.
 
     Decimal units are refused rather than guessed at: whether a "GB" of GPU memory means 1e9 or 2**30 differs by tool.
@@ -24,9 +24,10 @@ def parse_bytes(text: str, *, name: str) -> int:
     Args:
         text: A number, whole or with a decimal point, and one of B, KiB, MiB, GiB, TiB (any case; none means bytes).
         name: The flag or option that `text` was given for, as the user typed it.
+        needs_unit: Refuse a number without a unit, 0 excepted: where sizes are of gigabytes, `76` means no bytes.
 
     Raises:
-        ConfigError: `text` is no size, its unit is unknown, or it is a part of a byte in bytes.
+        ConfigError: `text` is no size, its unit is unknown or missing, or it is a part of a byte in bytes.
     """
     if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
         raise ConfigError(f"{name} {text!r} is below 0, and sizes cannot be negative. Give 0 or a size like 512MiB.")
@@ -35,6 +36,8 @@ def parse_bytes(text: str, *, name: str) -> int:
         raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB.")
     bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
     size_bytes = float(match["number"]) * bytes_per_unit
+    if needs_unit and not match["unit"] and size_bytes:
+        raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, as in {match['number']}GiB.")
     # Of most decimal fractions of a GiB there is no whole number of bytes, and nobody means its last byte.
     if bytes_per_unit == 1 and not size_bytes.is_integer():
         raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Give a whole number of bytes.")

@@ -73,11 +73,26 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
         # argparse would look for options of ours among the script's own words.
         if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
             return command, parser.parse_args(words[:1]), words[1:]
-    options, rest = parser.parse_known_args(words)
+    options, rest = parser.parse_known_args(_join_negative_values(words))
     for command in COMMANDS:
         if options.command == command.NAME:
             return command, options, rest
     raise ConfigError(f"COMMAND is missing. Give one, as in: {train.EXAMPLE}.")
+
+
+def _join_negative_values(words: Sequence[str]) -> list[str]:
+    """Return `words` with `--flag -76GiB` as `--flag=-76GiB`: argparse takes the value for a flag, and says that there is none.
+
+    Numbers it knows by itself. Only the command's own flags that take a value are looked at.
+    """
+    flags = {flag for command in COMMANDS if list(words[:1]) == [command.NAME] for flag in command.EXAMPLE_VALUES}
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in flags and re.match(r"-\.?[0-9]", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 class _Parser(argparse.ArgumentParser):

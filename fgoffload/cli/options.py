@@ -51,3 +51,34 @@ def say_why_no_file(name: str) -> str:
     if os.path.isdir(name):
         return "is a folder"
     return "is no regular file" if os.path.exists(name) else "does not exist"
+
+
+def check_output_file(name: str | None, *, flag: str, example: str) -> Path | None:
+    """Return the path of a file that is to be written, or None where none is; before the work whose result it takes.
+
+    Args:
+        name: As typed.
+        flag: That it was typed for.
+        example: A name that would do.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if name is None:
+        return None
+    path = os.path.expanduser(name)
+    folder = os.path.dirname(path) or os.curdir
+    if os.path.isdir(path) or not os.path.basename(path):
+        why = "is a folder"
+    elif not os.path.isdir(folder):
+        why = f"is in {folder!r}, which {say_why_no_folder(folder)}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        why = "may not be written"
+    else:
+        return Path(path)
+    raise ConfigError(f"{flag} {name!r} {why}. Give a file that can be written, as in {example}.")
+
+
+def say_why_no_folder(name: str) -> str:
+    """Return why `name` is no folder, as the end of a sentence."""
+    return "is no folder" if os.path.exists(name) else "does not exist"

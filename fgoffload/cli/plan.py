@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fgoffload.cli.options import read_count, say_why_no_file
+from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
 from fgoffload.errors import ConfigError
 from fgoffload.units import parse_bytes
 
@@ -24,8 +24,9 @@ DESCRIPTION = (
     "finds what to keep, to recompute and to offload so that a memory budget is met at the least step time. Needs no GPU."
 )
 USAGE = (
-    "fgoffload plan MODEL --gpu NAME --offload-memory-budget SIZE [--offload-host-budget SIZE] [--json FILE] [--sweep] "
-    "[--plot FILE] [--timeline FILE] [MEGATRON FLAGS]"
+    "fgoffload plan MODEL --gpu NAME [--offload-memory-budget SIZE] [--offload-host-budget SIZE] [--json FILE] [--plot FILE] "
+    "[--timeline FILE] [MEGATRON FLAGS]\n"
+    "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
 EXAMPLE_VALUES: Mapping[str, str] = {
@@ -118,10 +119,8 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     if not os.path.isfile(options.model):
         raise ConfigError(f"model {options.model!r} {say_why_no_file(options.model)}. Give a file, as in: {EXAMPLE}.")
     _check_device(options)
-    sizes = {
-        name: None if (text := getattr(options, name)) is None else parse_bytes(text, name="--" + name.replace("_", "-"))
-        for name in ("offload_memory_budget", "offload_host_budget", "reserve")
-    }
+    _check_sweep(options)
+    sizes = {name: _read_size(options, name) for name in ("offload_memory_budget", "offload_host_budget", "reserve")}
     short = []
     for flag, long in SHORT_FLAGS.items():
         if (text := getattr(options, flag.removeprefix("--"))) is not None:
@@ -137,15 +136,17 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         reserve_bytes=sizes["reserve"],
         has_optimizer=options.optimizer is not False,
         sweeps=options.sweep,
-        json=_find_path(options.json),
-        plot=_find_path(options.plot),
-        timeline=_find_path(options.timeline),
+        **{name: _find_output(options, name) for name in ("json", "plot", "timeline")},
     )
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Plan, print the tables, write the files, and return the exit code."""
     checked = check_options(options, megatron_flags)
+    if checked.plot is not None:
+        from fgoffload.cli.plan_pictures import check_picture
+
+        check_picture(checked.plot)
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_profile import build_profiled_ranks
     from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
@@ -186,6 +187,24 @@ def _check_device(options: argparse.Namespace) -> None:
         raise ConfigError("--no-optimizer and --profile: what was measured has the optimizer in it. Leave --no-optimizer out.")
 
 
+def _check_sweep(options: argparse.Namespace) -> None:
+    """Refuse what belongs to one plan beside a sweep, which has many and would leave it out."""
+    for name in ("offload_memory_budget", "json", "timeline"):
+        if options.sweep and getattr(options, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--sweep plans for many budgets, and {flag} is about one plan. Leave one of the two out.")
+
+
+def _read_size(options: argparse.Namespace, name: str) -> int | None:
+    text = getattr(options, name)
+    # A plan is for gigabytes: 76 bytes are nobody's budget.
+    return None if text is None else parse_bytes(text, name="--" + name.replace("_", "-"), needs_unit=True)
+
+
+def _find_output(options: argparse.Namespace, name: str) -> Path | None:
+    return check_output_file(getattr(options, name), flag=f"--{name}", example=EXAMPLE_VALUES[f"--{name}"])
+
+
 def _find_path(name: str | None) -> Path | None:
     return None if name is None else Path(os.path.expanduser(name))
 
@@ -202,11 +221,15 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 
 
 def _get_hardware(checked: PlanOptions) -> "Hardware":
-    from fgoffload.planner.timing.hardware import Hardware, get_hardware
+    from fgoffload.planner.timing.hardware import HARDWARE, Hardware, get_hardware
 
     if checked.hardware is not None:
         return Hardware.load(checked.hardware)
-    return get_hardware(str(checked.gpu))
+    try:
+        return get_hardware(str(checked.gpu))
+    except ConfigError as error:
+        known, _, _ = str(error).partition(" Give one of:")
+        raise ConfigError(f"{known} Give one of: {', '.join(HARDWARE)}; or a file of your own: --hardware FILE.") from error
 
 
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":

@@ -17,6 +17,20 @@ _MARKERS: Mapping[str, str] = {
 }
 
 
+def check_picture(path: Path) -> None:
+    """Refuse a path whose suffix names no format of pictures, before there is one to be written.
+
+    Raises:
+        ConfigError: With the formats.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    # Without a suffix matplotlib writes a PNG, and adds the suffix.
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ConfigError(f"--plot {path} is of no format that there is: {', '.join(known)}. Give one, as in plan.png.")
+
+
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budget_bytes: int, title: str) -> None:
     """Write the device memory of the worst rank over a step.
 

@@ -52,9 +52,10 @@ class Subject:
             ("dp", sizes.data_parallel_size),
         ):
             parts += [f"{name} {size}"] if size > 1 else []
+        count = sizes.microbatches
         return (
             f"{self.model.name}: {self.model.num_layers} layers, {' '.join(parts)}, {sizes.world_size} x {self.device}; "
-            f"{sizes.microbatches} microbatches of {sizes.micro_batch_size} x {self.model.seq_length}"
+            f"{count} microbatch{'es' if count > 1 else ''} of {sizes.micro_batch_size} x {self.model.seq_length}"
         )
 
 

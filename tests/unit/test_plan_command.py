@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fgoffload.cli import main
+from fgoffload.integrations.megatron import model_shapes
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.timing.hardware import HARDWARE
 
@@ -167,6 +168,15 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--hardwear", "x.json"), "Did you mean --hardware?"),
         ((LLAMA, "--gpu", "h100", "--exp-avg-dtype", "bf16"), "needs --use-precision-aware-optimizer"),
         ((LLAMA, "--gpu", "ascend-910b"), "Ascend 910B"),
+        ((LLAMA, "--gpu", "h1000"), "or a file of your own: --hardware FILE."),
+        ((LLAMA, "--gpu", "h100", "--reserve", "1"), "--reserve '1' has no unit"),
+        ((LLAMA, "--gpu", "h100", "--offload-host-budget", "1"), "--offload-host-budget '1' has no unit"),
+        ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "76"), "as in 76GiB"),
+        ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "-76GiB"), "--offload-memory-budget '-76GiB' is below 0"),
+        ((LLAMA, "--gpu", "h100", "--reserve", "-.5GiB"), "--reserve '-.5GiB' is not a size"),
+        ((LLAMA, "--gpu", "h100", "--sweep", "--json", "plan.json"), "--sweep plans for many budgets, and --json is about"),
+        ((LLAMA, "--gpu", "h100", "--sweep", "--timeline", "trace.json"), "--timeline is about one plan"),
+        ((LLAMA, "--gpu", "h100", "--sweep", "--offload-memory-budget", "70GiB"), "--offload-memory-budget is about one plan"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
@@ -176,6 +186,35 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
     assert err.startswith("fgoffload: error: ")
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--json", "none/plan.json"), "--json 'none/plan.json' is in 'none', which does not exist."),
+        (("--timeline", "."), "--timeline '.' is a folder."),
+        (("--plot", "file/plan.png"), "--plot 'file/plan.png' is in 'file', which is no folder."),
+        (("--plot", "plan.bmpx"), "--plot plan.bmpx is of no format that there is: "),
+        (("--sweep", "--plot", "none/plan.png"), "--plot 'none/plan.png' is in 'none', which does not exist."),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_plan_is_made(capsys, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(model_shapes, "read_model_file", fail)
+    code, out, err = plan(capsys, LLAMA, "--gpu", "h100", *words)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def fail(*_, **__):
+    raise AssertionError("work began")
+
+
+def test_one_microbatch_is_one(capsys, config):
+    words = ("--gpu", "h200", "--ep", "8", "--offload-memory-budget", "100GiB")
+    assert "; 1 microbatch of 1 x " in plan(capsys, config, *words, "--global-batch-size", "8")[1]
+    assert "; 2 microbatches of 1 x " in plan(capsys, config, *words, "--global-batch-size", "16")[1]
 
 
 def test_an_unknown_kind_of_config_is_refused_with_the_known_ones(capsys, tmp_path):

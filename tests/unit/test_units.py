@@ -75,3 +75,13 @@ def test_bytes_are_written_with_the_largest_unit_that_keeps_them_at_one_or_more(
 
 def test_seconds_are_written_as_milliseconds():
     assert format_ms(0.0205) == "20.5 ms"
+
+
+@pytest.mark.parametrize("text", ["1", "76", "4294967296", " 1.0 "])
+def test_where_a_unit_is_needed_a_number_alone_is_refused(text):
+    with pytest.raises(ConfigError, match=rf"--reserve {text!r} has no unit\. Add one of B, KiB, .* as in {text.strip()}GiB"):
+        parse_bytes(text, name="--reserve", needs_unit=True)
+
+
+def test_where_a_unit_is_needed_zero_and_bytes_are_sizes():
+    assert [parse_bytes(text, name="--reserve", needs_unit=True) for text in ("0", "7B", "1KiB")] == [0, 7, KIB]
