@@ -17,7 +17,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
 from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult, TagTraffic
+from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import MegatronFlags, find_nearest_flags
 from fgoffload.planner.solving.reasons import Decision
@@ -179,13 +179,13 @@ def build_decision_table(report: PlanReport) -> Table:
     for heading in ("layers", "leaves", "recompute", "copies hidden", "exposed"):
         table.add_column(heading, justify="right")
     table.add_column("why")
-    traffic = _sum_traffic(report.solution.result.ranks)
+    moved = _sum_copies(report.solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
     for decision in report.solution.decisions:
         if decision.action is not Action.KEEP:
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     for (kind, tag, action), decisions in groups.items():
-        copies = traffic.get(tag) if action.offloads else None
+        copies = moved.get((kind, tag, action))
         table.add_row(
             kind,
             tag,
@@ -193,8 +193,8 @@ def build_decision_table(report: PlanReport) -> Table:
             str(sum(len(decision.layers) for decision in decisions)),
             format_bytes(decisions[0].moved_bytes) if decisions[0].moved_bytes else "-",
             format_ms(decisions[0].recompute_s) if decisions[0].recompute_s else "-",
-            format_ms(copies.hidden_s) if copies else "-",
-            format_ms(copies.exposed_s) if copies else "-",
+            format_ms(copies[0]) if copies else "-",
+            format_ms(copies[1]) if copies else "-",
             Counter(decision.reason for decision in decisions).most_common(1)[0][0],
         )
     return table
@@ -266,19 +266,12 @@ def _list_sweep_cells(result: StepResult, nothing_s: float) -> tuple[str, ...]:
     )
 
 
-def _sum_traffic(ranks: Sequence[RankResult]) -> dict[str, TagTraffic]:
-    """Return the copies of each tag over all ranks."""
-    found: dict[str, TagTraffic] = {}
+def _sum_copies(ranks: Sequence[RankResult]) -> dict[tuple[str, str, Action], tuple[float, float]]:
+    """Return the hidden and the exposed seconds of copies over all ranks, by kind of layer, tag and action."""
+    found: dict[tuple[str, str, Action], tuple[float, float]] = {}
     for one in (tag for rank in ranks for tag in rank.tags):
-        before = found.get(one.tag, TagTraffic(tag=one.tag))
-        found[one.tag] = TagTraffic(
-            tag=one.tag,
-            **{
-                field.name: getattr(before, field.name) + getattr(one, field.name)
-                for field in dataclasses.fields(TagTraffic)
-                if field.name != "tag"
-            },
-        )
+        hidden_s, exposed_s = found.get((one.kind, one.tag, one.action), (0.0, 0.0))
+        found[one.kind, one.tag, one.action] = (hidden_s + one.hidden_s, exposed_s + one.exposed_s)
     return found
 
 

@@ -13,6 +13,7 @@ from fgoffload.planner.simulation.chunk_program import (
     GroupPlace,
     HostWaitStep,
     LetGoStep,
+    Mover,
     OpenStep,
     Parcel,
     Part,
@@ -35,12 +36,18 @@ def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
     Raises:
         PlanError: A layer cannot do what the plan says of it.
     """
-    chunks = [(chunk, _resolve_chunk(rank, number, actions)) for number, chunk in enumerate(rank.chunks)]
+    chunks = [(number, chunk, _resolve_chunk(rank, number, actions)) for number, chunk in enumerate(rank.chunks)]
     # Where nothing leaves nobody waits behind copies or looks for them, and more stretches are one step.
-    has_copies = any(layer.leaving for _, resolved in chunks for layer in resolved)
+    has_copies = any(layer.leaving for _, _, resolved in chunks for layer in resolved)
     return tuple(
-        _compile_chunk(chunk, [_Layer(*pair, has_copies=has_copies) for pair in zip(chunk.layers, resolved, strict=True)])
-        for chunk, resolved in chunks
+        _compile_chunk(
+            chunk,
+            [
+                _Layer(layer, one, actions.get((number, layer.number), {}), has_copies=has_copies)
+                for layer, one in zip(chunk.layers, resolved, strict=True)
+            ],
+        )
+        for number, chunk, resolved in chunks
     )
 
 
@@ -142,11 +149,16 @@ class _Layer:
     Args:
         numbered: The layer.
         resolved: What the plan makes of it.
+        actions: What the plan says of it, by tag or unit.
         has_copies: Whether anything leaves on the rank.
     """
 
-    def __init__(self, numbered: NumberedLayer, resolved: ResolvedLayer, *, has_copies: bool) -> None:
+    def __init__(
+        self, numbered: NumberedLayer, resolved: ResolvedLayer, actions: Mapping[str, Action], *, has_copies: bool
+    ) -> None:
         self.resolved = resolved
+        self._kind = numbered.model.kind
+        self._actions = actions
         self._segments = numbered.model.segments
         self._name = f"layers.{numbered.number}"
         self._has_copies = has_copies
@@ -165,17 +177,21 @@ class _Layer:
             tag = self.resolved.groups[tensors[0].leaves_with].tag
             self._parcels.append((tensors[0], len(parcels)))
             size_bytes = sum(one.tensor.size_bytes for one in tensors)
-            parcels.append(Parcel(size_bytes, f"reload of {self._name}.{tag}", tag, self._is_read_later(tensors[0])))
+            label, mover = f"reload of {self._name}.{tag}", self._find_mover(tag)
+            parcels.append(Parcel(size_bytes, label, mover, self._is_read_later(tensors[0])))
         for index, group in enumerate(self.resolved.groups):
             groups.append(
                 GroupPlace(
                     label=f"{self._name}.{group.tag}",
-                    tag=group.tag,
+                    mover=self._find_mover(group.tag),
                     parcels=tuple(parcel for one, parcel in self._parcels if one.leaves_with == index),
                     members=tuple(parcel for one, parcel in self._parcels if group.tag in one.tensor.tags),
                     end_position=self._base + group.opened_before_end,
                 )
             )
+
+    def _find_mover(self, tag: str) -> Mover:
+        return Mover(kind=self._kind, tag=tag, action=self._actions[tag])
 
     def _is_read_later(self, one: LeavingTensor) -> bool:
         group = self.resolved.groups[one.leaves_with]

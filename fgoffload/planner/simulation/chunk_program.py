@@ -5,6 +5,20 @@ are looked at one by one only where the step may have the peak, or where a timel
 """
 
 import dataclasses
+from typing import NamedTuple
+
+from fgoffload.plan import Action
+
+
+class Mover(NamedTuple):
+    """What copies are counted for: a tag, in layers of a kind that do the same about it."""
+
+    kind: str
+    """Of layer."""
+    tag: str
+    """Of the site that tensors leave with."""
+    action: Action
+    """What is done about the tag."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +124,7 @@ class Parcel:
     """Of all."""
     label: str
     """For people: `reload of layers.12.core_attn`, the site that it leaves with."""
-    tag: str
+    mover: Mover
     """Of that site."""
     is_read_later: bool
     """Forward still reads it when it is submitted."""
@@ -122,8 +136,8 @@ class GroupPlace:
 
     label: str
     """For people: `layers.12.core_attn`."""
-    tag: str
-    """Its tag."""
+    mover: Mover
+    """What its copies are counted for."""
     parcels: tuple[int, ...]
     """What leaves with it."""
     members: tuple[int, ...]

@@ -9,6 +9,7 @@ import enum
 import math
 
 from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.planner.simulation.chunk_program import Mover
 
 
 class Direction(enum.Enum):
@@ -21,13 +22,13 @@ class Direction(enum.Enum):
 class Copy:
     """One copy: what one group moves at once."""
 
-    __slots__ = ("direction", "end_s", "label", "size_bytes", "start_s", "submitted_s", "tag")
+    __slots__ = ("direction", "end_s", "label", "mover", "size_bytes", "start_s", "submitted_s")
 
-    def __init__(self, direction: Direction, size_bytes: int, *, tag: str, label: str, submitted_s: float) -> None:
+    def __init__(self, direction: Direction, size_bytes: int, *, mover: Mover | None, label: str, submitted_s: float) -> None:
         self.direction = direction
         self.size_bytes = size_bytes
-        self.tag = tag
-        """Of the group."""
+        self.mover = mover
+        """What it is counted for."""
         self.label = label
         """For people."""
         self.submitted_s = submitted_s
@@ -68,8 +69,12 @@ class LinkQueue:
         """The queues are as they are at this moment. It lags behind compute until somebody needs to know."""
         self.done: list[Copy] = []
         """The copies that ended, in order. Who reads it empties it."""
+        self.slowed_s = 0.0
+        """What compute took longer so far since copies ran beside it."""
 
-    def submit(self, direction: Direction, size_bytes: int, at_s: float, *, tag: str = "", label: str = "") -> Copy:
+    def submit(
+        self, direction: Direction, size_bytes: int, at_s: float, *, mover: Mover | None = None, label: str = ""
+    ) -> Copy:
         """Let a copy join its queue at `at_s`, which is not before anything that was asked for.
 
         Returns:
@@ -77,7 +82,7 @@ class LinkQueue:
         """
         self.advance(at_s)
         lane = self._d2h if direction is Direction.D2H else self._h2d
-        copy = Copy(direction, size_bytes, tag=tag, label=label, submitted_s=at_s)
+        copy = Copy(direction, size_bytes, mover=mover, label=label, submitted_s=at_s)
         lane.queue.append(copy)
         if len(lane.queue) == 1:
             self._start(lane)
@@ -116,6 +121,7 @@ class LinkQueue:
         while work_s > 0 and (self._d2h.queue or self._h2d.queue):
             end_s = now_s + work_s * factor
             self._step(end_s)
+            self.slowed_s += (min(self.now_s, end_s) - now_s) * self._slowdown / factor
             if self.now_s >= end_s:
                 return end_s
             work_s -= (self.now_s - now_s) / factor

@@ -21,6 +21,7 @@ from fgoffload.planner.simulation.chunk_program import (
     FreeStep,
     HostWaitStep,
     LetGoStep,
+    Mover,
     OpenStep,
     PassedStep,
     PollStep,
@@ -131,6 +132,7 @@ class RankRun:
             end_bytes=self._device_bytes,
             host_peak_bytes=self._host_peak_bytes,
             timeline=None if self._recorder is None else self._recorder.finish(),
+            slowed_s=self._link.slowed_s,
             **self._tallies.sum_up(),
         )
 
@@ -221,26 +223,26 @@ class RankRun:
         group = lane.program.groups[step.group]
         leaving = []
         for parcel in group.parcels:
-            if self._find_room(lane.program.parcels[parcel].size_bytes, group.tag):
+            if self._find_room(lane.program.parcels[parcel].size_bytes, group.mover):
                 leaving.append(parcel)
                 lane.states[parcel] = ParcelState.OFFLOADING
                 lane.is_copied[parcel] = True
         if leaving:
             size_bytes = lane.count_bytes(leaving)
-            copy = self._link.submit(Direction.D2H, size_bytes, self.clock_s, tag=group.tag, label=self._name(group.label))
+            copy = self._link.submit(Direction.D2H, size_bytes, self.clock_s, mover=group.mover, label=self._name(group.label))
             self._in_flight.append(_InFlight(copy, lane, tuple(leaving), size_bytes))
             self._in_flight_bytes += size_bytes
-            self._tallies.get_tag(group.tag).d2h_bytes += size_bytes
+            self._tallies.get(group.mover).d2h_bytes += size_bytes
             self._note_memory(self.clock_s)
         while self._policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_copy(self._in_flight[0].copy, Cause.WINDOW)
             self._release_oldest()
 
-    def _find_room(self, size_bytes: int, tag: str) -> bool:
+    def _find_room(self, size_bytes: int, mover: Mover) -> bool:
         """Take `size_bytes` of the host budget, and return whether they were there."""
         budget_bytes = self._rank.host_budget_bytes
         if budget_bytes is not None and self._host_bytes + size_bytes > budget_bytes:
-            self._tallies.get_tag(tag).kept_bytes += size_bytes
+            self._tallies.get(mover).kept_bytes += size_bytes
             return False
         self._host_bytes += size_bytes
         self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes)
@@ -364,7 +366,7 @@ class RankRun:
                 continue
             lane.states[parcel] = ParcelState.RESIDENT
             self._host_bytes -= lane.program.parcels[parcel].size_bytes
-            self._tallies.get_tag(lane.program.parcels[parcel].tag).recalled_bytes += lane.program.parcels[parcel].size_bytes
+            self._tallies.get(lane.program.parcels[parcel].mover).recalled_bytes += lane.program.parcels[parcel].size_bytes
         self._reload(lane, away)
 
     def _reload(self, lane: LaneRun, parcels: Sequence[int]) -> None:
@@ -373,9 +375,9 @@ class RankRun:
             self._add_bytes(parcel.size_bytes, parcel.label)
             lane.states[number] = ParcelState.RELOADED
             lane.reloads[number] = self._link.submit(
-                Direction.H2D, parcel.size_bytes, self.clock_s, tag=parcel.tag, label=self._name(parcel.label)
+                Direction.H2D, parcel.size_bytes, self.clock_s, mover=parcel.mover, label=self._name(parcel.label)
             )
-            self._tallies.get_tag(parcel.tag).h2d_bytes += parcel.size_bytes
+            self._tallies.get(parcel.mover).h2d_bytes += parcel.size_bytes
 
     def _free(self, step: FreeStep, lane: LaneRun) -> None:
         """Backward is through with parcels: their device memory goes, unless a copy to the host still reads it."""
@@ -385,7 +387,7 @@ class RankRun:
             lane.states[number] = ParcelState.FREED
             if state is ParcelState.OFFLOADING:
                 # A site that stays has asked for it while it was still there.
-                self._tallies.get_tag(lane.program.parcels[number].tag).recalled_bytes += size_bytes
+                self._tallies.get(lane.program.parcels[number].mover).recalled_bytes += size_bytes
             if state is not ParcelState.RESIDENT:
                 self._host_bytes -= size_bytes
             if lane.is_copied[number]:

@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from fgoffload.plan import Action
+
 
 class Detail(enum.Enum):
     """How much a simulation notes."""
@@ -33,10 +35,14 @@ class Waits:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TagTraffic:
-    """What one tag moved in a step on a rank."""
+    """What one tag moved in a step on a rank, in the layers of one kind that do the same about it."""
 
+    kind: str
+    """Of layer."""
     tag: str
     """The tag. What several tags save counts for the one that it left with."""
+    action: Action
+    """What is done about it."""
     d2h_bytes: int = 0
     """Bytes to the host."""
     h2d_bytes: int = 0
@@ -134,6 +140,8 @@ class RankResult:
     """Seconds in which compute had nothing to do."""
     compute_s: float
     """Seconds in which compute ran."""
+    slowed_s: float
+    """Of them: what it took longer since copies ran beside it."""
     recompute_s: float
     """Seconds of compute that runs again, with nothing beside it."""
     d2h_s: float
@@ -141,7 +149,7 @@ class RankResult:
     h2d_s: float
     """Seconds in which copies to the device ran."""
     tags: tuple[TagTraffic, ...]
-    """By tag, in the order in which they were first submitted."""
+    """By kind of layer, tag and action, in the order in which they were first submitted."""
     timeline: RankTimeline | None = None
     """With `Detail.TIMELINE`."""
 

@@ -117,8 +117,22 @@ def add_rounds(
     return tuple(_add(result, numbers, left_out) for result, numbers in zip(results, rounds, strict=True))
 
 
-_COUNTED = ("step_s", "d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "compute_s", "recompute_s", "d2h_s", "h2d_s")
+_COUNTED = (
+    "step_s",
+    "d2h_bytes",
+    "h2d_bytes",
+    "recalled_bytes",
+    "kept_bytes",
+    "compute_s",
+    "slowed_s",
+    "recompute_s",
+    "d2h_s",
+    "h2d_s",
+)
 """What grows with each round."""
+
+_TAG_NUMBERS = tuple(field.name for field in dataclasses.fields(TagTraffic) if field.name not in ("kind", "tag", "action"))
+"""The same, of a tag."""
 
 
 def _subtract(before: RankResult, after: RankResult) -> dict[str, float]:
@@ -131,10 +145,12 @@ def _name_numbers(result: RankResult) -> dict[str, float]:
     numbers = {name: getattr(result, name) for name in _COUNTED}
     numbers |= {f"waits.{name}": number for name, number in dataclasses.asdict(result.waits).items()}
     for tag in result.tags:
-        fields = dataclasses.asdict(tag)
-        label = fields.pop("tag")
-        numbers |= {f"{label}.{name}": number for name, number in fields.items()}
+        numbers |= {f"{_label(tag)}.{name}": getattr(tag, name) for name in _TAG_NUMBERS}
     return numbers
+
+
+def _label(tag: TagTraffic) -> str:
+    return f"{tag.kind}.{tag.tag}.{tag.action.value}"
 
 
 def _add(result: RankResult, numbers: Mapping[str, float], times: int) -> RankResult:
@@ -146,9 +162,9 @@ def _add(result: RankResult, numbers: Mapping[str, float], times: int) -> RankRe
     waits = {name: more(f"waits.{name}", number) for name, number in dataclasses.asdict(result.waits).items()}
     tags = []
     for tag in result.tags:
-        fields = dataclasses.asdict(tag)
-        name = fields.pop("tag")
-        tags.append(TagTraffic(tag=name, **{field: more(f"{name}.{field}", number) for field, number in fields.items()}))
+        label = _label(tag)
+        grown = {name: more(f"{label}.{name}", getattr(tag, name)) for name in _TAG_NUMBERS}
+        tags.append(dataclasses.replace(tag, **grown))
     counted = {name: more(name, getattr(result, name)) for name in _COUNTED}
     return dataclasses.replace(result, waits=Waits(**waits), tags=tuple(tags), **counted)
 

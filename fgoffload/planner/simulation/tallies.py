@@ -1,10 +1,11 @@
-"""What a simulation counts while it runs: by tag, by cause of waiting, and, where that is wanted, over time."""
+"""What a simulation counts while it runs: by tag and kind of layer, by cause of waiting, and over time where wanted."""
 
 import dataclasses
 import enum
 from collections.abc import Sequence
 from typing import Any
 
+from fgoffload.planner.simulation.chunk_program import Mover
 from fgoffload.planner.simulation.link_queue import Copy, Direction
 from fgoffload.planner.simulation.simulation_result import LaneName, MemorySample, RankTimeline, Span, TagTraffic, Waits
 
@@ -19,7 +20,7 @@ class Cause(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
-class _TagTally:
+class _Tally:
     d2h_bytes: int = 0
     h2d_bytes: int = 0
     recalled_bytes: int = 0
@@ -33,16 +34,16 @@ class Tallies:
     """Counts of one rank."""
 
     def __init__(self) -> None:
-        self._tags: dict[str, _TagTally] = {}
+        self._movers: dict[Mover, _Tally] = {}
         self._waits = dict.fromkeys(Cause, 0.0)
         self.compute_s = 0.0
         self.recompute_s = 0.0
 
-    def get_tag(self, tag: str) -> _TagTally:
-        """Return the counts of `tag`."""
-        found = self._tags.get(tag)
+    def get(self, mover: Mover) -> _Tally:
+        """Return the counts of `mover`."""
+        found = self._movers.get(mover)
         if found is None:
-            found = self._tags[tag] = _TagTally()
+            found = self._movers[mover] = _Tally()
         return found
 
     def add_wait(self, cause: Cause, seconds: float) -> None:
@@ -51,7 +52,9 @@ class Tallies:
 
     def add_copy(self, copy: Copy, exposed_s: float) -> None:
         """Count a copy that is through, and the seconds of it in which compute waited for its direction."""
-        tally = self.get_tag(copy.tag)
+        if copy.mover is None:
+            return
+        tally = self.get(copy.mover)
         if copy.direction is Direction.D2H:
             tally.d2h_s += copy.end_s - copy.start_s
         else:
@@ -60,7 +63,7 @@ class Tallies:
 
     def sum_up(self) -> dict[str, Any]:
         """Return what was counted, by the fields of `RankResult`."""
-        tags = tuple(TagTraffic(tag=tag, **dataclasses.asdict(tally)) for tag, tally in self._tags.items())
+        tags = tuple(TagTraffic(**mover._asdict(), **dataclasses.asdict(tally)) for mover, tally in self._movers.items())
         names = ("d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "d2h_s", "h2d_s")
         waits = Waits(
             window_s=self._waits[Cause.WINDOW],

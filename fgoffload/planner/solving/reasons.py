@@ -59,7 +59,7 @@ def explain_rank(
         result: What the simulator says of it.
         keeps_within_budget: Whether the budget holds where everything is kept.
     """
-    traffic = {tag.tag: tag for tag in result.tags}
+    traffic = {(tag.kind, tag.tag, tag.action): tag for tag in result.tags}
     decisions: list[Decision] = []
     for chunk in range(len(rank.chunks)):
         for kind in dict.fromkeys(slot.layer.kind for slot in slots if slot.chunk == chunk):
@@ -75,7 +75,7 @@ def explain_rank(
 def _explain_kind(
     rank: RankModel,
     rows: Mapping[LayerSlot, Mapping[str, Action]],
-    traffic: Mapping[str, TagTraffic],
+    traffic: Mapping[tuple[str, str, Action], TagTraffic],
     *,
     keeps_within_budget: bool,
 ) -> Iterator[Decision]:
@@ -92,7 +92,7 @@ def _explain_kind(
                 reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
                 reason = reason or _say_why_kept_here([slot.number for slot in slots], acting)
             else:
-                reason = "; ".join(_list_reasons(rank, action, alone, traffic.get(tag)))
+                reason = "; ".join(_list_reasons(rank, action, alone, traffic.get((layer.kind, tag, action))))
             yield Decision(
                 rank=rank.rank,
                 chunk=slots[0].chunk,

@@ -328,7 +328,23 @@ def test_copies_slow_compute_beside_them():
     result = simulate_rank(rank, offload("expert_fc1", (0,)))
     # 10 s of the second layer's forward are beside the copy and do 8 s of its work. Nothing runs beside the copy back.
     assert result.step_s == 120 + 2 + 10
-    assert result.compute_s == 122
+    assert (result.compute_s, result.slowed_s) == (122, 2)
+
+
+def test_copies_are_counted_by_kind_of_layer_tag_and_action():
+    other = dataclasses.replace(make_moe_layer(), kind="other")
+    rank = make_rank(make_chunk(make_moe_layer(), make_moe_layer(), other), link=make_link(d2h=1e3, h2d=1e3))
+    rows = {(0, "moe_act"): O, (1, "moe_act"): B, (2, "moe_act"): O, (2, "core_attn"): O}
+    result = simulate_rank(rank, make_plan(rows))
+    alone = {row: simulate_rank(rank, make_plan({row: action})).d2h_bytes for row, action in rows.items()}
+    kind = make_moe_layer().kind
+    assert {(tag.kind, tag.tag, tag.action): tag.d2h_bytes for tag in result.tags} == {
+        (kind, "moe_act", O): alone[0, "moe_act"],
+        (kind, "moe_act", B): alone[1, "moe_act"],
+        ("other", "moe_act", O): alone[2, "moe_act"],
+        ("other", "core_attn", O): alone[2, "core_attn"],
+    }
+    assert all(alone.values())
 
 
 def test_the_share_of_a_copy_that_compute_waits_for_is_exposed():

@@ -155,7 +155,7 @@ def test_a_timeline_says_the_same_as_the_totals(training):
     for rank, one, other in zip(ranks, totals.ranks, timed.ranks, strict=True):
         assert one.peak_bytes == other.peak_bytes
         assert one.peak_at == other.peak_at
-        for name in ("step_s", "compute_s", "recompute_s", "d2h_s", "h2d_s"):
+        for name in ("step_s", "compute_s", "slowed_s", "recompute_s", "d2h_s", "h2d_s"):
             assert getattr(one, name) == pytest.approx(getattr(other, name))
         memory = [sample.device_bytes for sample in other.timeline.memory]
         assert min(memory, default=STATIC_BYTES) >= STATIC_BYTES
