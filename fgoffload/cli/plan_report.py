@@ -1,8 +1,7 @@
 """Shows a plan: what it is predicted to come to beside what users would pick instead, and what it does, tag by tag."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import MegatronFlags, find_nearest_flags
+from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
@@ -86,19 +86,20 @@ def show_plan(
     console.print(build_prediction_table(report, subject))
     if report.solution.plan.actions:
         console.print(build_decision_table(report))
+        console.print(build_kept_table(report))
     else:
         console.print("Everything is kept: the budget holds as it is.")
     if len(ranks) > 1:
         console.print(build_rank_table(report))
     nearest = find_nearest_flags(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
-    console.print(describe_flags(nearest, ranks, report.solution.result))
+    console.print(describe_flags(nearest, report.ranks, report.solution.result))
     if (path := files["json"]) is not None:
         _write(path, report.solution.plan.to_json())
-        console.print(f"The plan: --fine-grained-activation-offloading --offload-plan {path}", soft_wrap=True)
+        console.print(describe_plan_file(path, report.solution), soft_wrap=True)
     if files["plot"] is not None or files["timeline"] is not None:
-        detailed = simulate(ranks, report.solution.plan, detail=Detail.TIMELINE)
+        detailed = simulate(report.ranks, report.solution.plan, detail=Detail.TIMELINE)
         if (path := files["plot"]) is not None:
-            kept = simulate(ranks, type(report.solution.plan)(actions={}), detail=Detail.TIMELINE)
+            kept = simulate(report.ranks, type(report.solution.plan)(actions={}), detail=Detail.TIMELINE)
             write_memory_picture(path, {"nothing": kept, PLAN: detailed}, budget_bytes=budget_bytes, title=subject.title)
         if (path := files["timeline"]) is not None:
             from fgoffload.planner.simulation.timeline import write_chrome_trace
@@ -169,41 +170,77 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
 
 
 def build_decision_table(report: PlanReport) -> Table:
-    """Return a row for each tag, kind of layer and action: in how many layers, what it moves and costs, and why."""
+    """Return a row for each tag, kind of layer and action other than keeping: what it moves, what it costs, and why."""
     table = Table(
-        title="What the plan does", caption="bytes and recompute of one microbatch and layer; copies of a step, all ranks"
+        title="What the plan does",
+        caption="frees, leaves and recompute: of one microbatch and layer; copies: of a step, all ranks; "
+        "costs: the step with it, less the step without it",
     )
-    table.add_column("layers of kind")
-    table.add_column("tag or unit")
-    table.add_column("action")
-    for heading in ("layers", "leaves", "recompute", "copies hidden", "exposed"):
+    for heading in ("layers of kind", "tag or unit", "action"):
+        table.add_column(heading)
+    for heading in ("layers", "frees", "leaves", "recompute", "copies hidden", "exposed", "costs"):
         table.add_column(heading, justify="right")
     table.add_column("why")
-    moved = _sum_copies(report.solution.result.ranks)
+    solution = report.solution
+    moved = _sum_copies(solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
-    for decision in report.solution.decisions:
+    for decision in solution.decisions:
         if decision.action is not Action.KEEP:
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     for (kind, tag, action), decisions in groups.items():
         copies = moved.get((kind, tag, action))
+        price = price_decisions(report.ranks, solution.plan, solution.result, decisions, budget_bytes=solution.budget_bytes)
         table.add_row(
             kind,
             tag,
             action.value,
             str(sum(len(decision.layers) for decision in decisions)),
-            format_bytes(decisions[0].moved_bytes) if decisions[0].moved_bytes else "-",
+            _format_range(decision.freed_bytes for decision in decisions),
+            _format_range(decision.moved_bytes for decision in decisions),
             format_ms(decisions[0].recompute_s) if decisions[0].recompute_s else "-",
             format_ms(copies[0]) if copies else "-",
             format_ms(copies[1]) if copies else "-",
-            Counter(decision.reason for decision in decisions).most_common(1)[0][0],
+            "?" if price is None else _format_cost(price.cost_s),
+            "what else the plan does there needs it" if price is None else price.describe(),
         )
+    return table
+
+
+def build_kept_table(report: PlanReport) -> Table:
+    """Return what stays as it is, and why: a row for tags and units of a kind that do so in as many layers for one reason."""
+    table = Table(title="What it keeps")
+    for heading in ("layers of kind", "tags and units"):
+        table.add_column(heading)
+    table.add_column("layers", justify="right")
+    table.add_column("why")
+    counts: dict[tuple[str, str, str], int] = {}
+    for decision in report.solution.decisions:
+        if decision.action is Action.KEEP:
+            key = (decision.kind, decision.reason, decision.tag)
+            counts[key] = counts.get(key, 0) + len(decision.layers)
+    rows: dict[tuple[str, str, int], list[str]] = {}
+    for (kind, reason, tag), count in counts.items():
+        rows.setdefault((kind, reason, count), []).append(tag)
+    for (kind, reason, count), tags in rows.items():
+        table.add_row(kind, ", ".join(tags), str(count), reason.partition(": ")[2])
     return table
 
 
 def build_rank_table(report: PlanReport) -> Table:
     """Return a row for each pipeline rank."""
     table = Table(title="By pipeline rank")
-    headings = ("rank", "layers", "static", "peak", "step", "compute", "waits for copies", "for neighbours", "host")
+    headings = (
+        "rank",
+        "layers",
+        "static",
+        "peak",
+        "step",
+        "compute",
+        "slowed by copies",
+        "waits for copies",
+        "for neighbours",
+        "host",
+    )
     for heading in headings:
         table.add_column(heading, justify="right")
     table.add_column("peak at")
@@ -215,6 +252,7 @@ def build_rank_table(report: PlanReport) -> Table:
             format_bytes(result.peak_bytes),
             format_ms(result.step_s),
             format_ms(result.compute_s),
+            format_ms(result.slowed_s),
             format_ms(result.waits.copies_s),
             format_ms(result.waits.neighbours_s),
             format_bytes(result.host_peak_bytes) if result.host_peak_bytes else "-",
@@ -250,6 +288,26 @@ def describe_flags(flags: MegatronFlags | None, ranks: Sequence[RankModel], plan
         f"Megatron's own flags that come nearest: {words}\n"
         f"They take {format_ms(result.step_s)}, {result.step_s / planned.step_s - 1:+.1%} over the plan, and {peak:+.2f} GiB."
     )
+
+
+def describe_plan_file(path: Path, solution: Solution) -> str:
+    """Return what to do with the plan that was written."""
+    if not solution.plan.actions:
+        return f"The plan in {path} has no rows: a training that keeps everything needs neither it nor a flag of offload."
+    return f"The plan: --fine-grained-activation-offloading --offload-plan {path}"
+
+
+def _format_range(sizes_bytes: Iterable[int]) -> str:
+    """Return a size, or the least and the most where layers of one kind differ by what else they do."""
+    found = sorted(set(sizes_bytes))
+    if found == [0]:
+        return "-"
+    return " to ".join(format_bytes(size) for size in (found if len(found) == 1 else (found[0], found[-1])))
+
+
+def _format_cost(seconds: float) -> str:
+    text = format_ms(seconds)
+    return f"+{text}" if seconds > 0 and text != format_ms(0) else text.replace("-0.0 ", "0.0 ")
 
 
 def _list_sweep_cells(result: StepResult, nothing_s: float) -> tuple[str, ...]:

@@ -121,6 +121,15 @@ def test_a_device_without_public_figures_is_planned_with_a_file_that_has_them(ca
     assert "no nvlink_bytes_per_s (25 GB/s, as over PCIe, is taken)" in err
 
 
+def test_an_empty_plan_is_written_and_not_recommended(capsys, config, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ("--gpu", "h200", "--ep", "8", "--offload-memory-budget", "100GiB", "--json", str(path))
+    _, out, _ = plan(capsys, config, *words)
+    assert f"The plan in {path} has no rows: a training that keeps everything needs neither it nor a flag" in out
+    assert "--offload-plan" not in out
+    assert not OffloadPlan.load(path).actions
+
+
 def test_flags_after_the_file_win(capsys):
     words = (LLAMA, "--gpu", "h200", "--offload-memory-budget", "130GiB")
     (short, long) = (plan(capsys, *words, "--seq-length", length)[1] for length in ("4096", "8192"))

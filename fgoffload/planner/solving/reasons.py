@@ -1,7 +1,7 @@
-"""Why a plan treats a site as it does, in words, with the numbers that say so.
+"""What a plan does about a site, in words, with the numbers that belong to it.
 
-Times are those of one microbatch and layer: what a copy takes at the link's rate while both directions run, and what running
-again takes. What was waited for is the simulator's.
+Bytes and the time of running again are those of one microbatch and layer. What was waited for is the simulator's, of a step of
+the rank. What something costs and whether the budget needs it takes a second simulation: `prices` has that.
 """
 
 import dataclasses
@@ -17,13 +17,10 @@ from fgoffload.planner.solving.placement import LayerSlot, State
 from fgoffload.tags import default_tags, find_recompute_unit
 from fgoffload.units import format_bytes, format_ms
 
-_FREE_PART = 0.05
-"""Of a tag's copies: where compute waits for less than this part of them, they are called free."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is done about one tag or unit in layers of one kind, and why."""
+    """What is done about one tag or unit in layers of one kind."""
 
     rank: int
     """Of the pipeline."""
@@ -44,7 +41,7 @@ class Decision:
     recompute_s: float
     """Seconds that running again takes, of one microbatch and layer."""
     reason: str
-    """Why."""
+    """What comes of it; of what is kept, why."""
 
 
 def explain_rank(
@@ -92,7 +89,7 @@ def _explain_kind(
                 reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
                 reason = reason or _say_why_kept_here([slot.number for slot in slots], acting)
             else:
-                reason = "; ".join(_list_reasons(rank, action, alone, traffic.get((layer.kind, tag, action))))
+                reason = "; ".join(_list_reasons(action, alone, traffic.get((layer.kind, tag, action))))
             yield Decision(
                 rank=rank.rank,
                 chunk=slots[0].chunk,
@@ -125,7 +122,7 @@ def _list_names(layer: LayerModel) -> list[str]:
 
 def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Choice:
     """Return what the action of `tag` changes in a layer that does the rest of `actions` anyway, and what leaves with it."""
-    others = {name: action for name, action in actions.items() if name != tag and tag not in _list_needs(name)}
+    others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_actions(layer, own, min_offloaded_bytes=rank.min_offloaded_bytes)
     without = measure_actions(layer, others, min_offloaded_bytes=rank.min_offloaded_bytes)
@@ -139,7 +136,7 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
     )
 
 
-def _list_needs(name: str) -> tuple[str, ...]:
+def list_needs(name: str) -> tuple[str, ...]:
     """Return what has to be in a plan with `name`."""
     if name == "layer_input":
         return ("layer",)
@@ -163,25 +160,21 @@ def _say_why_kept_here(layers: Sequence[int], acting: Sequence[int]) -> str:
     return "the budget holds without it"
 
 
-def _list_reasons(rank: RankModel, action: Action, alone: Choice, traffic: TagTraffic | None) -> Iterator[str]:
-    copy_s = (alone.moved_bytes if action.offloads else -alone.kept_bytes) / rank.link.duplex_bytes_per_s
+def _list_reasons(action: Action, alone: Choice, traffic: TagTraffic | None) -> Iterator[str]:
     if action.recomputes:
-        freed_bytes = -alone.kept_bytes - alone.moved_bytes
-        moving_s = 2 * freed_bytes / rank.link.duplex_bytes_per_s
-        if alone.recompute_s <= moving_s:
-            yield f"cheaper than to move, {format_ms(alone.recompute_s)} against {format_ms(moving_s)} out and back"
-        else:
-            took = f"{format_ms(alone.recompute_s)} for {format_bytes(freed_bytes)}"
-            yield f"{took}, which the budget needs and the link has no room for"
+        yield f"{format_ms(alone.recompute_s)} of compute, {format_bytes(max(0, -alone.kept_bytes))} off the device"
     if not action.offloads:
         return
     if not alone.moved_bytes:
         yield "with another tag that saves the same storage"
-        return
-    copies_s = 0.0 if traffic is None else traffic.d2h_s + traffic.h2d_s
-    exposed_s = 0.0 if traffic is None else traffic.exposed_s
-    if exposed_s <= _FREE_PART * copies_s:
-        yield f"free, {format_bytes(alone.moved_bytes)} fit in the link: {format_ms(copy_s)} each way beside compute"
+    elif traffic is None or not traffic.d2h_bytes:
+        yield "nothing of it, since something else holds it or the host budget is used up"
     else:
-        part = exposed_s / copies_s
-        yield f"{format_bytes(alone.moved_bytes)} that the budget needs, though compute waits for {part:.0%} of its copies"
+        yield f"{format_bytes(alone.moved_bytes)}, and compute waits for {_say_part(traffic)} of the time of its copies"
+
+
+def _say_part(traffic: TagTraffic) -> str:
+    if not traffic.exposed_s:
+        return "none"
+    part = traffic.exposed_s / (traffic.d2h_s + traffic.h2d_s)
+    return f"{part:.0%}" if part >= 0.01 else "less than 1%"
