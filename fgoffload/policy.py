@@ -16,6 +16,10 @@ waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/how_it_
 DEFAULT_PREFETCH_BYTES = 512 * MIB
 """Bytes. At 50 GB/s to device this is 11 ms ahead of backward, more than the largest group of the reference workloads."""
 
+HOST_SHARE = 0.6
+"""The part of a node's host memory that all its ranks together take at most where nobody says otherwise: the engine of what is
+free at start, the planner of what the node has. The rest is for data loaders, checkpoints in the making and the page cache."""
+
 
 class HostMemory(enum.Enum):
     """What offloaded bytes lie in on the host."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
 from fgoffload.errors import ConfigError
-from fgoffload.units import parse_bytes
+from fgoffload.policy import HOST_SHARE
+from fgoffload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from fgoffload.planner.model.model_shape import ModelShape
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/planner.md)")
     add("--profile", metavar="FILE", help="what `fgoffload profile` measured, in place of a device of the table")
     add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")
-    add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of the node's)")
+    add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")
     add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
     add("--optimizer", action=argparse.BooleanOptionalAction, help="with Adam's states (default: yes)")
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
@@ -157,17 +158,27 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     if checked.profile is None:
         hardware = _get_hardware(checked)
         device = hardware.name
-        ranks = build_ranks(model, parallelism, hardware, assumptions=_make_assumptions(checked))
+        assumptions = _make_assumptions(checked)
+        reserve_bytes = assumptions.reserve_bytes
+        ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     else:
+        reserve_bytes = checked.reserve_bytes or 0
         profile, ranks = build_profiled_ranks(
-            checked.profile, model, parallelism, source=str(checked.model), reserve_bytes=checked.reserve_bytes or 0
+            checked.profile, model, parallelism, source=str(checked.model), reserve_bytes=reserve_bytes
         )
         device = f"{profile.device}, profiled"
-    subject = Subject(model=model, parallelism=parallelism, hardware=hardware, device=device)
+    host_budget_bytes, host_words = _choose_host_budget(checked, hardware, parallelism.world_size)
+    subject = Subject(
+        model=model,
+        parallelism=parallelism,
+        hardware=hardware,
+        device=device,
+        reserve_bytes=reserve_bytes,
+        host_budget=host_words,
+    )
     console = PipeConsole()
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    host_budget_bytes = _choose_host_budget(checked, hardware)
     if checked.sweeps:
         show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
         return EXIT_PLANNED
@@ -253,8 +264,21 @@ def _choose_budget(checked: PlanOptions, hardware: "Hardware | None") -> int:
     return hardware.device_memory_bytes
 
 
-def _choose_host_budget(checked: PlanOptions, hardware: "Hardware | None") -> int | None:
-    """Return the host bytes of a rank: what was given, or its share of what the node has, less a tenth for everything else."""
-    if checked.host_budget_bytes is not None or hardware is None or hardware.host_memory_bytes_per_node is None:
-        return checked.host_budget_bytes
-    return hardware.host_memory_bytes_per_node * 9 // (10 * hardware.gpus_per_node)
+def _choose_host_budget(checked: PlanOptions, hardware: "Hardware | None", world_size: int) -> tuple[int | None, str]:
+    """Return the host bytes of a rank, None for no limit, and where they come from.
+
+    Where none are given it is what the engine takes of a node with nothing else on it: a part of all, shared by the ranks.
+    """
+    given_bytes = checked.host_budget_bytes
+    if given_bytes is not None:
+        return given_bytes, f"{format_bytes(given_bytes)} a rank, as given"
+    if hardware is None or hardware.host_memory_bytes_per_node is None:
+        return None, "no limit, since what a node has is not known; --offload-host-budget SIZE gives one"
+    from fgoffload.planner.model_ranks import count_ranks_per_node
+
+    node_bytes, ranks = hardware.host_memory_bytes_per_node, count_ranks_per_node(hardware, world_size)
+    budget_bytes = int(node_bytes * HOST_SHARE / ranks)
+    return budget_bytes, (
+        f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of the {format_bytes(node_bytes)} of a node over "
+        f"{ranks} rank{'s' if ranks > 1 else ''}; a training takes that part of what is free then"
+    )

@@ -23,7 +23,7 @@ from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.units import GIB, format_bytes, format_ms
+from fgoffload.units import GIB, KIB, MIB, format_bytes, format_ms
 
 PLAN = "this plan"
 """The row of the plan itself."""
@@ -39,6 +39,10 @@ class Subject:
     """None where a profile says what the device does."""
     device: str
     """What a rank runs on, by name."""
+    reserve_bytes: int
+    """Of each device: counted as static memory, and not handed out by the allocator of a training."""
+    host_budget: str
+    """The host budget of a rank, and where it comes from, as the end of a line."""
 
     @property
     def title(self) -> str:
@@ -84,6 +88,7 @@ def show_plan(
     """
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
     console.print(build_prediction_table(report, subject))
+    console.print(describe_budget(subject, budget_bytes), soft_wrap=True)
     if report.solution.plan.actions:
         console.print(build_decision_table(report))
         console.print(build_kept_table(report))
@@ -136,6 +141,7 @@ def show_sweep(
     budgets = sorted({least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}, reverse=True)
     solutions = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
     console.print(build_sweep_table(report.baselines, solutions, subject))
+    console.print(describe_budget(subject, None), soft_wrap=True)
     if plot is not None:
         write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
 
@@ -154,7 +160,8 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
         host_bytes = [rank.host_peak_bytes for rank in result.ranks]
         node = "-"
         if subject.hardware is not None and max(host_bytes):
-            node = format_bytes(count_host_bytes_per_node(host_bytes, hardware=subject.hardware))
+            world_size = subject.parallelism.world_size
+            node = format_bytes(count_host_bytes_per_node(host_bytes, hardware=subject.hardware, world_size=world_size))
         table.add_row(
             Text(name, style="bold" if name == PLAN else ""),
             format_bytes(result.peak_bytes),
@@ -288,6 +295,32 @@ def describe_flags(flags: MegatronFlags | None, ranks: Sequence[RankModel], plan
         f"Megatron's own flags that come nearest: {words}\n"
         f"They take {format_ms(result.step_s)}, {result.step_s / planned.step_s - 1:+.1%} over the plan, and {peak:+.2f} GiB."
     )
+
+
+def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
+    """Return what a budget comprises, what to give for it at run time, and the host budget, in one line.
+
+    Args:
+        subject: With the reserve and the host budget.
+        budget_bytes: Of each device; None where there are many.
+    """
+    reserve = f"{format_bytes(subject.reserve_bytes)} of reserve (contexts, communication, fragments)"
+    at_run_time = "--offload-modules auto --offload-memory-budget"
+    if budget_bytes is None:
+        text = f"A budget comprises {reserve}; at run time give {at_run_time} that much less."
+    else:
+        handed_out = budget_bytes - subject.reserve_bytes
+        rest = f"{format_bytes(handed_out)} that the allocator hands out; at run time give {at_run_time} {_spell(handed_out)}."
+        text = f"The budget comprises {reserve} and {rest}"
+    return f"{text} Host budget: {subject.host_budget}."
+
+
+def _spell(size_bytes: int) -> str:
+    """Return a size as flags take it, to the byte."""
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size_bytes % scale == 0:
+            return f"{size_bytes // scale}{unit}"
+    return f"{size_bytes}B"
 
 
 def describe_plan_file(path: Path, solution: Solution) -> str:

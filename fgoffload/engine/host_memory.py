@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
+from fgoffload.policy import HOST_SHARE
 from fgoffload.units import GIB
 
-SHARE = 0.6
-"""The part of the memory that is free at start that all ranks of a node together take at most. The rest is for data loaders,
-checkpoints in the making and the page cache."""
+SHARE = HOST_SHARE
+"""The part of the memory that is free at start that all ranks of a node together take at most."""
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 """What torchrun, Open MPI and Slurm say; the first that is set counts. torchrun's comes first, since each of its agents may be

@@ -207,13 +207,25 @@ def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assum
     return touched_bytes / (hardware.device_memory_bytes_per_s * assumptions.efficiency.memory)
 
 
-def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hardware) -> int:
-    """Return the host bytes of the fullest node: as many of the fullest rank as a node has devices.
+def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:
+    """Return how many ranks share the host memory of a node: its devices, or all ranks where there are fewer."""
+    return min(hardware.gpus_per_node, world_size)
 
-    Megatron puts the ranks of a pipeline stage beside each other, so that the devices of a node are of one stage, or of few.
+
+def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hardware, world_size: int) -> int:
+    """Return the host bytes of the fullest node: of each of its ranks, the most at any time.
+
+    Ranks of one pipeline stage have numbers beside each other, and a node has as many numbers in a row as devices. So it is of
+    one stage where stages have many ranks, and else of several.
+
+    Source: `initialize_model_parallel` of megatron-core 0.16.1, whose order is tp-cp-ep-dp-pp unless it is told another.
 
     Args:
-        host_peaks_bytes: Of each pipeline rank.
+        host_peaks_bytes: Of a rank of each pipeline stage.
         hardware: With the devices of a node.
+        world_size: All ranks, as many on each stage.
     """
-    return max(host_peaks_bytes, default=0) * hardware.gpus_per_node
+    of_stage = world_size // max(1, len(host_peaks_bytes))
+    peaks_bytes = [peak_bytes for peak_bytes in host_peaks_bytes for _ in range(of_stage)]
+    of_node = count_ranks_per_node(hardware, world_size)
+    return max((sum(peaks_bytes[first : first + of_node]) for first in range(0, len(peaks_bytes), of_node)), default=0)

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from fgoffload.cli import main
+from fgoffload.engine.host_memory import SHARE
 from fgoffload.integrations.megatron import model_shapes
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.timing.hardware import HARDWARE
+from fgoffload.policy import HOST_SHARE
+from fgoffload.units import TIB, format_bytes
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planner.md"
@@ -128,6 +131,49 @@ def test_an_empty_plan_is_written_and_not_recommended(capsys, config, tmp_path):
     assert f"The plan in {path} has no rows: a training that keeps everything needs neither it nor a flag" in out
     assert "--offload-plan" not in out
     assert not OffloadPlan.load(path).actions
+
+
+def test_one_line_says_what_the_budget_comprises_and_what_to_give_at_run_time(capsys, config):
+    words = ("--gpu", "h200", "--ep", "8", "--offload-memory-budget", "100GiB")
+    _, out, _ = plan(capsys, config, *words, "--reserve", "3.5GiB")
+    (line,) = (line for line in out.splitlines() if line.startswith("The budget comprises"))
+    assert line == (
+        "The budget comprises 3.50 GiB of reserve (contexts, communication, fragments) and 96.50 GiB that the allocator hands "
+        "out; at run time give --offload-modules auto --offload-memory-budget 98816MiB. Host budget: 153.60 GiB a rank, 60% of "
+        "the 2.00 TiB of a node over 8 ranks; a training takes that part of what is free then."
+    )
+    _, out, _ = plan(capsys, config, *words, "--offload-host-budget", "1.5TiB")
+    assert "that the allocator hands out; at run time give --offload-modules auto --offload-memory-budget 96GiB. Host" in out
+    assert "Host budget: 1.50 TiB a rank, as given." in out
+
+
+def test_the_run_time_budget_is_what_the_plan_leaves_to_activations_and_static_memory(capsys, config):
+    # A reserve that goes from the budget too leaves the same plan.
+    words = ("--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "16")
+    _, with_it, _ = plan(capsys, config, *words, "--offload-memory-budget", "28GiB")
+    _, without, _ = plan(capsys, config, *words, "--offload-memory-budget", "24GiB", "--reserve", "0")
+    assert "auto --offload-memory-budget 24GiB. Host" in with_it
+    assert "auto --offload-memory-budget 24GiB. Host" in without
+    assert find_row(with_it, "this plan")[3:5] == find_row(without, "this plan")[3:5]
+
+
+def test_the_default_host_budget_is_the_engines(capsys, config):
+    _, out, _ = plan(capsys, config, "--gpu", "h200", "--num-gpus", "1", "--offload-memory-budget", "100GiB", "--no-optimizer")
+    assert SHARE == HOST_SHARE
+    assert f"Host budget: {format_bytes(int(2 * TIB * SHARE))} a rank, 60% of the 2.00 TiB of a node over 1 rank;" in out
+    _, out, _ = plan(capsys, config, "--gpu", "mi300x", "--ep", "8", "--offload-memory-budget", "100GiB")
+    assert "Host budget: no limit, since what a node has is not known; --offload-host-budget SIZE gives one." in out
+
+
+def test_the_fullest_node_has_no_more_ranks_than_there_are(capsys, config):
+    words = ("--gpu", "h100", "--no-optimizer", "--offload-memory-budget", "79GiB")
+    row = find_row(plan(capsys, config, *words, "--num-gpus", "1")[1], "offload everything")
+    assert row[5] == row[6] != "-"
+    row = find_row(
+        plan(capsys, config, *words, "--pp", "2", "--num-gpus", "2", "--global-batch-size", "4")[1], "offload everything"
+    )
+    fullest, node = (float(cell.split()[0]) for cell in row[5:7])
+    assert fullest < node < 2 * fullest
 
 
 def test_flags_after_the_file_win(capsys):

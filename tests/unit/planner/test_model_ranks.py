@@ -82,7 +82,15 @@ def test_a_device_without_rates_is_refused():
 
 
 def test_the_host_bytes_of_a_node_are_those_of_its_devices():
-    assert count_host_bytes_per_node([3, 7, 5], hardware=H200) == 7 * 8
+    # Stages of 16 ranks fill two nodes each.
+    assert count_host_bytes_per_node([3, 7, 5], hardware=H200, world_size=48) == 7 * 8
+    # Of 4 ranks: two stages share a node, the first two and the last alone.
+    assert count_host_bytes_per_node([3, 7, 5], hardware=H200, world_size=12) == 4 * 3 + 4 * 7
+    assert count_host_bytes_per_node([3, 7, 5, 9], hardware=H200, world_size=16) == 4 * 5 + 4 * 9
+    # Of 1 rank: all stages on one node.
+    assert count_host_bytes_per_node([3, 7, 5], hardware=H200, world_size=3) == 3 + 7 + 5
+    assert count_host_bytes_per_node([7], hardware=H200, world_size=1) == 7
+    assert count_host_bytes_per_node([], hardware=H200, world_size=1) == 0
 
 
 def test_a_plan_keeps_to_the_budget_and_beats_full_recompute():
