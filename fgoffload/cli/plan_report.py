@@ -1,7 +1,7 @@
 """Shows a plan: what it is predicted to come to beside what users would pick instead, and what it does, tag by tag."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -202,9 +202,9 @@ def build_decision_table(report: PlanReport) -> Table:
             tag,
             action.value,
             str(sum(len(decision.layers) for decision in decisions)),
-            _format_range(decision.freed_bytes for decision in decisions),
-            _format_range(decision.moved_bytes for decision in decisions),
-            format_ms(decisions[0].recompute_s) if decisions[0].recompute_s else "-",
+            _format_range((decision.freed_bytes for decision in decisions), format_bytes),
+            _format_range((decision.moved_bytes for decision in decisions), format_bytes),
+            _format_range((decision.recompute_s for decision in decisions), format_ms),
             format_ms(copies[0]) if copies else "-",
             format_ms(copies[1]) if copies else "-",
             "?" if price is None else _format_cost(price.cost_s),
@@ -330,12 +330,11 @@ def describe_plan_file(path: Path, solution: Solution) -> str:
     return f"The plan: --fine-grained-activation-offloading --offload-plan {path}"
 
 
-def _format_range(sizes_bytes: Iterable[int]) -> str:
-    """Return a size, or the least and the most where layers of one kind differ by what else they do."""
-    found = sorted(set(sizes_bytes))
-    if found == [0]:
-        return "-"
-    return " to ".join(format_bytes(size) for size in (found if len(found) == 1 else (found[0], found[-1])))
+def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> str:
+    """Return a number in words, or the least and the most where layers of one kind differ by what else they do."""
+    found = sorted(numbers)
+    ends = dict.fromkeys((write(found[0]), write(found[-1])))
+    return " to ".join(ends) if any(found) else "-"
 
 
 def _format_cost(seconds: float) -> str:

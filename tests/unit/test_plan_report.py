@@ -1,5 +1,7 @@
 """The tables of `fgoffload plan`, against the simulation that they are made of."""
 
+import dataclasses
+
 import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
@@ -76,6 +78,18 @@ def test_rows_that_run_again_say_what_they_free():
     report = make_report(budget_bytes=35)
     again = [row for row in read_table(build_decision_table(report)) if Action(row["action"]).recomputes]
     assert [(row["tag or unit"], row["frees"]) for row in again] == [("moe_act", "6 B")]
+
+
+def test_a_row_whose_layers_differ_says_from_what_to_what():
+    report = make_report(budget_bytes=35)
+    first = next(one for one in report.solution.decisions if one.action is Action.OFFLOAD)
+    other = dataclasses.replace(first, freed_bytes=first.freed_bytes + 2)
+    decisions = (other, *report.solution.decisions)
+    row, *_ = read_table(
+        build_decision_table(dataclasses.replace(report, solution=dataclasses.replace(report.solution, decisions=decisions)))
+    )
+    assert row["frees"] == f"{first.freed_bytes} B to {other.freed_bytes} B"
+    assert row["leaves"] == f"{first.moved_bytes} B"
 
 
 def test_every_layer_and_tag_has_a_row_in_one_of_the_two_tables():
