@@ -34,6 +34,7 @@ from fgoffload.integrations.megatron.profile_training import get_training_device
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
 from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.timing.profile import MeasuredTraining
 
 OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
@@ -101,7 +102,10 @@ class Runner:
             profile = profile_training(self._parse_flags(ANY_OF_OURS), self._tokens, link, update=self._job.update)
         empty_caches()
         if torch.distributed.get_rank() == 0:
-            profile.save(self._job.profile_path)
+            job = self._job
+            flags = (*job.file_flags, *job.typed_flags)
+            training = MeasuredTraining(source=job.source, flags=flags, world_size=job.world_size)
+            dataclasses.replace(profile, training=training).save(job.profile_path)
         peaks = [rank.peak_bytes for rank in profile.ranks if rank.peak_bytes is not None]
         return Measurement(
             step_seconds=(max(rank.step_s for rank in profile.ranks),),

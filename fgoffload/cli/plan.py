@@ -77,7 +77,8 @@ class PlanOptions:
     host_budget_bytes: int | None
     """Of each rank."""
     reserve_bytes: int | None
-    has_optimizer: bool
+    has_optimizer: bool | None
+    """None takes what was measured, and Adam where nothing was."""
     sweeps: bool
     json: Path | None
     plot: Path | None
@@ -135,7 +136,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         budget_bytes=sizes["offload_memory_budget"],
         host_budget_bytes=sizes["offload_host_budget"],
         reserve_bytes=sizes["reserve"],
-        has_optimizer=options.optimizer is not False,
+        has_optimizer=options.optimizer,
         sweeps=options.sweep,
         **{name: _find_output(options, name) for name in ("json", "plot", "timeline")},
     )
@@ -149,7 +150,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
         check_picture(checked.plot)
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.plan_profile import build_profiled_ranks
+    from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
     from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
     from fgoffload.planner.model_ranks import build_ranks
 
@@ -163,10 +164,11 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     else:
         reserve_bytes = checked.reserve_bytes or 0
-        profile, ranks = build_profiled_ranks(
-            checked.profile, model, parallelism, source=str(checked.model), reserve_bytes=reserve_bytes
+        planned = PlannedTraining(
+            source=str(checked.model), model=model, parallelism=parallelism, has_optimizer=checked.has_optimizer
         )
-        device = f"{profile.device}, profiled"
+        profile, ranks = build_profiled_ranks(checked.profile, planned, reserve_bytes=reserve_bytes)
+        device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
     host_budget_bytes, host_words = _choose_host_budget(checked, hardware, parallelism.world_size)
     subject = Subject(
         model=model,
@@ -194,8 +196,6 @@ def _check_device(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{given[0]} and --{given[1]} both say what device it is. Give one of them.")
     if not given:
         raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100; or --hardware, or --profile. All: {EXAMPLE}.")
-    if options.profile is not None and options.optimizer is False:
-        raise ConfigError("--no-optimizer and --profile: what was measured has the optimizer in it. Leave --no-optimizer out.")
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
@@ -249,7 +249,7 @@ def _make_assumptions(checked: PlanOptions) -> "Assumptions":
 
     flags = ["--bf16"] if checked.model.suffix == ".json" else read_argument_file(checked.model)
     assumptions = read_assumptions(
-        flags, source=str(checked.model), typed=checked.megatron_flags, has_optimizer=checked.has_optimizer
+        flags, source=str(checked.model), typed=checked.megatron_flags, has_optimizer=checked.has_optimizer is not False
     )
     if checked.reserve_bytes is None:
         return assumptions

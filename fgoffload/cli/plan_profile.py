@@ -29,43 +29,52 @@ class _Difference(NamedTuple):
     planned: object
 
 
-def build_profiled_ranks(
-    path: Path, model: ModelShape, parallelism: Parallelism, *, source: str, reserve_bytes: int
-) -> tuple[Profile, tuple[RankModel, ...]]:
-    """Return the profile at `path` and the pipeline ranks that it makes, with the microbatches of `parallelism`.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTraining:
+    """What is planned for."""
+
+    source: str
+    """The file that the model came from, as the user named it."""
+    model: ModelShape
+    """All of it."""
+    parallelism: Parallelism
+    """Its ranks, and the microbatches of a step."""
+    has_optimizer: bool | None
+    """Whether parameters have an optimizer's states; None where nobody said."""
+
+
+def build_profiled_ranks(path: Path, planned: PlannedTraining, *, reserve_bytes: int) -> tuple[Profile, tuple[RankModel, ...]]:
+    """Return the profile at `path` and the pipeline ranks that it makes, with the microbatches that are planned for.
 
     Args:
         path: Of the profile.
-        model: That is planned for.
-        parallelism: Of the ranks that are planned for.
-        source: Where these two came from, as the user named it.
+        planned: What is planned for.
         reserve_bytes: Added to what is always on the device.
 
     Raises:
         ConfigError: The file is no profile, or one of another training: with the first difference.
     """
     profile = Profile.load(path)
-    check_profile(profile, path=path, model=model, parallelism=parallelism, source=source)
+    check_profile(profile, path, planned)
     ranks = (
-        make_rank_model(profile, rank=rank, microbatches=parallelism.microbatches)
-        for rank in range(parallelism.pipeline_parallel_size)
+        make_rank_model(profile, rank=rank, microbatches=planned.parallelism.microbatches)
+        for rank in range(planned.parallelism.pipeline_parallel_size)
     )
     return profile, tuple(dataclasses.replace(rank, static_bytes=rank.static_bytes + reserve_bytes) for rank in ranks)
 
 
-def check_profile(profile: Profile, *, path: Path, model: ModelShape, parallelism: Parallelism, source: str) -> None:
+def check_profile(profile: Profile, path: Path, planned: PlannedTraining) -> None:
     """Refuse a profile of another training than the planned one.
 
     Args:
         profile: What was measured.
         path: Of its file, for errors.
-        model: That is planned for.
-        parallelism: Of the ranks that are planned for.
-        source: Where these two came from, as the user named it.
+        planned: What is planned for.
 
     Raises:
         ConfigError: With the first difference.
     """
+    source, model, parallelism = planned.source, planned.model, planned.parallelism
     profile.get_rank(0)  # which refuses a profile of the link alone
     if profile.training is None:
         raise ConfigError(
@@ -76,14 +85,15 @@ def check_profile(profile: Profile, *, path: Path, model: ModelShape, parallelis
             _compare_pipelines(profile, parallelism),
             _compare_layers(profile, model, parallelism),
             _compare_flags(profile, path, model, parallelism),
+            () if planned.has_optimizer is None else _compare("has_optimizer", profile.has_optimizer, planned.has_optimizer),
         ),
         None,
     )
     if first is not None:
-        what, measured, planned = first
+        what, measured, wanted = first
         raise ConfigError(
             f"profile {path} is of {profile.training.source} with {what} {_shorten(measured)}, and {source} has "
-            f"{_shorten(planned)}. Plan with the model and the flags that were measured, or measure this one: "
+            f"{_shorten(wanted)}. Plan with the model and the flags that were measured, or measure this one: "
             f"fgoffload profile {source} --json {path}."
         )
 

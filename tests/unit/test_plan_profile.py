@@ -84,7 +84,7 @@ def find_peaks(text):
 def test_the_measured_training_is_planned_for(capsys, arguments, profile):
     code, out, err = plan(capsys, arguments, "--profile", str(profile), *BUDGET)
     assert (code, err) == (0, "")
-    assert "model: 4 layers, tp 1 pp 1, 1 x A device, profiled" in out
+    assert "model: 4 layers, tp 1 pp 1, 1 x A device, profiled with an optimizer" in out
 
 
 def test_microbatches_may_be_others_than_the_measured_ones(capsys, arguments, profile):
@@ -112,7 +112,7 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
         (("--tp", "8"), "tensor_parallel_size 1, and"),
         (("--pp", "2"), "pipeline_parallel_size 1, and"),
         (("--num-gpus", "2"), "data_parallel_size 1, and"),
-        (("--no-optimizer",), "--no-optimizer and --profile"),
+        (("--no-optimizer",), "has_optimizer True, and"),
     ],
 )
 def test_another_training_is_refused_with_the_first_difference(capsys, arguments, profile, words, says):
@@ -127,6 +127,18 @@ def test_the_fix_says_how_to_measure_this_one(capsys, tmp_path, profile):
     _, _, err = plan(capsys, other, "--profile", str(profile), *BUDGET)
     assert f"is of measured.sh with layers 4, and {other} has 2." in err
     assert f"fgoffload profile {other} --json {profile}" in err
+
+
+def test_a_profile_without_an_optimizer_says_so_and_is_not_planned_with_one(capsys, tmp_path, arguments):
+    path = tmp_path / "profile.json"
+    dataclasses.replace(make_profile(tmp_path / "model.sh"), has_optimizer=False).save(path)
+    for words in ((), ("--no-optimizer",)):
+        code, out, _ = plan(capsys, arguments, "--profile", str(path), *BUDGET, *words)
+        assert code == 0
+        assert "1 x A device, profiled without an optimizer" in out
+    code, _, err = plan(capsys, arguments, "--profile", str(path), *BUDGET, "--optimizer")
+    assert code == 2
+    assert "has_optimizer False, and" in err
 
 
 def test_ranks_are_compared_by_what_was_measured_on_each(capsys, tmp_path, arguments):

@@ -21,7 +21,7 @@ from fgoffload.benchmark.steps import find_gradient_difference, find_loss_differ
 from fgoffload.integrations import link as link_module
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy, Update
-from fgoffload.planner.timing.profile import Profile
+from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -216,6 +216,9 @@ def test_a_profile_is_of_the_same_training_with_or_without_an_optimizer(monkeypa
     assert policies == [TrainingPolicy(kernels=Kernels.FASTEST, update=update)]
     assert measured.step_seconds == (rank.step_s,)
     assert profile.has_optimizer is (update is Update.ADAMW)
+    assert profile.training == MeasuredTraining(
+        source=job.source, flags=(*job.file_flags, *job.typed_flags), world_size=job.world_size
+    )
     assert [layer.number for layer in rank.layers] == [0, 1]
     assert rank.min_offloaded_bytes == 64 * 4
     # The tokens of all settings, in a step that warms up and the one that counts.
