@@ -156,16 +156,20 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
     model, parallelism = _read_model(checked)
     hardware = None
+    assumptions = _make_assumptions(checked)
     if checked.profile is None:
         hardware = _get_hardware(checked)
         device = hardware.name
-        assumptions = _make_assumptions(checked)
         reserve_bytes = assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     else:
         reserve_bytes = checked.reserve_bytes or 0
         planned = PlannedTraining(
-            source=str(checked.model), model=model, parallelism=parallelism, has_optimizer=checked.has_optimizer
+            source=str(checked.model),
+            model=model,
+            parallelism=parallelism,
+            assumptions=assumptions,
+            has_optimizer=checked.has_optimizer,
         )
         profile, ranks = build_profiled_ranks(checked.profile, planned, reserve_bytes=reserve_bytes)
         device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"

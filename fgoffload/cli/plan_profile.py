@@ -1,19 +1,23 @@
 """A profile in place of a device: whether it is of the training that is planned for, and what it makes of the ranks.
 
-A profile has decided most of what flags say: how long layers take, what they save, what is always on the device. Only the
-microbatches of a step may differ, and the reserve. Everything else is compared, so that no plan is made for another model.
+A profile has decided most of what flags say: how long layers take, what they save, what is always on the device. What may
+differ is the microbatches of a step, the reserve, window and prefetch, and the least size that moves. All else is compared, so
+that no plan is made for another model.
 """
 
+import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.model_shapes import read_model
+from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile, make_rank_model
 
@@ -39,12 +43,14 @@ class PlannedTraining:
     """All of it."""
     parallelism: Parallelism
     """Its ranks, and the microbatches of a step."""
+    assumptions: Assumptions
+    """What else its flags say."""
     has_optimizer: bool | None
     """Whether parameters have an optimizer's states; None where nobody said."""
 
 
 def build_profiled_ranks(path: Path, planned: PlannedTraining, *, reserve_bytes: int) -> tuple[Profile, tuple[RankModel, ...]]:
-    """Return the profile at `path` and the pipeline ranks that it makes, with the microbatches that are planned for.
+    """Return the profile at `path` and the pipeline ranks that it makes, with what may differ as it is planned for.
 
     Args:
         path: Of the profile.
@@ -56,11 +62,22 @@ def build_profiled_ranks(path: Path, planned: PlannedTraining, *, reserve_bytes:
     """
     profile = Profile.load(path)
     check_profile(profile, path, planned)
-    ranks = (
-        make_rank_model(profile, rank=rank, microbatches=planned.parallelism.microbatches)
-        for rank in range(planned.parallelism.pipeline_parallel_size)
-    )
-    return profile, tuple(dataclasses.replace(rank, static_bytes=rank.static_bytes + reserve_bytes) for rank in ranks)
+    least_bytes = planned.assumptions.min_offloaded_bytes
+    is_other = least_bytes != _read_assumptions(profile, path, planned).min_offloaded_bytes
+    ranks = []
+    for number in range(planned.parallelism.pipeline_parallel_size):
+        rank = make_rank_model(
+            profile, rank=number, policy=planned.assumptions.policy, microbatches=planned.parallelism.microbatches
+        )
+        ranks.append(
+            dataclasses.replace(
+                rank,
+                static_bytes=rank.static_bytes + reserve_bytes,
+                # What was measured knows the type of the parameters; flags say it only where they differ.
+                min_offloaded_bytes=least_bytes if is_other else rank.min_offloaded_bytes,
+            )
+        )
+    return profile, tuple(ranks)
 
 
 def check_profile(profile: Profile, path: Path, planned: PlannedTraining) -> None:
@@ -84,7 +101,7 @@ def check_profile(profile: Profile, path: Path, planned: PlannedTraining) -> Non
         itertools.chain(
             _compare_pipelines(profile, parallelism),
             _compare_layers(profile, model, parallelism),
-            _compare_flags(profile, path, model, parallelism),
+            _compare_flags(profile, path, planned),
             () if planned.has_optimizer is None else _compare("has_optimizer", profile.has_optimizer, planned.has_optimizer),
         ),
         None,
@@ -122,15 +139,36 @@ def _compare_layers(profile: Profile, model: ModelShape, parallelism: Parallelis
             yield from _compare(f"as layer {number} one of kind", layers[number].kind.split(" ")[0], kind)
 
 
-def _compare_flags(profile: Profile, path: Path, model: ModelShape, parallelism: Parallelism) -> Iterator[_Difference]:
+def _compare_flags(profile: Profile, path: Path, planned: PlannedTraining) -> Iterator[_Difference]:
     if profile.training is None:
         return
-    measured_model, measured_parallelism = read_model(
-        profile.training.flags, source=f"profile {path}", num_gpus=profile.training.world_size
-    )
+    with _no_warnings():
+        model, parallelism = read_model(profile.training.flags, source=f"profile {path}", num_gpus=profile.training.world_size)
     # Ranks first: from their sizes follow others, as what a vocabulary is padded to.
-    yield from _compare_fields("", measured_parallelism, parallelism)
-    yield from _compare_fields("", measured_model, model)
+    yield from _compare_fields("", parallelism, planned.parallelism)
+    yield from _compare_fields("", model, planned.model)
+    assumptions = _read_assumptions(profile, path, planned)
+    yield from _compare_fields("", assumptions.state, planned.assumptions.state)
+    yield from _compare_fields("", assumptions.execution, planned.assumptions.execution)
+
+
+def _read_assumptions(profile: Profile, path: Path, planned: PlannedTraining) -> Assumptions:
+    """Return what the flags of the measured training say beside model and ranks, with the optimizer that is planned for."""
+    flags = () if profile.training is None else profile.training.flags
+    with _no_warnings():
+        return read_assumptions(flags, source=f"profile {path}", has_optimizer=planned.has_optimizer is not False)
+
+
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Leave out what is warned of while flags are read: those of the plan have been, and are the same or refused."""
+    logger = logging.getLogger("fgoffload")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _compare_fields(prefix: str, measured: Any, planned: Any) -> Iterator[_Difference]:
