@@ -18,6 +18,7 @@ from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.policy import PLANNED_SHARE
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 """Flags of window and sizes are the same for all settings of ours."""
@@ -27,9 +28,6 @@ _BF16 = 2
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Without an update: gradients are in the type of the parameters, bf16."""
-
-_MARGIN_FRACTION = 0.005
-"""Of the budget, left free. The bytes of layers are exact, and those of what operators have for a moment are not."""
 
 
 def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> OffloadPlan:
@@ -42,7 +40,7 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> Offload
     Raises:
         PlanError: No plan was found that fits.
     """
-    return solve(ranks, budget_bytes=round(budget_bytes * (1 - _MARGIN_FRACTION))).plan
+    return solve(ranks, budget_bytes=round(budget_bytes * PLANNED_SHARE)).plan
 
 
 def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:

@@ -35,6 +35,7 @@ from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
+from fgoffload.policy import PLANNED_SHARE
 from fgoffload.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class AutoOffload(StepMeasurement):
             for rank in ranks
         ]
         try:
-            solution = solve(models, budget_bytes=self._budget_bytes)
+            solution = solve(models, budget_bytes=round(self._budget_bytes * PLANNED_SHARE))
         except OffloadError as error:
             return f"--offload-memory-budget {self._budget_bytes}: {error}"
         return PlannedStep(plan=solution.plan, call=call, peak_bytes=solution.result.peak_bytes, step_s=solution.result.step_s)

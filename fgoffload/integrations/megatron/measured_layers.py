@@ -167,10 +167,11 @@ class _LayerBuilder:
     def build(self) -> LayerModel:
         """Return the model."""
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        # Of what is packed to leave, and when, only a plan tells: room for all of it is left throughout the layer.
+        # Of what is packed to leave, and when, only a plan tells: room for all of it is left throughout the layer, in backward
+        # too, where it comes back packed and is put into its places.
         packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
         segments = tuple(
-            dataclasses.replace(segment, forward_extra_bytes=segment.forward_extra_bytes + packed_bytes)
+            _add_extra_bytes(segment, packed_bytes)
             for segment in _build_segments(self._recorder, self._runs, self._find_wait())
         )
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=self._build_units(segments))
