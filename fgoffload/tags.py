@@ -3,8 +3,8 @@
 A tag says what a module saves for backward, what must be selected with it, and which recompute makes it pointless. Byte counts
 per tag belong to the planner; this file knows names only.
 
-Source: the module names and the rule that `attn_proj` needs `core_attn` are those of Megatron-Core's fine-grained
-activation offloading (`offload_modules` of `TransformerConfig`, megatron-core 0.16.1).
+Source: which tags are Megatron's, and the rule that `attn_proj` needs `core_attn`: the check of `offload_modules` in
+`TransformerConfig.__post_init__`, megatron-core 0.16.1.
 """
 
 import dataclasses
@@ -28,6 +28,8 @@ class Tag:
     """Tags that have no site where this one has: the module does their work too."""
     excluded_by: tuple[str, ...] = ()
     """Megatron recompute modules (`--recompute-modules`) under which the module saves nothing that could leave."""
+    is_in_megatron: bool = False
+    """Whether Megatron-Core's own `offload_modules` takes it too: its check refuses every other name."""
 
     def __post_init__(self) -> None:
         """Refuse names that could not be typed as one word of a flag."""
@@ -131,8 +133,8 @@ def default_tags() -> TagRegistry:
 
 _DEFAULT_TAGS = (
     Tag(name="layer_input", saves="the layer's input, which full recompute of the layer keeps"),
-    Tag(name="attn_norm", saves="the layer input, which the norm before attention keeps"),
-    Tag(name="qkv_linear", saves="the norm's output, which the query-key-value projection keeps"),
+    Tag(name="attn_norm", saves="the layer input, which the norm before attention keeps", is_in_megatron=True),
+    Tag(name="qkv_linear", saves="the norm's output, which the query-key-value projection keeps", is_in_megatron=True),
     Tag(
         name="gdp_qkv",
         saves="the input of the convolution of a gated delta product, and its normed query and key",
@@ -142,13 +144,15 @@ _DEFAULT_TAGS = (
         name="core_attn",
         saves="query, key and value, the attention output, and what the softmax keeps",
         excluded_by=("core_attn",),
+        is_in_megatron=True,
     ),
     Tag(
         name="attn_proj",
         saves="the attention output, the same storage that core_attn keeps",
         requires=("core_attn",),
+        is_in_megatron=True,
     ),
-    Tag(name="mlp_norm", saves="the residual after attention, which the norm before the MLP keeps"),
+    Tag(name="mlp_norm", saves="the residual after attention, which the norm before the MLP keeps", is_in_megatron=True),
     Tag(
         name="mlp_fc1",
         saves="the norm's output, which the first linear of a dense MLP keeps",
@@ -174,11 +178,13 @@ _DEFAULT_TAGS = (
         name="expert_fc1",
         saves="the permuted tokens, which the experts' first linear keeps",
         excluded_by=("moe",),
+        is_in_megatron=True,
     ),
     Tag(
         name="moe_act",
         saves="the first linear's output, which the experts' activation keeps",
         excluded_by=("moe",),
+        is_in_megatron=True,
     ),
     Tag(
         name="expert_fc2",

@@ -112,3 +112,28 @@ def test_every_unit_of_recompute_covers_tags_or_units_that_exist():
     assert {name for unit in RECOMPUTE_UNITS for name in unit.covers} <= known
     assert find_recompute_unit("layer") is RECOMPUTE_UNITS[0]
     assert find_recompute_unit("expert_fc1") is None
+
+
+def test_megatrons_own_modules_are_those_that_its_check_takes():
+    own = [tag.name for tag in default_tags() if tag.is_in_megatron]
+    assert own == ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+
+
+def test_megatron_takes_its_own_modules_and_refuses_the_others():
+    config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+
+    def make(names):
+        return config(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=1,
+            fine_grained_activation_offloading=True,
+            offload_modules=list(names),
+            cuda_graph_scope=[],
+        )
+
+    make(tag.name for tag in default_tags() if tag.is_in_megatron)
+    for tag in default_tags():
+        if not tag.is_in_megatron:
+            with pytest.raises(AssertionError, match=f"Invalid choices for offload_modules: .*{tag.name}"):
+                make([tag.name])

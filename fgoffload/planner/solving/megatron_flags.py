@@ -10,13 +10,14 @@ Flags choose for all layers alike, and a fraction for all sites of a chunk: they
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
-from fgoffload.planner.solving.moments import shorten
+from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
@@ -138,6 +139,9 @@ class MegatronFlags:
                 yield tag
 
 
+_RECOMPUTE_ALL = MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM))
+
+
 def baselines(ranks: Sequence[RankModel]) -> dict[str, OffloadPlan]:
     """Return the plans that people compare with, by name.
 
@@ -149,7 +153,7 @@ def baselines(ranks: Sequence[RankModel]) -> dict[str, OffloadPlan]:
     everything = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
     settings = {
         "nothing": MegatronFlags(),
-        "full recompute": MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM)),
+        "full recompute": _RECOMPUTE_ALL,
         "selective recompute": MegatronFlags(recompute=SelectiveRecompute(modules=choose_usual_modules(ranks))),
         "offload everything": MegatronFlags(offload_modules=everything),
     }
@@ -168,14 +172,11 @@ def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
     return ("layernorm", "mla_up_proj", "moe_act") if "mla_up_proj" in units else ("layernorm", "moe_act")
 
 
-_MOST_STARTS = 3
-"""Settings of recompute beside which tags are looked for, and results of which fractions are."""
+_MOST_SIMULATIONS = 50
+"""Of single ranks, before no other recompute is looked at with tags."""
 
 _MOST_CHECKS = 6
 """Simulations of all ranks: each that shows a rank above the budget lowers the budget for the next."""
-
-_FRACTIONS = (0.2, 0.4, 0.6, 0.8)
-"""`--activation-offload-fraction`, beside 1. A few layers of a chunk with some tags each have few more sites than these."""
 
 _MOST_BLOCKS = 8
 """Numbers of layers of `--recompute-method block` that are tried."""
@@ -184,10 +185,11 @@ _MOST_BLOCKS = 8
 def find_nearest_flags(
     ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_bytes: int | None = None
 ) -> MegatronFlags | None:
-    """Return the fastest flags found that keep to the budget, or None where none were found.
+    """Return the fastest of Megatron's own flags found that keep to the budget, or None where none were found.
 
-    They are looked for on the ranks that keep most, and checked on all. First what recompute alone comes to; then, beside the
-    best of that, the tags that help most, one after the other; then fractions.
+    They are looked for on the fullest ranks, and checked on all. First what recompute alone comes to; then, beside what does
+    not fit, the tags that Megatron knows too: one after the other until it does, and all of them, less those that it fits
+    without. The same arguments give the same object: what was found is kept for a while.
 
     Args:
         ranks: The pipeline, by number.
@@ -196,64 +198,112 @@ def find_nearest_flags(
     """
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
-    search = _FlagSearch(_pick_ranks(ranks), budget_bytes)
-    search.try_all()
+    return _find_nearest(tuple(ranks), budget_bytes)
+
+
+# The solver begins with what users would choose, and whoever shows its plan shows that beside it.
+@functools.lru_cache(maxsize=4)
+def _find_nearest(ranks: tuple[RankModel, ...], budget_bytes: int) -> MegatronFlags | None:
+    search = _FlagSearch(_pick_fullest(ranks), budget_bytes)
+    short = shorten_together(ranks)
     for _ in range(_MOST_CHECKS):
+        search.try_all()
         flags = search.find_best()
         if flags is None:
             return None
-        peak_bytes = simulate(ranks, flags.make_plan(ranks)).peak_bytes
-        if peak_bytes <= budget_bytes:
+        plan = flags.make_plan(ranks)
+        worst = simulate(short, plan).worst_rank
+        if worst.peak_bytes <= budget_bytes:
+            worst = simulate(ranks, plan).worst_rank
+        if worst.peak_bytes <= budget_bytes:
             return flags
-        search.exclude(flags, peak_bytes)
+        search.exclude(flags, ranks[worst.rank], worst.peak_bytes)
     return None
 
 
 class _FlagSearch:
-    """The search for flags on a few ranks."""
+    """The search for flags on the fullest ranks."""
 
     def __init__(self, ranks: Sequence[RankModel], budget_bytes: int) -> None:
-        self._ranks = ranks
+        self._ranks = list(ranks)
         self._budget_bytes = self._whole_budget_bytes = budget_bytes
-        self._results: dict[MegatronFlags, tuple[int, float]] = {}
+        self._results: dict[tuple[int, MegatronFlags], tuple[int, float]] = {}
 
     def try_all(self) -> None:
         """Simulate whatever flags may be best."""
-        recomputes = sorted((MegatronFlags(recompute=one) for one in self._list_recomputes()), key=self.score)
-        full = [flags for flags in recomputes if isinstance(flags.recompute, FullRecompute)]
-        selective = [flags for flags in recomputes if flags not in full]
-        for start in (*full[: _MOST_STARTS // 2], *selective[:_MOST_STARTS]):
-            self._add_tags(start)
-        for flags in sorted(self._results, key=self.score)[:_MOST_STARTS]:
-            for fraction in _FRACTIONS if flags.offload_modules else ():
-                self.score(dataclasses.replace(flags, activation_offload_fraction=fraction))
+        starts = [MegatronFlags(recompute=one) for one in self._list_recomputes()]
+        most = len(self._results) + _MOST_SIMULATIONS
+        # Copies take time or none: what is slower by itself than something that fits is slower with tags too.
+        for flags in sorted(starts, key=self._get_step_s):
+            best = self.find_best()
+            if best is not None and self._get_step_s(best) <= self._get_step_s(flags):
+                return
+            if len(self._results) >= most:
+                return
+            everything = self._add_tags(flags, self._list_tags(flags))
+            if self.score(flags)[0] and not self.score(everything)[0]:
+                self._drop_tags(everything)
+                self._add_one_by_one(flags)
 
     def find_best(self) -> MegatronFlags | None:
         """Return the best flags that were simulated and keep to the budget, or None."""
-        best = min(self._results, key=self.score, default=None)
+        best = min(dict.fromkeys(flags for _, flags in self._results), key=self.score, default=None)
         return None if best is None or self.score(best)[0] else best
 
-    def exclude(self, flags: MegatronFlags, peak_bytes: int) -> None:
-        """Leave out `flags`, with which another rank has a peak of `peak_bytes`, and what that rank has no room for either."""
-        more_bytes = peak_bytes - self._results.pop(flags)[0]
+    def exclude(self, flags: MegatronFlags, rank: RankModel, peak_bytes: int) -> None:
+        """Take note that `rank` has a peak of `peak_bytes` with `flags`, beside its neighbours: too much.
+
+        It is looked at from now on. Where it takes more than alone, settings have to leave so much room.
+        """
+        if all(one.rank != rank.rank for one in self._ranks):
+            self._ranks.append(shorten(rank))
+        more_bytes = peak_bytes - max(self._simulate(one, flags)[0] for one in self._ranks)
         self._budget_bytes = min(self._budget_bytes, self._whole_budget_bytes - more_bytes)
 
     def score(self, flags: MegatronFlags) -> tuple[float, ...]:
         """Return what better flags have less of: bytes above the budget, time, words."""
-        if flags not in self._results:
-            results = [simulate_rank(rank, flags.make_plan([rank])) for rank in self._ranks]
-            self._results[flags] = max(one.peak_bytes for one in results), max(one.step_s for one in results)
-        peak_bytes, step_s = self._results[flags]
-        return (max(peak_bytes - self._budget_bytes, 0), round(step_s, 9), len(flags.list_arguments()))
+        above_bytes, step_s = 0, 0.0
+        for rank in self._ranks:
+            peak_bytes, rank_s = self._simulate(rank, flags)
+            above_bytes, step_s = max(above_bytes, peak_bytes - self._budget_bytes), max(step_s, rank_s)
+            if above_bytes:
+                break
+        return (above_bytes, round(step_s, 9), len(flags.list_arguments()))
 
-    def _add_tags(self, flags: MegatronFlags) -> None:
-        """Score `flags` with the tag added that helps most, and so on until none does."""
-        while True:
-            longer = [_add_tag(flags, tag) for tag in self._list_tags(flags)]
-            best = min(longer, key=self.score, default=flags)
-            if self.score(best) >= self.score(flags):
+    def _simulate(self, rank: RankModel, flags: MegatronFlags) -> tuple[int, float]:
+        """Return peak and step of a rank, alone."""
+        key = (rank.rank, flags)
+        if key not in self._results:
+            result = simulate_rank(rank, flags.make_plan([rank]))
+            self._results[key] = result.peak_bytes, result.step_s
+        return self._results[key]
+
+    def _get_step_s(self, flags: MegatronFlags) -> float:
+        return self.score(flags)[1]
+
+    def _drop_tags(self, flags: MegatronFlags) -> None:
+        """Score `flags`, which fit, without the tags that they fit without, those first that cost most."""
+        fewer = [_drop_tag(flags, tag) for tag in flags.offload_modules]
+        for one in sorted(fewer, key=self._get_step_s):
+            others = tuple(tag for tag in flags.offload_modules if tag in one.offload_modules)
+            shorter = dataclasses.replace(flags, offload_modules=others)
+            if self.score(shorter) < self.score(flags):
+                flags = shorter
+
+    def _add_one_by_one(self, flags: MegatronFlags) -> None:
+        """Score `flags` with the tags that it needs to fit, those first that free most for their time."""
+        free_bytes, free_s = self._simulate(self._ranks[0], flags)
+        longer = [self._add_tags(flags, [tag]) for tag in self._list_tags(flags)]
+
+        def get_rate(one: MegatronFlags) -> float:
+            peak_bytes, step_s = self._simulate(self._ranks[0], one)
+            return (step_s - free_s) / max(free_bytes - peak_bytes, 1)
+
+        for one in sorted(longer, key=get_rate):
+            flags = self._add_tags(flags, one.offload_modules)
+            if not self.score(flags)[0]:
+                self._drop_tags(flags)
                 return
-            flags = best
 
     def _list_recomputes(self) -> list[SelectiveRecompute | FullRecompute | None]:
         layers = [layer.model for chunk in self._list_chunks() for layer in chunk.layers]
@@ -274,7 +324,7 @@ class _FlagSearch:
         return [chunk for rank in self._ranks for chunk in rank.chunks]
 
     def _list_tags(self, flags: MegatronFlags) -> list[str]:
-        """Return the tags that `flags` may have beside their own, and that save anything on the rank."""
+        """Return the tags that `flags` may have beside their own, that Megatron knows, and that save anything here."""
         least_bytes = min(rank.min_offloaded_bytes for rank in self._ranks)
         saving = {
             tag
@@ -285,29 +335,35 @@ class _FlagSearch:
             for tag in tensor.tags
         }
         modules = flags.recompute.modules if isinstance(flags.recompute, SelectiveRecompute) else ()
-        found = []
-        for tag in default_tags():
-            is_free = tag.name in saving and tag.name not in flags.offload_modules and not set(tag.excluded_by) & set(modules)
-            needs_full = tag.name == LAYER_INPUT and not isinstance(flags.recompute, FullRecompute)
-            if is_free and not needs_full and not tag.requires:
-                found.append(tag.name)
-        return found
+        return [
+            tag.name
+            for tag in default_tags()
+            if tag.is_in_megatron
+            and tag.name in saving
+            and tag.name not in flags.offload_modules
+            and not set(tag.excluded_by) & set(modules)
+            and not tag.requires
+        ]
+
+    @staticmethod
+    def _add_tags(flags: MegatronFlags, tags: Iterable[str]) -> MegatronFlags:
+        """Return `flags` with `tags`, and with those that need them: they save the same storage, which both have to let go."""
+        names = {*flags.offload_modules, *tags}
+        names |= {tag.name for tag in default_tags() if tag.is_in_megatron and set(tag.requires) & names}
+        return dataclasses.replace(flags, offload_modules=tuple(name for name in default_tags().names if name in names))
 
 
-def _pick_ranks(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Return, of the ranks that have the same kinds of layers, the one with the highest peak where all is kept, shortened."""
-    found: dict[frozenset[str], tuple[int, RankModel]] = {}
-    for rank, result in zip(ranks, simulate(ranks, OffloadPlan(actions={})).ranks, strict=True):
-        kinds = frozenset(layer.model.kind for chunk in rank.chunks for layer in chunk.layers)
-        if kinds not in found or result.peak_bytes > found[kinds][0]:
-            found[kinds] = (result.peak_bytes, rank)
-    return [shorten(rank) for _, rank in found.values()]
+def _pick_fullest(ranks: Sequence[RankModel]) -> list[RankModel]:
+    """Return the rank with the highest peak where all is kept, and where layers run again, if that is another; shortened."""
+    plans = [flags.make_plan(ranks) for flags in (MegatronFlags(), _RECOMPUTE_ALL)]
+    results = [max(simulate(ranks, plan).ranks, key=lambda result: result.peak_bytes) for plan in plans]
+    return [shorten(ranks[place]) for place in dict.fromkeys(result.rank for result in results)]
 
 
-def _add_tag(flags: MegatronFlags, tag: str) -> MegatronFlags:
-    """Return `flags` with `tag`, and with the tags that need it: they save the same storage, which both have to let go."""
-    names = {*flags.offload_modules, tag, *(other.name for other in default_tags() if tag in other.requires)}
-    return dataclasses.replace(flags, offload_modules=tuple(name for name in default_tags().names if name in names))
+def _drop_tag(flags: MegatronFlags, tag: str) -> MegatronFlags:
+    """Return `flags` without `tag`, and without those that need it."""
+    gone = {tag, *(other.name for other in default_tags() if tag in other.requires)}
+    return dataclasses.replace(flags, offload_modules=tuple(name for name in flags.offload_modules if name not in gone))
 
 
 def _recompute_only(module: str) -> MegatronFlags:

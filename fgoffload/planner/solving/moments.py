@@ -68,6 +68,14 @@ def shorten(rank: RankModel) -> RankModel:
     return rank
 
 
+def shorten_together(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
+    """Return a pipeline with as many microbatches as the longest that `shorten` makes of any of its ranks."""
+    microbatches = max((1 + max(one.microbatch for one in shorten(rank).passes) for rank in ranks if rank.passes), default=0)
+    return tuple(
+        dataclasses.replace(rank, passes=tuple(one for one in rank.passes if one.microbatch < microbatches)) for rank in ranks
+    )
+
+
 def list_largest(vectors: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the vectors of which one has the largest product with any vector of numbers from 0, the largest first."""
     found = sorted(set(vectors), reverse=True)

@@ -1,5 +1,6 @@
 """Megatron's flags as plans, the settings to compare with, and the flags that come nearest to a plan."""
 
+import dataclasses
 import doctest
 
 import pytest
@@ -8,6 +9,7 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, ConfigError, OffloadPlan
 from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving import megatron_flags
 from fgoffload.planner.solving.megatron_flags import (
@@ -129,6 +131,51 @@ def test_the_nearest_flags_keep_to_the_budget_and_lose_no_more_than_full_recompu
     assert result.peak_bytes <= budget_gib * GIB
     assert result.step_s <= simulate(ranks, plans["full recompute"]).step_s
     assert result.step_s >= solve(ranks, budget_bytes=budget_gib * GIB).result.step_s
+
+
+MEGATRONS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+
+
+@pytest.mark.parametrize("budget_gib", [37, 40, 45, 55])
+def test_the_nearest_flags_have_megatrons_own_tags_alone_and_all_of_them_are_no_faster(budget_gib):
+    ranks = make_ranks(stages=4, layers=16, microbatches=8)
+    flags = find_nearest_flags(ranks, budget_bytes=budget_gib * GIB)
+    assert set(flags.offload_modules) <= set(MEGATRONS)
+    # Megatron 0.16.1 has no fraction.
+    assert flags.activation_offload_fraction == 1
+    result = simulate(ranks, flags.make_plan(ranks))
+    recomputes = (None, SelectiveRecompute(modules=("layernorm", "moe_act")), SelectiveRecompute(modules=("moe",)))
+    for recompute in recomputes:
+        other = MegatronFlags(offload_modules=MEGATRONS, recompute=recompute).make_plan(ranks)
+        compared = simulate(ranks, other)
+        if compared.peak_bytes <= budget_gib * GIB:
+            assert result.step_s <= compared.step_s
+
+
+@pytest.mark.parametrize("budget_gib", [37, 40, 45, 55])
+def test_the_nearest_flags_have_no_tag_that_they_fit_without_and_that_takes_time(budget_gib):
+    ranks = make_ranks(stages=4, layers=16, microbatches=8)
+    flags = find_nearest_flags(ranks, budget_bytes=budget_gib * GIB)
+    found = simulate(ranks, flags.make_plan(ranks))
+    for tag in flags.offload_modules:
+        fewer = tuple(other for other in flags.offload_modules if other != tag and (tag, other) != ("core_attn", "attn_proj"))
+        result = simulate(ranks, dataclasses.replace(flags, offload_modules=fewer).make_plan(ranks))
+        assert result.peak_bytes > budget_gib * GIB or result.step_s >= 0.9999 * found.step_s
+
+
+def test_flags_keep_to_the_budget_where_ranks_take_more_beside_their_neighbours(monkeypatch):
+    ranks = make_ranks(stages=2, chunks=1, layers=6, microbatches=4)
+    budget_bytes = simulate(ranks, OffloadPlan(actions={})).peak_bytes - GIB // 2
+
+    def simulate_with_more(ranks, plan):
+        results = simulate(ranks, plan).ranks
+        return StepResult(ranks=tuple(dataclasses.replace(one, peak_bytes=one.peak_bytes + GIB) for one in results))
+
+    monkeypatch.setattr(megatron_flags, "simulate", simulate_with_more)
+    flags = find_nearest_flags(ranks, budget_bytes=budget_bytes)
+    result = simulate(ranks, flags.make_plan(ranks))
+    assert result.peak_bytes + GIB <= budget_bytes
+    assert result.step_s < simulate(ranks, baselines(ranks)["full recompute"]).step_s
 
 
 def test_where_everything_fits_the_nearest_flags_are_none():
