@@ -35,8 +35,6 @@ from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
-from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.megatron_flags import baselines
 from fgoffload.planner.solving.solver import Solution, find_least_budget, solve
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import check_bytes, format_bytes
@@ -93,8 +91,7 @@ def plan_ranks(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_byt
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
-    compared = {name: simulate(ranks, chosen) for name, chosen in baselines(ranks).items()}
-    return PlanReport(ranks=tuple(ranks), baselines=compared, solution=solution)
+    return PlanReport(ranks=tuple(ranks), baselines=solution.baselines, solution=solution)
 
 
 def _check_static(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> None:

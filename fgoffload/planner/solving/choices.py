@@ -122,6 +122,27 @@ def list_modes(layer: LayerModel, *, min_offloaded_bytes: int) -> tuple[Mode, ..
     return tuple(modes)
 
 
+def find_configuration(
+    layer: LayerModel, modes: Sequence[Mode], actions: Mapping[str, Action], *, min_offloaded_bytes: int
+) -> Configuration:
+    """Return what somebody else chose for a layer: by parts of `modes` that do just that, or as one whole where none do.
+
+    Raises:
+        PlanError: The layer cannot do that.
+    """
+    rows = set(actions.items())
+    resolved = resolve_layer(layer, actions, min_offloaded_bytes=min_offloaded_bytes)
+    for mode in modes:
+        if set(mode.base.actions) <= rows:
+            fitting = [[choice for choice in part if set(choice.actions) <= rows] for part in mode.parts]
+            chosen = tuple(max(part, key=lambda choice: len(choice.actions)) for part in fitting)
+            found = Configuration(mode=mode, chosen=chosen)
+            if resolve_layer(layer, dict(found.actions), min_offloaded_bytes=min_offloaded_bytes) == resolved:
+                return found
+    choice = measure_actions(layer, actions, min_offloaded_bytes=min_offloaded_bytes)
+    return Configuration(mode=Mode(base=choice, parts=()), chosen=())
+
+
 def list_configurations(modes: Sequence[Mode]) -> Iterator[Configuration]:
     """Yield every way to treat a whole layer."""
     for mode in modes:

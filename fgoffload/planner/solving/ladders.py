@@ -9,7 +9,7 @@ of thumb are at times better; the simulator says which.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fgoffload.planner.solving.choices import Choice, Configuration, Mode
-from fgoffload.planner.solving.placement import LayerSlot, State
+from fgoffload.planner.solving.placement import LayerSlot, State, keep_all
 
 _CHEAP_S_PER_BYTE = 2e-12
 """Running again what takes no longer than this for each byte that it frees is done in all layers: a copy takes ten times as
@@ -40,11 +40,50 @@ def list_ladders(slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]]
                 yield _make_ladder(slots, ways, (upper, _MOVING, _CHEAP), fixed=wide)
 
 
-def find_lowest(ladder: Callable[[int], State], rungs: int, fits: Callable[[State], bool]) -> State | None:
-    """Return the state of the lowest rung that fits, or None where the highest does not."""
-    if not fits(ladder(rungs)):
-        return None
-    low, high = 0, rungs
+def list_tightened(
+    state: State, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]]
+) -> Iterator[Callable[[int], State]]:
+    """Yield ladders from what a looser budget has: rung k is `state` with k layers of each chunk that run widely again.
+
+    Those are the ones before the last, whose copies have the shortest way back, or the first ones. With each, the last layer
+    does what `state` says, or keeps all: backward would wait for whatever it moves.
+
+    Args:
+        state: What the layers do where there is more memory.
+        slots: The layers of a rank.
+        modes: What each kind may choose from.
+    """
+    places: dict[int, list[int]] = {}
+    for place, slot in enumerate(slots):
+        places.setdefault(slot.chunk, []).append(place)
+    most = max((len(modes[slot.layer.kind]) for slot in slots), default=0)
+    for number in range(most - 1, 0, -1):
+        wide = {kind: _make_wide(of_kind[min(number, len(of_kind) - 1)]) for kind, of_kind in modes.items()}
+        for base in dict.fromkeys((state, _keep_last(state, slots, modes))):
+            yield _make_tightened(base, slots, wide, [[*reversed(own[:-1]), own[-1]] for own in places.values()])
+            yield _make_tightened(base, slots, wide, list(places.values()))
+
+
+def find_lowest(
+    ladder: Callable[[int], State],
+    rungs: int,
+    fits: Callable[[State], bool],
+    *,
+    is_hopeless: Callable[[State], bool] = lambda _: False,
+) -> State | None:
+    """Return the state of the lowest rung that fits, or None where the highest does not.
+
+    Args:
+        ladder: From a rung to what the layers do.
+        rungs: The highest.
+        fits: Asked of few rungs: ever longer steps upwards, and then by halving.
+        is_hopeless: Whether rungs above one that does not fit need not be looked at.
+    """
+    low, high = 0, min(1, rungs)
+    while not fits(ladder(high)):
+        if high == rungs or is_hopeless(ladder(high)):
+            return None
+        low, high = high + 1, min(2 * high, rungs)
     while low < high:
         middle = (low + high) // 2
         if fits(ladder(middle)):
@@ -91,6 +130,32 @@ def _make_ladder(
     return climb
 
 
+def _make_tightened(
+    state: State, slots: Sequence[LayerSlot], wide: Mapping[str, Configuration], orders: Sequence[Sequence[int]]
+) -> Callable[[int], State]:
+    def climb(rung: int) -> State:
+        layers = list(state)
+        for order in orders:
+            for place in order[:rung]:
+                other = wide[slots[place].layer.kind]
+                if other.kept_bytes < layers[place].kept_bytes:
+                    layers[place] = other
+        return tuple(layers)
+
+    return climb
+
+
+def _keep_last(state: State, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]]) -> State:
+    kept = keep_all(slots, modes)
+    chunks = [slot.chunk for slot in slots]
+    is_last = [chunk != following for chunk, following in zip(chunks, (*chunks[1:], None), strict=True)]
+    return tuple(kept[place] if is_last[place] else one for place, one in enumerate(state))
+
+
+def _make_wide(mode: Mode) -> Configuration:
+    return Configuration(mode=mode, chosen=tuple(_pick_cheap(part) for part in mode.parts))
+
+
 def _list_ways(modes: Sequence[Mode]) -> list[Configuration]:
     """Return what a kind of layer may do, by rule of thumb: keep all; run cheap things again; move all beside; and wider ways.
 
@@ -108,7 +173,7 @@ def _list_ways(modes: Sequence[Mode]) -> list[Configuration]:
         if choice != cheap[place]:
             ways.append(Configuration(mode=plain, chosen=(*cheap[:place], choice, *cheap[place + 1 :])))
     for mode in modes[1:]:
-        ways.append(Configuration(mode=mode, chosen=tuple(_pick_cheap(part) for part in mode.parts)))
+        ways.append(_make_wide(mode))
         ways.append(Configuration(mode=mode, chosen=tuple(_pick_most(part) for part in mode.parts)))
     return ways
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.solving.choices import Choice, Configuration, Mode
+from fgoffload.planner.solving.choices import Choice, Configuration, Mode, find_configuration
 from fgoffload.planner.solving.program import ProgramResult
 
 
@@ -97,6 +97,21 @@ def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]]) -> OffloadPla
             for tag, action in configuration.actions:
                 actions[Site(chunk=slot.chunk, layer=slot.number, tag=tag)] = action
     return OffloadPlan(actions=actions)
+
+
+def read_plan(
+    plan: OffloadPlan, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]], *, min_offloaded_bytes: int
+) -> State:
+    """Return what `plan` says of the layers of a rank."""
+    return tuple(
+        find_configuration(
+            slot.layer,
+            modes[slot.layer.kind],
+            plan.list_layer(slot.chunk, slot.number),
+            min_offloaded_bytes=min_offloaded_bytes,
+        )
+        for slot in slots
+    )
 
 
 def _keep(mode: Mode) -> Configuration:

@@ -137,7 +137,7 @@ class _Program:
         self._is_whole: list[int] = []
         self._rows: list[tuple[_Row, float, float]] = []
         self._ties = _Row()
-        self._moments = list_moments(rank.passes, chunks=len(rank.chunks))
+        self._moments = _merge_moments(list_moments(rank.passes, chunks=len(rank.chunks)))
         # The step as it is without any plan: HiGHS takes a gap as a part of the whole objective.
         self._step = self._add(1, 1, cost=count_step_s(rank) / self._unit_s)
         self._chunks = [self._add_chunk(number, chunk) for number, chunk in enumerate(rank.chunks)]
@@ -223,24 +223,24 @@ class _Program:
         upper = math.inf if budget_bytes is None else budget_bytes / self._unit_bytes
         # The least peak counts before any time: a gigabyte is worth a thousand seconds. With a budget it is worth nothing.
         self._peak = self._add(0, upper, cost=1e6 if budget_bytes is None else 0.0)
-        for moment in self._moments:
-            row = self._make_memory_row(moment)
+        for in_flight, backward in self._moments:
+            row = self._make_memory_row(in_flight, backward)
             row[self._peak] = -1.0
             self._require(row, -math.inf, 0)
         if self._rank.host_budget_bytes is not None:
-            for in_flight in list_largest({moment.in_flight for moment in self._moments}):
+            for in_flight in list_largest({in_flight for in_flight, _ in self._moments}):
                 row = _Row()
                 for microbatches, chunk in zip(in_flight, self._chunks, strict=True):
                     row.add(chunk.moved, microbatches)
                 self._require(row, -math.inf, self._rank.host_budget_bytes / self._unit_bytes)
 
-    def _make_memory_row(self, moment: Moment) -> _Row:
+    def _make_memory_row(self, in_flight: Sequence[int], backward: int | None) -> _Row:
         row = _Row()
         row.constant = self._rank.static_bytes / self._unit_bytes
-        for microbatches, chunk in zip(moment.in_flight, self._chunks, strict=True):
+        for microbatches, chunk in zip(in_flight, self._chunks, strict=True):
             row.add(chunk.kept, microbatches)
-        if moment.gap.after is not None and moment.gap.after[0] is PassKind.BACKWARD:
-            row[self._chunks[moment.gap.after[1]].extra] = 1.0
+        if backward is not None:
+            row[self._chunks[backward].extra] = 1.0
         return row
 
     # The program as a whole.
@@ -277,8 +277,8 @@ class _Program:
 
     def _read_peak(self, solution: Sequence[float]) -> int:
         most = 0.0
-        for moment in self._moments:
-            row = self._make_memory_row(moment)
+        for in_flight, backward in self._moments:
+            row = self._make_memory_row(in_flight, backward)
             most = max(most, row.constant + sum(solution[variable] * factor for variable, factor in row.items()))
         return round(most * self._unit_bytes)
 
@@ -300,6 +300,20 @@ def _read_chunk(chunk: _Chunk, solution: Sequence[float]) -> ChunkCounts:
         for kind, points in chunk.inner.items()
     }
     return ChunkCounts(last=last, inner=inner)
+
+
+def _merge_moments(moments: Iterable[Moment]) -> list[tuple[tuple[int, ...], int | None]]:
+    """Return what a program needs of moments: microbatches in flight by chunk, and the chunk whose backward begins, or None.
+
+    What ended makes no difference to it, so that of moments before the same backward the largest are left.
+    """
+    before: dict[int | None, set[tuple[int, ...]]] = {}
+    for moment in moments:
+        after = moment.gap.after
+        before.setdefault(after[1] if after is not None and after[0] is PassKind.BACKWARD else None, set()).add(
+            moment.in_flight
+        )
+    return [(in_flight, chunk) for chunk, vectors in before.items() for in_flight in list_largest(vectors)]
 
 
 def _count_kinds(layers: Iterable[NumberedLayer]) -> dict[str, int]:

@@ -14,13 +14,14 @@ from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
-from fgoffload.planner.solving.moments import shorten
-from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan
+from fgoffload.planner.solving.megatron_flags import baselines, find_nearest_flags
+from fgoffload.planner.solving.moments import shorten, shorten_together
+from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s
 from fgoffload.planner.solving.search import Found, Judge, RankSearch, SearchLimits, Verdict
 
-_MOST_CORRECTIONS = 4
-"""Times that a rank gets a smaller budget since it took more beside its neighbours than alone. One is usual."""
+_MOST_CORRECTIONS = 6
+"""Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
 
 
 class RankSearches:
@@ -40,11 +41,14 @@ class RankSearches:
         self._together = 0
         self._founds: dict[int, Found] = {}
         self._results: dict[object, StepResult] = {}
+        self._short_ranks = shorten_together(self.ranks)
+        self._short_results: dict[object, StepResult] = {}
+        self._left_passes = 0
         self._least: tuple[State, ...] | None = None
+        self._baselines: dict[str, tuple[State, ...]] = {}
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
         self._points: dict[object, LayerPoints] = {}
         searches: dict[RankModel, RankSearch] = {}
-        shared = dataclasses.replace(limits, ladder_passes=limits.ladder_passes // max(len(self.ranks), 1))
         for rank in self.ranks:
             short = shorten(rank)
             alike = _strip_place(short)
@@ -54,7 +58,7 @@ class RankSearches:
                     _list_modes(rank, self._modes),
                     points=functools.partial(self._measure_layers, rank),
                     judge=_make_judge(short),
-                    limits=shared,
+                    limits=limits,
                     deadline_s=deadline_s,
                 )
             self.of_ranks.append(searches[alike])
@@ -75,11 +79,31 @@ class RankSearches:
 
     def simulate_together(self, states: Sequence[State]) -> StepResult:
         """Return what the simulator says of all ranks; the same states are asked about once."""
-        key = tuple(tuple(configuration.actions for configuration in state) for state in states)
+        key = _make_key(states)
         if key not in self._results:
             self._together += 1
             self._results[key] = simulate(self.ranks, self.make_plan(states))
         return self._results[key]
+
+    def simulate_short(self, states: Sequence[State]) -> StepResult:
+        """Return what the simulator says of all ranks in a step of fewer microbatches: what to correct, and no prediction."""
+        key = _make_key(states)
+        if key not in self._short_results:
+            self._together += 1
+            self._short_results[key] = simulate(self._short_ranks, self.make_plan(states))
+        return self._short_results[key]
+
+    def list_baselines(self) -> dict[str, tuple[State, ...]]:
+        """Return the states of what people compare with, by name."""
+        if not self._baselines:
+            self._baselines = {name: self._read_plan(plan) for name, plan in baselines(self.ranks).items()}
+        return self._baselines
+
+    def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:
+        """Return the states that users would choose: the baselines, and the flags that come nearest to the budget."""
+        nearest = find_nearest_flags(self.ranks, budget_bytes=budget_bytes) if budget_bytes else None
+        usual = list(self.list_baselines().values())
+        return usual if nearest is None else [*usual, self._read_plan(nearest.make_plan(self.ranks))]
 
     def find_states(self, budget_bytes: int, *, starts: Sequence[State] = ()) -> tuple[State, ...]:
         """Return the fastest states found within the budget; where none fit, those with the least bytes above it.
@@ -91,10 +115,11 @@ class RankSearches:
         self._founds = {}
         if math.prod(search.plans for search in self.of_ranks) <= self._limits.exhaustive_plans:
             return self._try_all(budget_bytes)
-        states = self._correct(self._find_apart(budget_bytes, starts), budget_bytes)
-        if starts and self._score(starts, budget_bytes) <= self._score(states, budget_bytes):
-            return tuple(starts)
-        return states
+        begins = [*self.list_usual(budget_bytes), *([tuple(starts)] if starts else [])]
+        self._left_passes = self._limits.layer_passes
+        found = self._correct(self._find_apart(budget_bytes, begins), budget_bytes)
+        # By construction no slower than what users would choose, nor than what the search began with.
+        return min([found, *begins], key=lambda states: self._score(states, budget_bytes))
 
     def find_least_states(self) -> tuple[State, ...]:
         """Return the states with the least peaks found."""
@@ -117,6 +142,12 @@ class RankSearches:
             return None, None
         return max(bound for bound, _ in bounds), max(max(gap for _, gap in bounds), 0.0)
 
+    def _read_plan(self, plan: OffloadPlan) -> tuple[State, ...]:
+        return tuple(
+            read_plan(plan, list_slots(rank), search.modes, min_offloaded_bytes=rank.min_offloaded_bytes)
+            for rank, search in zip(self.ranks, self.of_ranks, strict=True)
+        )
+
     def _measure_layers(self, rank: RankModel) -> dict[str, LayerPoints]:
         """Return what each kind of layer of `rank` costs; ranks with the same link and rules share what was measured."""
         models = {layer.model.kind: layer.model for chunk in rank.chunks for layer in chunk.layers}
@@ -127,26 +158,55 @@ class RankSearches:
                 self._points[model, rules] = measure_layer(rank, model, self._modes[model])
         return {kind: self._points[model, rules] for kind, model in models.items()}
 
-    def _find_apart(self, budget_bytes: int, starts: Sequence[State]) -> tuple[State, ...]:
-        """Return the best state of each rank by itself: first what programs say, and then moves, where the step is longest."""
+    def _find_apart(self, budget_bytes: int, starts: Sequence[Sequence[State]]) -> tuple[State, ...]:
+        """Return the best state of each rank by itself: first what programs say, and then more, where the step is longest."""
         founds: dict[int, Found] = {}
         off_bytes = 0
         for number, search in enumerate(self._apart):
-            own = [starts[self.of_ranks.index(search)]] if starts else []
+            own = [states[self.of_ranks.index(search)] for states in starts]
+            own += self._list_neighbours(number, founds)
             found = founds[number] = search.find_start(budget_bytes, starts=own, off_bytes=off_bytes)
             # Neighbours in the pipeline are off by much the same.
             off_bytes = found.off_bytes or off_bytes
-        left, left_passes = self._limits.simulations, self._limits.layer_passes
-        worst_first = sorted(founds, key=lambda one: _get_urgency(founds[one], budget_bytes), reverse=True)
-        for number in worst_first:
+        left, left_passes = self._limits.simulations, self._limits.ladder_passes
+        for number in sorted(founds, key=lambda one: self._get_urgency(one, founds[one], budget_bytes), reverse=True):
             search, before = self._apart[number], self._apart[number].simulations
-            most = min(left, left_passes // max(search.layer_passes, 1))
-            founds[number] = search.improve_found(founds[number], budget_bytes, simulations=most)
-            left -= search.simulations - before
+            most, others = left_passes // max(search.layer_passes, 1), self._list_neighbours(number, founds)
+            found = search.widen_found(founds[number], budget_bytes, starts=others, simulations=most)
             left_passes -= (search.simulations - before) * search.layer_passes
+            before = search.simulations
+            founds[number] = self._improve(search, found, budget_bytes, left)
+            left -= search.simulations - before
         self._founds = founds
         by_search = {id(search): founds[number].state for number, search in enumerate(self._apart)}
         return tuple(by_search[id(search)] for search in self.of_ranks)
+
+    def _list_neighbours(self, number: int, founds: Mapping[int, Found]) -> list[State]:
+        """Return what the ranks before and behind do, as far as they were searched and have the same layers."""
+        kinds = _list_kinds(self._apart[number])
+        return [
+            founds[other].state
+            for other in (number - 1, number + 1)
+            if other in founds and _list_kinds(self._apart[other]) == kinds
+        ]
+
+    def _improve(self, search: RankSearch, found: Found, budget_bytes: int, simulations: int) -> Found:
+        """Return what moves make of `found`, as long as there are passes left for all ranks."""
+        before = search.simulations
+        most = min(simulations, max(self._left_passes, 0) // max(search.layer_passes, 1))
+        found = search.improve_found(found, budget_bytes, simulations=most)
+        self._left_passes -= (search.simulations - before) * search.layer_passes
+        return found
+
+    def _get_urgency(self, number: int, found: Found, budget_bytes: int) -> tuple[float, float]:
+        """Return what is larger for a rank that needs to be bettered more: bytes above the budget, then time."""
+        return max(found.verdict.peak_bytes - budget_bytes, 0), self._count_step_s(number, found)
+
+    def _count_step_s(self, number: int, found: Found) -> float:
+        """Return the seconds of a whole step: searches have shortened ones, of different lengths."""
+        short = self._apart[number].rank
+        whole = self.ranks[self.of_ranks.index(self._apart[number])]
+        return count_step_s(whole) + (found.verdict.step_s - found.kept_s) * len(whole.passes) / max(len(short.passes), 1)
 
     def _correct(self, states: tuple[State, ...], budget_bytes: int) -> tuple[State, ...]:
         """Return states that fit together: neighbours change when a rank's copies run, and so its peak."""
@@ -154,17 +214,20 @@ class RankSearches:
         # What a rank has no room for alone it has none for beside others. A budget of 0 asks for the least peaks.
         fits_alone = all(found.verdict.peak_bytes <= budget_bytes for found in self._founds.values())
         for _ in range(_MOST_CORRECTIONS if fits_alone else 0):
-            peaks = [result.peak_bytes for result in self.simulate_together(states).ranks]
-            above = {place: peak - budget_bytes for place, peak in enumerate(peaks) if peak > budget_bytes}
+            result = self.simulate_short(states)
+            if result.peak_bytes <= budget_bytes:
+                result = self.simulate_together(states)
+            above = {one.rank: one.peak_bytes - budget_bytes for one in result.ranks if one.peak_bytes > budget_bytes}
             if not above:
                 break
             changed = list(states)
             for place, above_bytes in above.items():
-                budgets[place] = max(budgets[place] - above_bytes, 1)
                 search = self.of_ranks[place]
+                alone_bytes = search.judge(states[place]).peak_bytes
+                budgets[place] = max(min(budgets[place], alone_bytes) - above_bytes, 1)
                 found = search.find_start(budgets[place], starts=[states[place]])
-                most = min(self._limits.simulations, self._limits.layer_passes // max(search.layer_passes, 1)) // len(above)
-                changed[place] = search.improve_found(found, budgets[place], simulations=most).state
+                most = self._limits.simulations // len(above)
+                changed[place] = self._improve(search, found, budgets[place], most).state
             if tuple(changed) == states:
                 break
             states = tuple(changed)
@@ -205,9 +268,12 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
     return {kind: known[model] for kind, model in models.items()}
 
 
-def _get_urgency(found: Found, budget_bytes: int) -> tuple[float, float]:
-    """Return what is larger for a rank that needs to be bettered more: bytes above the budget, then time."""
-    return max(found.verdict.peak_bytes - budget_bytes, 0), found.verdict.step_s
+def _list_kinds(search: RankSearch) -> list[tuple[int, LayerModel]]:
+    return [(slot.chunk, slot.layer) for slot in search.slots]
+
+
+def _make_key(states: Sequence[State]) -> object:
+    return tuple(tuple(configuration.actions for configuration in state) for state in states)
 
 
 def _make_judge(rank: RankModel) -> Judge:

@@ -5,6 +5,7 @@ waited for; how far its peak was off comes off the budget that it gets next. Wha
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -15,7 +16,7 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.choices import Mode, count_configurations, list_configurations
 from fgoffload.planner.solving.frontier import LayerPoints
-from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_ladders
+from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_ladders, list_tightened
 from fgoffload.planner.solving.moments import count_backwards, list_moments
 from fgoffload.planner.solving.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
 from fgoffload.planner.solving.placement import (
@@ -38,6 +39,11 @@ _LATE_PARTS = 0.01
 _DOUBTS = (0.02, 0.2, math.inf)
 """How far moves may exceed the budget by estimate and are tried all the same, as a part of what plans have a say in: first
 those that should fit, then those that may, and at last all of them, with those that should be slower."""
+
+_SCALE = 12
+"""Steps from the static memory to what keeping all takes: budgets of which programs are solved whatever the budget is."""
+_LOOSER = 2
+"""How many of those above the budget are solved."""
 
 _REPAIRS = 12
 """Simulations to bring the fastest plan within the budget where it is a little above it. A few are enough, or none are."""
@@ -68,7 +74,7 @@ class SearchLimits:
     is taken: the same one on every machine."""
     layer_passes: int = 12_000
     """The same limit for large models: forwards and backwards of single layers in those simulations. Each takes some 25 us."""
-    ladder_passes: int = 6_000
+    ladder_passes: int = 12_000
     """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, over all ranks."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""
@@ -143,6 +149,8 @@ class RankSearch:
         self._limits = limits
         self._deadline_s = deadline_s
         self._verdicts: dict[object, Verdict] = {}
+        self._known: dict[object, State] = {}
+        self._loose: dict[int, list[State]] = {}
         self._in_flight = _count_in_flight_at_peak(rank)
         self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
         """Forwards and backwards of single layers in a simulation."""
@@ -158,6 +166,7 @@ class RankSearch:
         key = tuple(configuration.actions for configuration in state)
         if key not in self._verdicts:
             self.simulations += 1
+            self._known[key] = state
             self._verdicts[key] = self._judge(make_plan([(self.slots, state)]))
         return self._verdicts[key]
 
@@ -170,11 +179,11 @@ class RankSearch:
         return (max(verdict.peak_bytes - budget_bytes, 0), round(verdict.step_s, 9), moved_bytes, rows)
 
     def find_start(self, budget_bytes: int, *, starts: Sequence[State] = (), off_bytes: int = 0) -> Found:
-        """Return the best plan that needs no moves to find, or, where none fits the budget, the one with the least peak.
+        """Return the best of what programs, `starts` and all that was tried before come to, or what has the least peak.
 
         Args:
             budget_bytes: Of the device. 0 asks for the least peak.
-            starts: Plans to begin from as well, as of a smaller budget.
+            starts: Plans to begin from as well.
             off_bytes: How much the program is expected to be off, as on a rank that is much like this one.
         """
         if self.plans <= self._limits.exhaustive_plans:
@@ -185,20 +194,34 @@ class RankSearch:
             return self._make_found(kept)
         states = [kept, *starts]
         program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
-        if budget_bytes:
-            states += self._climb_ladders(budget_bytes)
+        states += self._known.values()
         best = self._repair(states, budget_bytes) if budget_bytes else self._pick(states, budget_bytes)
         if self.judge(best).peak_bytes > budget_bytes:
             best = self._pick([best, free_most(self.slots, self.modes)], budget_bytes)
         return self._make_found(best, program, off_bytes)
 
+    def widen_found(self, found: Found, budget_bytes: int, *, starts: Sequence[State], simulations: int) -> Found:
+        """Return the best of `found`, `starts` and, with so many more simulations, plans by rule of thumb; repaired."""
+        if self._is_done(found, budget_bytes) or not budget_bytes:
+            return found
+        before = self.simulations
+        states = [found.state, *starts, *self._climb_ladders(budget_bytes, simulations)]
+        if self.simulations == before:
+            return found
+        state = self._repair(states, budget_bytes)
+        return dataclasses.replace(found, state=state, verdict=self.judge(state))
+
     def improve_found(self, found: Found, budget_bytes: int, *, simulations: int) -> Found:
         """Return what moves make of `found`, with so many more simulations at most."""
-        kept = keep_all(self.slots, self.modes)
-        if (found.state == kept and found.verdict.peak_bytes <= budget_bytes) or self.plans <= self._limits.exhaustive_plans:
+        if self._is_done(found, budget_bytes):
             return found
         state = self.improve(found.state, budget_bytes, simulations=simulations)
         return dataclasses.replace(found, state=state, verdict=self.judge(state))
+
+    def _is_done(self, found: Found, budget_bytes: int) -> bool:
+        """Return whether nothing can be better: all is kept, or all plans were simulated."""
+        keeps_all = found.state == keep_all(self.slots, self.modes) and found.verdict.peak_bytes <= budget_bytes
+        return keeps_all or self.plans <= self._limits.exhaustive_plans
 
     def list_states(self) -> Iterator[State]:
         """Yield everything that the layers of the rank can do."""
@@ -257,16 +280,38 @@ class RankSearch:
         pairs = zip(self.slots, state, strict=True)
         return sum(configuration.moved_bytes * self._microbatches[slot.chunk] for slot, configuration in pairs)
 
-    def _climb_ladders(self, budget_bytes: int) -> Iterator[State]:
+    def _climb_ladders(self, budget_bytes: int, simulations: int) -> Iterator[State]:
         """Yield the lowest rung that fits of each plan by rule of thumb, while there are simulations for them."""
-        most = self.simulations + self._limits.ladder_passes // max(self.layer_passes, 1)
+        most = self.simulations + simulations
         rungs = count_rungs(self.slots)
-        for ladder in list_ladders(self.slots, self.modes):
+        loose = self._list_loose(budget_bytes) if simulations > 0 else iter(())
+        tightened = itertools.chain.from_iterable(list_tightened(state, self.slots, self.modes) for state in loose)
+        for ladder in itertools.chain(tightened, list_ladders(self.slots, self.modes)):
             if self.simulations >= most or time.monotonic() > self._deadline_s:
                 return
-            state = find_lowest(ladder, rungs, lambda state: self.judge(state).peak_bytes <= budget_bytes)
+            fastest_s = min((one.step_s for one in self._verdicts.values() if one.peak_bytes <= budget_bytes), default=math.inf)
+            # Higher rungs take longer: what is slow and does not fit leads to nothing.
+            is_slow = functools.partial(self._takes, fastest_s)
+            state = find_lowest(ladder, rungs, functools.partial(self._fits, budget_bytes), is_hopeless=is_slow)
             if state is not None:
                 yield state
+
+    def _fits(self, budget_bytes: int, state: State) -> bool:
+        return self.judge(state).peak_bytes <= budget_bytes
+
+    def _takes(self, least_s: float, state: State) -> bool:
+        return self.judge(state).step_s >= least_s
+
+    def _list_loose(self, budget_bytes: int) -> Iterator[State]:
+        """Yield what programs say of the next larger budgets of a scale that is the same for all budgets."""
+        kept_bytes = self.judge(keep_all(self.slots, self.modes)).peak_bytes
+        step_bytes = max((kept_bytes - self.rank.static_bytes) // _SCALE, 1)
+        lowest = (budget_bytes - self.rank.static_bytes) // step_bytes + 1
+        for place in range(lowest, min(lowest + _LOOSER, _SCALE)):
+            if place not in self._loose:
+                result = self._solve(self.rank.static_bytes + place * step_bytes, 0.0)
+                self._loose[place] = [] if result is None else [place_counts(result, self.slots, order) for order in Order]
+            yield from self._loose[place]
 
     def _repair(self, states: Sequence[State], budget_bytes: int) -> State:
         """Return what moves make of the fastest state that is a little above the budget, where that is worth it."""

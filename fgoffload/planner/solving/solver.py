@@ -9,7 +9,7 @@ best there is; else it is the best that was found, and docs/planner.md says how 
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import OffloadPlan
@@ -43,6 +43,9 @@ class Solution:
     layers do to each other. None where no program was needed: all is kept, or all plans were simulated."""
     gap: float | None
     """How much longer than its bound the rank takes, as a part of it, where that is most. None where `bound_s` is."""
+    baselines: Mapping[str, StepResult]
+    """What people compare with, by name: `fgoffload.planner.solving.megatron_flags.baselines`. Where one of them keeps to the
+    budget the plan is no slower."""
     simulations: int
     """Of single ranks; one of all ranks together counts as many as there are."""
     states: tuple[State, ...]
@@ -146,6 +149,7 @@ def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -
         decisions=_explain(searches, states, result, budget_bytes),
         bound_s=bound_s,
         gap=gap,
+        baselines={name: searches.simulate_together(usual) for name, usual in searches.list_baselines().items()},
         simulations=searches.simulations - before,
         states=states,
     )
