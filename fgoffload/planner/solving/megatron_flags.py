@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fgoffload.errors import ConfigError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
@@ -172,7 +173,7 @@ def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
     return ("layernorm", "mla_up_proj", "moe_act") if "mla_up_proj" in units else ("layernorm", "moe_act")
 
 
-_MOST_SIMULATIONS = 50
+_MOST_SIMULATIONS = 40
 """Of single ranks, before no other recompute is looked at with tags."""
 
 _MOST_CHECKS = 6
@@ -186,6 +187,28 @@ def find_nearest_flags(
     ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_bytes: int | None = None
 ) -> MegatronFlags | None:
     """Return the fastest of Megatron's own flags found that keep to the budget, or None where none were found.
+
+    Args:
+        ranks: The pipeline, by number.
+        budget_bytes: Device bytes of each rank.
+        host_budget_bytes: Host bytes of each rank. None leaves what the ranks say.
+    """
+    nearest = find_nearest(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    return None if nearest is None else nearest.flags
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NearestFlags:
+    """Flags that keep to a budget, and what they come to."""
+
+    flags: MegatronFlags
+    """The flags."""
+    result: StepResult
+    """What the simulator says of them."""
+
+
+def find_nearest(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_bytes: int | None = None) -> NearestFlags | None:
+    """Return what `find_nearest_flags` does, and what it comes to.
 
     They are looked for on the fullest ranks, and checked on all. First what recompute alone comes to; then, beside what does
     not fit, the tags that Megatron knows too: one after the other until it does, and all of them, less those that it fits
@@ -203,7 +226,7 @@ def find_nearest_flags(
 
 # The solver begins with what users would choose, and whoever shows its plan shows that beside it.
 @functools.lru_cache(maxsize=4)
-def _find_nearest(ranks: tuple[RankModel, ...], budget_bytes: int) -> MegatronFlags | None:
+def _find_nearest(ranks: tuple[RankModel, ...], budget_bytes: int) -> NearestFlags | None:
     search = _FlagSearch(_pick_fullest(ranks), budget_bytes)
     short = shorten_together(ranks)
     for _ in range(_MOST_CHECKS):
@@ -212,11 +235,12 @@ def _find_nearest(ranks: tuple[RankModel, ...], budget_bytes: int) -> MegatronFl
         if flags is None:
             return None
         plan = flags.make_plan(ranks)
-        worst = simulate(short, plan).worst_rank
-        if worst.peak_bytes <= budget_bytes:
-            worst = simulate(ranks, plan).worst_rank
-        if worst.peak_bytes <= budget_bytes:
-            return flags
+        result = simulate(short, plan)
+        if result.peak_bytes <= budget_bytes:
+            result = simulate(ranks, plan)
+        if result.peak_bytes <= budget_bytes:
+            return NearestFlags(flags=flags, result=result)
+        worst = result.worst_rank
         search.exclude(flags, ranks[worst.rank], worst.peak_bytes)
     return None
 

@@ -14,7 +14,7 @@ from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
-from fgoffload.planner.solving.megatron_flags import baselines, find_nearest_flags
+from fgoffload.planner.solving.megatron_flags import baselines, find_nearest
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s
@@ -101,9 +101,12 @@ class RankSearches:
 
     def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:
         """Return the states that users would choose: the baselines, and the flags that come nearest to the budget."""
-        nearest = find_nearest_flags(self.ranks, budget_bytes=budget_bytes) if budget_bytes else None
         usual = list(self.list_baselines().values())
-        return usual if nearest is None else [*usual, self._read_plan(nearest.make_plan(self.ranks))]
+        nearest = find_nearest(self.ranks, budget_bytes=budget_bytes) if budget_bytes else None
+        if nearest is not None:
+            usual.append(self._read_plan(nearest.flags.make_plan(self.ranks)))
+            self._results.setdefault(_make_key(usual[-1]), nearest.result)
+        return usual
 
     def find_states(self, budget_bytes: int, *, starts: Sequence[State] = ()) -> tuple[State, ...]:
         """Return the fastest states found within the budget; where none fit, those with the least bytes above it.

@@ -72,9 +72,9 @@ class SearchLimits:
     simulations: int = 400
     """Simulations that may be spent on bettering what programs say, over all ranks. When they are used up, the best plan so far
     is taken: the same one on every machine."""
-    layer_passes: int = 12_000
-    """The same limit for large models: forwards and backwards of single layers in those simulations. Each takes some 25 us."""
-    ladder_passes: int = 12_000
+    layer_passes: int = 8_000
+    """The same limit for large models: forwards and backwards of single layers in those simulations. One takes 25 to 100 us."""
+    ladder_passes: int = 8_000
     """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, over all ranks."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""

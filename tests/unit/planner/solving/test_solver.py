@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,16 @@ def test_a_solution_says_what_the_simulator_says_of_its_plan():
     rank = draw_rank(3)
     solution = solve([rank], budget_bytes=find_least_budget([rank]) + 10)
     assert solution.result == simulate([rank], solution.plan)
+
+
+def test_a_slow_machine_comes_to_the_same_plan(monkeypatch):
+    ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=4)
+    plan = solve(ranks, budget_bytes=36 * GIB).plan
+    # Half a second passes whenever somebody looks: minutes in all.
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks) * 0.5)
+    assert solve(ranks, budget_bytes=36 * GIB).plan == plan
+    assert next(ticks) * 0.5 > 120
 
 
 def test_two_runs_come_to_the_same_plan():
