@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.util
 import subprocess
 from pathlib import Path
 
@@ -23,6 +24,25 @@ for name in $(compgen -A arrayvar); do
   printf '%s\n' "${array[@]}"
 done
 """
+
+
+def load_plan_models():
+    path = ROOT / "examples" / "benchmarks" / "plan_models.py"
+    spec = importlib.util.spec_from_file_location("plan_models", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_predictions_has_a_row_for_each_model_and_device_and_is_what_the_planner_says():
+    script = load_plan_models()
+    page = (ROOT / "arguments" / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `") and " GiB" in line]
+    starts = [f"| `{model}` | {gpu.upper()} |" for model in script.MODELS for gpu in script.GPUS]
+    assert [row[: len(start)] for row, start in zip(rows, starts, strict=True)] == starts
+    # The quickest ones: all together take minutes.
+    for model, gpu in (("llama3_8b", "h100"), ("gpt_oss_120b", "gb200")):
+        assert f"| {' | '.join(script.list_cells(model, gpu))} |" in rows
 
 
 def test_there_are_argument_files():
