@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import PlanError
+from fgoffload.text_files import read_text_file
 
 FORMAT = 1
 """Version of the JSON that `OffloadPlan.to_json` writes. Raise it when an older reader would misread a newer file."""
@@ -131,12 +132,9 @@ class OffloadPlan:
         Raises:
             PlanError: The file cannot be read, or holds no plan.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise PlanError(f"--offload-plan {path}: {reason}. Give the path of a plan file.") from error
-        return cls.from_json(text, source=f"--offload-plan {path}")
+        source = f"--offload-plan {path}"
+        text = read_text_file(path, name=source, fix="Give the path of a plan file.", error_type=PlanError)
+        return cls.from_json(text, source=source)
 
 
 def _enumerate_rows(document: Mapping[str, Any], source: str) -> Iterable[tuple[int, Any]]:

@@ -1,6 +1,6 @@
 """Holds the one-way rule of imports, from the left to the right:
 
-units, errors <- config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- benchmark <- cli.
+units, errors <- text_files, config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- benchmark <- cli.
 
 Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <- planning.
 """
@@ -16,16 +16,18 @@ import pytest
 MAY_IMPORT = {
     "errors": (),
     "units": ("errors",),
+    "text_files": ("errors",),
     "policy": ("errors", "units"),
     "tags": ("errors", "units"),
-    "plan": ("errors", "units", "tags", "policy"),
+    "plan": ("errors", "units", "text_files", "tags", "policy"),
     "config": ("errors", "units", "tags", "policy", "plan"),
     "transfer_config": ("errors", "units", "policy"),
     "engine": ("errors", "units", "tags", "policy", "plan", "config", "engine"),
-    "planner": ("errors", "units", "tags", "policy", "plan", "config", "planner"),
+    "planner": ("errors", "units", "text_files", "tags", "policy", "plan", "config", "planner"),
     "integrations": (
         "errors",
         "units",
+        "text_files",
         "tags",
         "policy",
         "plan",

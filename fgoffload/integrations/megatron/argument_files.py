@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fgoffload.errors import ConfigError
+from fgoffload.text_files import read_text_file
 
 _TOKEN = re.compile(
     r"""
@@ -74,11 +75,7 @@ def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None
     Raises:
         ConfigError: The file cannot be read, or holds what this reader does not know; the error names file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"argument file {path}: {reason}. Give a bash file with Megatron flags in arrays.") from error
+    text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
     return parse_argument_file(text, source=str(path), variables=variables)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
+from fgoffload.text_files import read_text_file
 
 DEFAULT_SEQ_LENGTH = 4096
 """Tokens. What most pre-training uses; `max_position_embeddings`, which is for inference, is often far more."""
@@ -54,11 +55,9 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
 
 
 def _load(path: Path) -> dict[str, Any]:
+    text = read_text_file(path, name=str(path), fix="Give the config.json of a model.")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: {reason}. Give the config.json of a model.") from error
+        document = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}. Give the config.json of a model.") from error
     if not isinstance(document, dict):

@@ -17,6 +17,7 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_rate
+from fgoffload.text_files import read_text_file
 from fgoffload.units import GIB, TIB, parse_bytes
 
 
@@ -140,12 +141,8 @@ class Hardware:
         Raises:
             ConfigError: The file cannot be read, or holds no hardware.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise ConfigError(f"hardware file {path}: {reason}. Give the path of a JSON file.") from error
-        return cls.from_json(text, source=f"hardware file {path}")
+        source = f"hardware file {path}"
+        return cls.from_json(read_text_file(path, name=source, fix="Give the path of a JSON file."), source=source)
 
 
 def get_hardware(name: str) -> Hardware:

@@ -20,6 +20,7 @@ from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, Chun
 from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.policy import TransferPolicy
+from fgoffload.text_files import read_text_file
 
 FORMAT = 2
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
@@ -204,12 +205,10 @@ class Profile:
         Raises:
             ConfigError: The file cannot be read, or holds no profile.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise ConfigError(f"profile {path}: {reason}. Give a file that `fgoffload profile --json` wrote.") from error
-        return cls.from_json(text, source=f"profile {path}")
+        source = f"profile {path}"
+        return cls.from_json(
+            read_text_file(path, name=source, fix="Give a file that `fgoffload profile --json` wrote."), source=source
+        )
 
     def save(self, path: Path) -> None:
         """Write the profile to a file at `path`.

@@ -1,0 +1,24 @@
+"""Reading the files that users name."""
+
+from pathlib import Path
+
+from fgoffload.errors import ConfigError, OffloadError
+
+
+def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
+    """Return the text of the file at `path`, which is UTF-8.
+
+    Args:
+        path: The file.
+        name: What it is to the user, for the error: `profile p.json`.
+        fix: What to do instead, as a sentence.
+        error_type: What to raise.
+
+    Raises:
+        OffloadError: The file cannot be read, as `error_type`.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise error_type(f"{name}: {reason}. {fix}") from error
