@@ -29,15 +29,13 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from fgoffload.errors import PlanError
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
-from fgoffload.planner.solving.solver import Solution, find_least_budget, solve
+from fgoffload.planner.solving.solver import Solution, solve
 from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.units import check_bytes, format_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,28 +85,7 @@ def plan_ranks(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_byt
         ConfigError: An argument is not what it must be.
         PlanError: No plan was found that fits.
     """
-    _check_static(ranks, budget_bytes, host_budget_bytes)
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
     return PlanReport(ranks=tuple(ranks), baselines=solution.baselines, solution=solution)
-
-
-def _check_static(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> None:
-    """Refuse a budget that what is always on the device takes alone: with what it lacks there, and the nearest that does.
-
-    Raises:
-        PlanError: Of a rank nothing is left for activations.
-    """
-    worst = max(ranks, key=lambda rank: rank.static_bytes, default=None)
-    if worst is None or worst.static_bytes < check_bytes(budget_bytes, name="budget_bytes") or budget_bytes < 0:
-        return
-    least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
-    missing_bytes = worst.static_bytes - budget_bytes
-    raise PlanError(
-        f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
-        f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. That rank "
-        f"lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) between steps, with no activation there. The nearest "
-        f"budget that a plan was found for is {least_bytes} bytes ({format_bytes(least_bytes)}). Give that or more, or "
-        "spread the model over more ranks."
-    )

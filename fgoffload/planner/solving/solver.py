@@ -167,15 +167,19 @@ def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: i
 
 
 def _check_static(searches: RankSearches, budget_bytes: int) -> None:
-    """Refuse a budget that weights, gradients and the optimizer alone exceed: no plan touches those."""
+    """Refuse a budget that what is always on the device takes alone: with what it lacks there, and the nearest that does."""
     worst = max(searches.ranks, key=lambda rank: rank.static_bytes)
-    if worst.static_bytes >= budget_bytes:
-        least_bytes = searches.simulate_together(searches.find_least_states()).peak_bytes
-        raise PlanError(
-            f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
-            f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. Give a "
-            f"budget of {least_bytes} bytes ({format_bytes(least_bytes)}) or more, or spread the model over more ranks."
-        )
+    if worst.static_bytes < budget_bytes:
+        return
+    least_bytes = searches.simulate_together(searches.find_least_states()).peak_bytes
+    missing_bytes = worst.static_bytes - budget_bytes
+    raise PlanError(
+        f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
+        f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. That rank "
+        f"lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) between steps, with no activation there. The nearest "
+        f"budget that a plan was found for is {least_bytes} bytes ({format_bytes(least_bytes)}). Give a budget of "
+        "that or more, or spread the model over more ranks."
+    )
 
 
 def _make_error(least: StepResult, budget_bytes: int) -> PlanError:
