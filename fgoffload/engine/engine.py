@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ from fgoffload.engine.identity import Contents, StorageRef, has_bytes, identify
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import Region, Saving, add_mark, is_in_backward, is_inert
-from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage
+from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage, hold
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import StayingStorages
 from fgoffload.engine.timing import EventStopWatch, NoStopWatch, StopWatch
@@ -34,6 +34,9 @@ from fgoffload.policy import TransferPolicy
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+_AWAY = (SavedState.OFFLOADING, SavedState.OFFLOADED)
+"""What can be called back."""
 
 
 class OffloadEngine:
@@ -138,6 +141,17 @@ class OffloadEngine:
             if lane.away:
                 self._prefetch(lane)
 
+    def expect_backward(self, lane: Lane) -> None:
+        """Forward of `lane` is over and its backward comes next: the last groups stay, where they are still on their way.
+
+        They would be gone just when backward asks for them, and be waited for all the way back.
+        """
+        if is_inert():
+            return
+        with self._lock:
+            self._transfers.poll()
+            self._call_back_ahead(lane, self._policy.may_prefetch, states=(SavedState.OFFLOADING,))
+
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`, as long as they live."""
         self._mark(tensors, KeptReason.MARKED)
@@ -163,6 +177,7 @@ class OffloadEngine:
             if group.state is not GroupState.SAVING:
                 raise StateError(f"{group.place} was ended twice. End each region once.")
             group.end_position = len(lane.groups)
+            group.stats.saved_tensors += group.passed_tensors
             if is_held:
                 group.state = GroupState.HELD
                 self._held.append(weakref.ref(group))
@@ -406,7 +421,7 @@ class OffloadEngine:
             lane.expect(wanted, 0)
             if lane.away == lane.end:
                 lane.away -= 1
-                waiting = wanted.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
+                waiting = wanted.list_saved(*_AWAY)
                 wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)
                 self._call_back(dict.fromkeys(waiting, wanted.place))
         if lane.away == 0 or not self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
@@ -426,12 +441,20 @@ class OffloadEngine:
         if self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             self._call_back_ahead(lane, functools.partial(self._policy.may_prefetch_early, let_go_bytes=let_go_bytes))
 
-    def _call_back_ahead(self, lane: Lane, may_prefetch: Callable[..., bool]) -> None:
-        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one."""
+    def _call_back_ahead(self, lane: Lane, may_prefetch: Callable[..., bool], *, states: Sequence[SavedState] = _AWAY) -> None:
+        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one.
+
+        Args:
+            lane: Where backward is.
+            may_prefetch: As those of the policy.
+            states: In which all of a group is that comes back: a group with something in another one ends it.
+        """
         coming: dict[SavedStorage, Place] = {}  # each once, though several groups may want it
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
-            waiting = [saved for saved in group.list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED) if saved not in coming]
+            waiting = [saved for saved in group.list_saved(*_AWAY) if saved not in coming]
+            if any(saved.state not in states for saved in waiting):
+                break
             group_bytes = sum(saved.moved_bytes for saved in waiting)
             if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
                 break
@@ -478,4 +501,4 @@ _CAPTURING = (
 def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, stats: TagStats | None) -> KeptHandle:
     if stats is not None and reason is not KeptReason.PARAMETER:
         stats.add_kept(reason, tensor.numel() * tensor.element_size())
-    return KeptHandle(tensor, place)
+    return hold(tensor, place)

@@ -21,7 +21,18 @@ class GroupState(enum.Enum):
 class Group:
     """What one execution of a site saves for one microbatch: the tensors that move together."""
 
-    __slots__ = ("__weakref__", "_saved", "ahead_bytes", "end_position", "moved_bytes", "place", "position", "state", "stats")
+    __slots__ = (
+        "__weakref__",
+        "_saved",
+        "ahead_bytes",
+        "end_position",
+        "moved_bytes",
+        "passed_tensors",
+        "place",
+        "position",
+        "state",
+        "stats",
+    )
 
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
         self.place = place
@@ -37,6 +48,8 @@ class Group:
         """Bytes that left for the host with this group."""
         self.ahead_bytes = 0
         """Of what was called back before backward came to the group."""
+        self.passed_tensors = 0
+        """Saved past the engine, since they never move. A group is one thread's: for the tag they count when it ends."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     def add(self, saved: SavedStorage) -> None:

@@ -27,6 +27,11 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())  # noqa: SLF001 - the only name
 
 
+def is_without_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a plain tensor over a storage of no bytes, as the bias that a linear does not have."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0
+
+
 def is_of_leaf(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is, or looks at, a leaf that gets a gradient: a parameter, or an input from outside of the graph.
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fgoffload.engine.group import Group, Lane
+from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import LedgerHook
 from fgoffload.engine.saved import Handle, KeptHandle
 
@@ -60,7 +61,21 @@ class Saving:
 
     def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
-        return self._engine.save(tensor, lane=self.lane, group=self.group)
+        engine, lane, group = self._engine, self.lane, self.group
+        # What never moves costs as little as it can: a linear of many experts saves a few dozen weights, and as many biases
+        # that it does not have, while the device waits for the host.
+        held: torch.Tensor | None = None
+        if not engine.observers:
+            if type(tensor) is torch.nn.Parameter:
+                held = tensor
+            elif tensor.numel() == 0 and is_without_bytes(tensor):
+                held = tensor.detach()
+        if held is None:
+            return engine.save(tensor, lane=lane, group=group)
+        if group is None:
+            return KeptHandle(held, tensor._version, None, lane.place)  # noqa: SLF001 - the only name
+        group.passed_tensors += 1
+        return KeptHandle(held, tensor._version, None, group.place)  # noqa: SLF001 - the only name
 
     def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""

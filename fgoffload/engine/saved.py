@@ -319,13 +319,21 @@ class Handle:
 
 
 class KeptHandle:
-    """What a saved tensor is packed into, where it stays on the device."""
+    """What a saved tensor is packed into, where it stays on the device.
+
+    Args:
+        tensor: What autograd gets back, without a graph of its own.
+        version: Of the tensor.
+        nbytes: Of its storage, which must be as large then; None where the tensor has none, or may get another one.
+        place: Where it was saved.
+    """
 
     __slots__ = ("_nbytes", "_tensor", "_version", "place")
 
-    def __init__(self, tensor: torch.Tensor, place: Place) -> None:
-        self._tensor, self._nbytes = _hold(tensor)
-        self._version = get_version(self._tensor)
+    def __init__(self, tensor: torch.Tensor, version: int, nbytes: int | None, place: Place) -> None:
+        self._tensor = tensor
+        self._version = version
+        self._nbytes = nbytes
         self.place = place
         """Where the tensor was saved."""
 
@@ -341,13 +349,16 @@ class KeptHandle:
         return self._tensor
 
 
-def _hold(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-    """Return what to hold of a tensor that stays, and the bytes that its storage must still have then, if it has any."""
+def hold(tensor: torch.Tensor, place: Place) -> KeptHandle:
+    """Return a handle for a tensor of any kind that was saved at `place` and stays on the device."""
+    version = get_version(tensor)
     if is_of_leaf(tensor):
-        return tensor, None  # as torch does: a leaf has no graph to hold, and whoever gives it other data means it
+        return KeptHandle(tensor, version, None, place)  # as torch does: a leaf has no graph, and may be given other data
     if type(tensor) is not torch.Tensor or not has_bytes(tensor):
-        return tensor.detach(), None
-    if tensor.numel() == 0:
+        return KeptHandle(tensor.detach(), version, None, place)
+    nbytes = tensor.untyped_storage().nbytes()
+    if nbytes and tensor.numel() == 0:
         # An expert that gets no tokens saves an empty slice of the storage that all experts' tokens lie in, and would hold it.
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device), None
-    return tensor.detach(), tensor.untyped_storage().nbytes()
+        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return KeptHandle(empty, get_version(empty), None, place)
+    return KeptHandle(tensor.detach(), version, nbytes, place)

@@ -41,7 +41,7 @@ class TagStats:
     groups: int = 0
     """Executions of the tag's sites."""
     saved_tensors: int = 0
-    """Tensors that autograd saved inside."""
+    """Tensors that autograd saved inside; of parameters, in those that have ended."""
     d2h_bytes: int = 0
     """Bytes that left for the host."""
     h2d_bytes: int = 0

@@ -20,7 +20,7 @@ from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_ch
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, NumberedLayer, RankModel
-from fgoffload.planner.ranks.schedule import list_passes
+from fgoffload.planner.ranks.schedule import find_turning_chunk, list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware, check_for_times
@@ -87,6 +87,7 @@ def build_ranks(
                 policy=assumptions.policy,
                 min_offloaded_bytes=assumptions.min_offloaded_bytes,
                 step_end_s=_count_update_s(static, hardware, assumptions),
+                turning_chunk=find_turning_chunk(parallelism.pipeline, rank=rank),
             )
         )
     return tuple(ranks)

@@ -106,11 +106,22 @@ def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
 def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Its own where it knows it: without a model around it, forward need not be in it yet.
-        chunk = getattr(self, "vp_stage", None)
-        registrar.register([self], registrar.get_offload().chunk if chunk is None else chunk)
-        return original(self, *args, **kwargs)
+        offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
+        registrar.register([self], offload.chunk if chunk is None else chunk)
+        outputs = original(self, *args, **kwargs)
+        if _ends_model(self):
+            offload.expect_backward()
+        return outputs
 
     return forward
+
+
+def _ends_model(block: Any) -> bool:
+    """Return whether nothing but the loss follows `block`, and then backward."""
+    is_last = getattr(block, "post_process", None)
+    if is_last is None:
+        return True  # layers of multi-token prediction, which only the last stage has, and behind its decoder
+    return is_last and not getattr(block.config, "mtp_num_layers", None)
 
 
 def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:

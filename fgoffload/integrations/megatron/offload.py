@@ -202,6 +202,11 @@ class MegatronOffload:
             self._watched[chunk, layer] = found
         return found
 
+    def expect_backward(self) -> None:
+        """Forward has left the last layers of the model, and their backward comes next."""
+        if self._lane is not None:
+            self.engine.expect_backward(self._lane)
+
     def watch(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)

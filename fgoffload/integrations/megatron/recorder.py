@@ -18,7 +18,7 @@ from fgoffload.engine.geometry import get_view
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
-from fgoffload.engine.saved import Handle, KeptHandle
+from fgoffload.engine.saved import Handle, KeptHandle, hold
 from fgoffload.integrations.megatron.device_memory import DeviceMemory
 from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.plan import Site
@@ -233,7 +233,7 @@ class StepRecorder:
             return RecordedHandle(inner(tensor), inner, stretch)
         for ledger in self._observers:
             ledger.count_save(tensor, place=place)
-        return RecordedHandle(KeptHandle(tensor, place), None, stretch)
+        return RecordedHandle(hold(tensor, place), None, stretch)
 
     def take(self, handle: Handle | KeptHandle) -> torch.Tensor:
         """Return a saved tensor; in backward it tells where backward is."""

@@ -13,7 +13,7 @@ import torch
 
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
 from fgoffload.engine.region import is_in_backward
-from fgoffload.engine.saved import Handle, KeptHandle
+from fgoffload.engine.saved import Handle, KeptHandle, hold
 from fgoffload.integrations.pytorch.outputs import find_tensor
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
@@ -86,7 +86,7 @@ class SizedSaving(UncompiledSaving):
     def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
         if is_in_backward():
-            return KeptHandle(tensor, self.lane.place)
+            return hold(tensor, self.lane.place)
         if self.lane.away < len(self.lane.groups):
             self.renew_lane()
         if self.group is None:

@@ -4,7 +4,7 @@ import torch
 
 from fgoffload.engine import Group, Lane, OffloadEngine
 from fgoffload.engine.geometry import round_up
-from fgoffload.engine.saved import Handle, KeptHandle, SavedState
+from fgoffload.engine.saved import Handle, KeptHandle, SavedState, hold
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.plan import Site
@@ -134,7 +134,7 @@ def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> Offloade
     """Let `tensor` leave through `engine`; without one it stays."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
-        return OffloadedTensor(KeptHandle(tensor, lane.place), engine=None, lane=lane, group=None)
+        return OffloadedTensor(hold(tensor, lane.place), engine=None, lane=lane, group=None)
     group = engine.open_group(Site(chunk=0, layer=0, tag=TAG), lane)
     handle = engine.save(tensor, lane=lane, group=group)
     engine.end(lane, group)

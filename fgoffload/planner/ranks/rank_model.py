@@ -91,3 +91,5 @@ class RankModel:
     """After the last pass: the reduction of gradients and the optimizer."""
     host_budget_bytes: int | None = None
     """Of this rank, or None for no limit."""
+    turning_chunk: int | None = None
+    """The chunk that ends the model, where the backward of each microbatch comes right after its forward; None elsewhere."""

@@ -157,6 +157,19 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
     return min(behind + pipeline.has_expert_overlap, pipeline.microbatches * pipeline.chunks)
 
 
+def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
+    """Return the chunk of rank `rank` in which each backward comes right after its forward, or None where there is none.
+
+    It is the one that ends the model. Under expert overlap the forward of another microbatch runs beside that backward; and
+    where the last group of microbatches is smaller than the others, some interleaved passes come in between.
+
+    Raises:
+        ConfigError: The pipeline has no such rank.
+    """
+    _check_rank(pipeline, rank)
+    return pipeline.chunks - 1 if rank == pipeline.stages - 1 and not pipeline.has_expert_overlap else None
+
+
 def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
     """Return the most microbatches whose forward ran and whose backward did not end, at any time of a step.
 

@@ -23,6 +23,7 @@ from fgoffload.planner.simulation.chunk_program import (
     Step,
     SubmitStep,
     TakeStep,
+    TurnStep,
 )
 from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResidentTensor, ResolvedLayer, resolve_layer
 
@@ -46,6 +47,7 @@ def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
                 _Layer(layer, one, actions.get((number, layer.number), {}), has_copies=has_copies)
                 for layer, one in zip(chunk.layers, resolved, strict=True)
             ],
+            turns=number == rank.turning_chunk,
         )
         for number, chunk, resolved in chunks
     )
@@ -70,14 +72,14 @@ def _resolve_chunk(rank: RankModel, number: int, actions: Actions) -> list[Resol
     return resolved
 
 
-def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"]) -> ChunkProgram:
+def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bool) -> ChunkProgram:
     parcels: list[Parcel] = []
     groups: list[GroupPlace] = []
     for layer in layers:
         layer.number_groups(groups, parcels)
     shared = {tensor.name: tensor.size_bytes for layer in layers for tensor in layer.resolved.shared}
     return ChunkProgram(
-        forward=_compile_forward(chunk, layers),
+        forward=_compile_forward(chunk, layers, turns=turns and bool(groups)),
         backward=_compile_backward(chunk, layers),
         groups=tuple(groups),
         parcels=tuple(parcels),
@@ -86,12 +88,14 @@ def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"]) -> ChunkProgra
     )
 
 
-def _compile_forward(chunk: ChunkModel, layers: Sequence["_Layer"]) -> tuple[Step, ...]:
+def _compile_forward(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bool) -> tuple[Step, ...]:
     steps = _Steps()
     for segment in chunk.first:
         steps.compute(Part(segment.name, segment.forward_s, segment.forward_extra_bytes, 0))
     for layer in layers:
         layer.run_forward(steps)
+    if turns:
+        steps.add(TurnStep())
     for segment in chunk.last:
         steps.compute(Part(segment.name, segment.forward_s, segment.forward_extra_bytes, 0))
     return steps.finish()

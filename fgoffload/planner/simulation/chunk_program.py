@@ -113,7 +113,24 @@ class PassedStep:
     """Backward has passed a layer of which nothing leaves: the engine looks, and what comes next may come back."""
 
 
-Step = ComputeStep | HostWaitStep | OpenStep | SubmitStep | ReadStep | TakeStep | LetGoStep | FreeStep | PollStep | PassedStep
+@dataclasses.dataclass(frozen=True, slots=True)
+class TurnStep:
+    """Forward of the layers is over, and their backward comes next: the last groups stay if they are still on their way."""
+
+
+Step = (
+    ComputeStep
+    | HostWaitStep
+    | OpenStep
+    | SubmitStep
+    | ReadStep
+    | TakeStep
+    | LetGoStep
+    | FreeStep
+    | PollStep
+    | PassedStep
+    | TurnStep
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from fgoffload.planner.simulation.chunk_program import (
     Step,
     SubmitStep,
     TakeStep,
+    TurnStep,
 )
-from fgoffload.planner.simulation.lane_run import LaneRun, ParcelState
+from fgoffload.planner.simulation.lane_run import AWAY, LaneRun, ParcelState
 from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
 from fgoffload.planner.simulation.simulation_result import LaneName, RankResult
 from fgoffload.planner.simulation.steady_state import RoundState
@@ -84,6 +85,7 @@ class RankRun:
             FreeStep: self._free,
             PassedStep: self._pass_layer,
             PollStep: self._look,
+            TurnStep: self._turn,
         }
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
@@ -343,11 +345,20 @@ class RankRun:
             may_prefetch = functools.partial(self._policy.may_prefetch_early, let_go_bytes=lane.let_go_bytes)
             self._call_back_ahead(lane, may_prefetch)
 
-    def _call_back_ahead(self, lane: LaneRun, may_prefetch: Callable[..., bool]) -> None:
+    def _turn(self, _: TurnStep, lane: LaneRun) -> None:
+        """Backward comes next. `OffloadEngine.expect_backward`, in numbers."""
+        self._poll()
+        self._call_back_ahead(lane, self._policy.may_prefetch, states=(ParcelState.OFFLOADING,))
+
+    def _call_back_ahead(
+        self, lane: LaneRun, may_prefetch: Callable[..., bool], *, states: Sequence[ParcelState] = AWAY
+    ) -> None:
         """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one."""
         coming: list[int] = []
         while lane.away > 0:
             waiting = lane.list_away(lane.away - 1, but=coming)
+            if any(lane.states[one] not in states for one in waiting):
+                break
             group_bytes = lane.count_bytes(waiting)
             if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
                 break

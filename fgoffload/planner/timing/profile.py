@@ -17,7 +17,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, LinkModel, NumberedLayer, RankModel
-from fgoffload.planner.ranks.schedule import Pipeline, list_passes
+from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.policy import TransferPolicy
 from fgoffload.text_files import read_text_file
@@ -264,6 +264,7 @@ def make_rank_model(
         min_offloaded_bytes=measured.min_offloaded_bytes,
         step_end_s=measured.step_end_s,
         host_budget_bytes=host_budget_bytes,
+        turning_chunk=find_turning_chunk(pipeline, rank=rank),
     )
 
 

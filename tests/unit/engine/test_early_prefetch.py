@@ -4,7 +4,7 @@ import torch
 from support.sites import Sites, check_same_bits, make_engine
 
 from fgoffload import Site, TransferPolicy
-from fgoffload.engine import Lane
+from fgoffload.engine import DelayedCpuDevice, Lane
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.stats import TagStats
 
@@ -110,4 +110,40 @@ def test_an_announcement_calls_back_what_backward_wants_next():
     h.backward(torch.ones_like(h))
     assert seen == [1]
     assert engine.finish_step().prefetch_misses == 0
+    engine.close()
+
+
+def run_turning(*, prefetch_bytes: int) -> TagStats:
+    """Return the numbers of three sites of which the first has left when forward is over, and two are on their way."""
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=prefetch_bytes))
+    sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
+    h = sites(torch.sin, w * 2)
+    engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
+    h = sites(torch.sin, sites(torch.sin, h))
+    engine.expect_backward(sites.lane)
+    engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))  # the loss takes longer than the copies
+    h.backward(torch.ones_like(h))
+    stats = engine.finish_step().tags["core_attn"]
+    engine.close()
+    return stats
+
+
+def test_where_backward_comes_next_what_is_still_on_its_way_stays():
+    stats = run_turning(prefetch_bytes=1 << 20)
+    assert (stats.recalled_bytes, stats.h2d_bytes, stats.prefetch_misses) == (2 * NBYTES, NBYTES, 0)
+
+
+def test_where_backward_comes_next_no_more_stays_than_prefetch_allows():
+    stats = run_turning(prefetch_bytes=NBYTES)
+    assert (stats.recalled_bytes, stats.h2d_bytes, stats.prefetch_misses) == (NBYTES, 2 * NBYTES, 0)
+
+
+def test_without_gradients_no_backward_comes():
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
+    sites = Sites(engine)
+    h = sites(torch.sin, torch.ones(128, 128, requires_grad=True) * 2)
+    with torch.no_grad():
+        engine.expect_backward(sites.lane)
+    assert sites.lane.away == 1
+    h.backward(torch.ones_like(h))
     engine.close()

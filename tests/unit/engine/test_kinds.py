@@ -8,7 +8,8 @@ from support.sites import Sites, check_same_bits, make_engine
 from support.tensors import get_bits, leaf
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason
+from fgoffload import StateError
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason, OffloadEngine
 
 DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 
@@ -107,6 +108,43 @@ def test_a_tensor_without_elements_stays_and_keeps_its_shape(size):
     assert found.stride() == without.stride()
     assert moved == 0
     assert kept == {KeptReason.EMPTY.value: 0}
+
+
+def test_weights_and_biases_that_are_not_there_do_not_go_through_the_engine(monkeypatch):
+    # A linear of many experts saves dozens of both, and its host is what the device waits for.
+    weights, biases = [torch.nn.Parameter(torch.ones(4)) for _ in range(16)], [torch.empty(0) for _ in range(16)]
+    saved, seen, engine = [], [], make_engine()
+    original = OffloadEngine.save
+    monkeypatch.setattr(
+        OffloadEngine, "save", lambda self, tensor, **place: saved.append(tensor) or original(self, tensor, **place)
+    )
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            ctx.save_for_backward(x, *others)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.extend(ctx.saved_tensors[1:])
+            return gradient, *(None,) * 32
+
+    Sites(engine)(lambda h: Linear.apply(h, *weights, *biases), leaf(4) * 2).sum().backward()
+    assert len(saved) == 1
+    assert [one.data_ptr() for one in seen[:16]] == [weight.data_ptr() for weight in weights]
+    assert [one.size() for one in seen[16:]] == [torch.Size([0])] * 16
+    stats = engine.finish_step().tags["core_attn"]
+    assert (stats.saved_tensors, stats.d2h_bytes > 0) == (33, True)
+
+
+def test_a_weight_that_was_changed_in_place_is_not_given_to_backward():
+    weight, engine = torch.nn.Parameter(torch.ones(4)), make_engine()
+    output = Sites(engine)(lambda h: h * weight, leaf(4) * 2).sum()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(StateError, match=r"was changed in place before backward took it"):
+        output.backward()
 
 
 KEPT = {

@@ -1,6 +1,7 @@
 """The passes of a pipeline rank: properties that hold for every pipeline, and sequences written down by hand."""
 
 import doctest
+import itertools
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,15 @@ from hypothesis import strategies as st
 
 from fgoffload import ConfigError
 from fgoffload.planner.ranks import schedule
-from fgoffload.planner.ranks.schedule import Pass, PassKind, Pipeline, count_in_flight, count_warmup_passes, list_passes
+from fgoffload.planner.ranks.schedule import (
+    Pass,
+    PassKind,
+    Pipeline,
+    count_in_flight,
+    count_warmup_passes,
+    find_turning_chunk,
+    list_passes,
+)
 
 
 @st.composite
@@ -166,6 +175,20 @@ def test_the_chunks_of_a_rank_have_their_most_in_flight_at_different_times():
     assert (count_in_flight(passes, chunk=0), count_in_flight(passes, chunk=1), count_in_flight(passes)) == (4, 2, 5)
 
 
+@given(ranks())
+def test_in_the_chunk_that_turns_each_backward_comes_right_after_its_forward(case):
+    pipeline, rank = case
+    passes = list_passes(pipeline, rank=rank)
+    forwards = [one for one in itertools.pairwise(passes) if one[0].kind is PassKind.FORWARD]
+    turning = find_turning_chunk(pipeline, rank=rank)
+    assert (turning is None) == (rank < pipeline.stages - 1 or pipeline.has_expert_overlap)
+    # Behind a last group that is smaller than the others, forwards and backwards of interleaved chunks shift.
+    is_even = pipeline.chunks == 1 or pipeline.microbatches % pipeline.microbatches_of_group == 0
+    for forward, following in forwards:
+        if is_even and forward.chunk == turning:
+            assert following == Pass(kind=PassKind.BACKWARD, chunk=turning, microbatch=forward.microbatch)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -198,7 +221,7 @@ def test_a_pipeline_that_cannot_run_is_refused_with_the_fix(fields, message):
 
 
 @pytest.mark.parametrize("rank", [-1, 4, 0.0, True])
-@pytest.mark.parametrize("function", [list_passes, count_warmup_passes])
+@pytest.mark.parametrize("function", [list_passes, count_warmup_passes, find_turning_chunk])
 def test_a_rank_that_the_pipeline_has_not_is_refused(function, rank):
     with pytest.raises(ConfigError, match=rf"rank {rank} is not one of the 4 stages. Give a whole number from 0 to 3"):
         function(Pipeline(stages=4, microbatches=4), rank=rank)

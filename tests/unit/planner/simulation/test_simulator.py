@@ -117,6 +117,24 @@ def test_a_faster_link_to_the_host_can_be_slower_where_a_slow_one_is_called_back
     assert simulate_rank(make_rank(*rank.chunks), offload("expert_fc1", (0,))).step_s == 120 + 10
 
 
+def test_where_backward_comes_next_the_last_group_stays_if_it_is_still_on_its_way():
+    # Forward of the layers is over at 40. The first group left from 20 to 30, and the second is on its way until 50: it stays,
+    # through what is behind the layers too, and the first comes back when backward comes to the second, at 100.
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), turning_chunk=0)
+    result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
+    assert list_copies(result, LaneName.D2H) == [(20, 30), (40, 50)]
+    assert list_copies(result, LaneName.H2D) == [(100, 110)]
+    assert (result.waits, result.step_s) == (Waits(), 3 * 60)
+
+
+def test_where_backward_comes_next_no_more_stays_than_prefetch_allows():
+    # At 5 bytes a second nothing has left at 40, and one group is as much as may be there before backward asks.
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=make_link(d2h=5.0), prefetch_bytes=100, turning_chunk=0)
+    result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
+    assert list_copies(result, LaneName.D2H) == [(20, 40), (40, 60)]
+    assert list_copies(result, LaneName.H2D) == [(100, 110)]
+
+
 def test_memory_that_a_copy_still_reads_goes_with_the_copy():
     # At 0.5 bytes a second the copy is through at 220, long after backward is over at 60, and the second microbatch at 120.
     rank = make_rank(make_chunk(FC1), passes=read_passes("F0 B0 F1 B1"), link=make_link(d2h=0.5))

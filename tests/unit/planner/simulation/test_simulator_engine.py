@@ -119,7 +119,8 @@ def choose(random, count):
 class Training:
     """What the simulator simulates, run by the engine."""
 
-    def __init__(self, engine, layers, chosen):
+    def __init__(self, engine, layers, chosen, *, turns):
+        self._turns = turns
         self._engine = engine
         self._layers = layers
         self._chosen = chosen
@@ -141,6 +142,8 @@ class Training:
             else:
                 self._engine.announce_backward(lane, x)
                 x = self._run_layer(lane, number, layer, x)
+        if self._turns:
+            self._engine.expect_backward(lane)
         self._outputs[one.microbatch] = x
 
     def _run_layer(self, lane, number, layer, x):
@@ -201,7 +204,7 @@ def run_engine(device, rank, layers, chosen):
         device=device, policy=rank.policy, min_offloaded_bytes=rank.min_offloaded_bytes, host_budget_bytes=1 << 20
     )
     ledger = ActivationLedger(parameters=())
-    training = Training(engine, layers, chosen)
+    training = Training(engine, layers, chosen, turns=rank.turning_chunk is not None)
     with Lines() as lines, engine.observe(ledger), ledger.watch():
         for one in rank.passes:
             training.run_pass(one)
@@ -228,11 +231,12 @@ def list_sizes(result, lane):
     st.sampled_from((0, 300, 1000, 10**6)),
     st.sampled_from((0, 150, 600, 1500, 10**6)),
     st.sampled_from((0, 200)),
+    st.sampled_from((None, 0)),
 )
 # Groups that end behind others; and a site that stays, which asks for what has left with another.
-@example(4338, Pipeline(microbatches=2), 16.0, 16.0, 0, 150, 0)
-@example(659, Pipeline(stages=3, microbatches=4), 16.0, 16.0, 1000, 10**6, 0)
-def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, window, prefetch, least):
+@example(4338, Pipeline(microbatches=2), 16.0, 16.0, 0, 150, 0, None)
+@example(659, Pipeline(stages=3, microbatches=4), 16.0, 16.0, 1000, 10**6, 0, None)
+def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, window, prefetch, least, turning):
     random = Random(seed)
     layers = make_layers(random)
     chosen = choose(random, len(layers))
@@ -243,6 +247,7 @@ def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, windo
         window_bytes=window,
         prefetch_bytes=prefetch,
         min_offloaded_bytes=least,
+        turning_chunk=turning,
     )
     plan = make_plan({(number, tag): Action.OFFLOAD for number, tags in enumerate(chosen) for tag in tags})
     result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
