@@ -59,6 +59,7 @@ _SWITCHES: tuple[tuple[str, ...], ...] = (
     ("--swiglu",),
     ("--quick-geglu",),
     ("--gated-linear-unit",),
+    ("--bias-swiglu-fusion", "--bias-activation-fusion"),
     ("--disable-bias-linear",),
     ("--add-qkv-bias",),
     ("--group-query-attention",),

@@ -37,7 +37,9 @@ _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim":
 _DEFAULT_VOCAB_SIZE = 256
 """As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""
 
-_CHANGEABLE = frozenset({"seq_length", "mtp_num_layers", "rope_fusion", "hidden_dropout", "fp8_format", "fp8_recipe"})
+_CHANGEABLE = frozenset(
+    {"seq_length", "mtp_num_layers", "rope_fusion", "bias_swiglu_fusion", "hidden_dropout", "fp8_format", "fp8_recipe"}
+)
 """Flags, with `_` for `-`, that change a model from elsewhere, beside those of experts."""
 
 _OF_TYPES_AND_PADDING = frozenset({"bf16", "make_vocab_size_divisible_by"})
@@ -216,6 +218,11 @@ def _make_model(values: Mapping[str, Any], parallelism: Parallelism, *, name: st
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
     moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)
     latent = _make_latent(values)
+    if values.get("quick_geglu") and not values.get("bias_swiglu_fusion", True):
+        raise ConfigError(
+            "--no-bias-swiglu-fusion with --quick-geglu: what that activation saves without fusion is not known here. "
+            "Leave --no-bias-swiglu-fusion out, or give --swiglu."
+        )
     model = ModelShape(
         name=name,
         num_layers=num_layers,
@@ -262,6 +269,8 @@ def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]
+    if "bias_swiglu_fusion" in values:
+        changes["has_fused_activation"] = values["bias_swiglu_fusion"]
     if "hidden_dropout" in values:
         changes["has_hidden_dropout"] = values["hidden_dropout"] > 0
     if "fp8_format" in values:

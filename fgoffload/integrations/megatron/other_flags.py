@@ -108,7 +108,7 @@ _MEMORY = """
 _LAYERS = """
     --activation-func --activation-func-clamp-value --activation-func-fp8-input-store --apply-layernorm-1p
     --apply-query-key-layer-scaling --apply-residual-connection-post-layernorm --attention-output-gate
-    --attention-softmax-in-fp32 --bias-activation-fusion --bias-gelu-fusion --bias-swiglu-fusion --cross-entropy-fusion-impl
+    --attention-softmax-in-fp32 --bias-gelu-fusion --cross-entropy-fusion-impl
     --cross-entropy-loss-fusion --experimental-attention-variant --fp32-residual-connection --fp4-format --fp4-recipe
     --fused-single-qkv-rope --glu-linear-offset --heterogeneous-layers-config-path --hybrid-layer-pattern
     --masked-softmax-fusion --memory-efficient-layer-norm --mla-down-proj-fusion --moe-apply-probs-on-input

@@ -23,6 +23,9 @@ from fgoffload.tags import RECOMPUTE_UNITS
 _ATTENTION_NORM = ("output of the norm before attention", "statistics of the norm before attention")
 _MLP_NORM = ("output of the norm before the MLP", "statistics of the norm before the MLP")
 
+_ACTIVATION_INPUTS = ("first linears' output", "permuted probabilities")
+"""What the experts' activation is given, and runs again from."""
+
 _AROUND = ("mtp_projection", "mtp_norm")
 """Stretches of multi-token prediction that no unit covers: the units are those of the transformer layer between them."""
 
@@ -117,7 +120,9 @@ def _list_refills(
     if "mlp_norm" in names:
         yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
     if shape.experts is not None:
-        yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, "activation's output"))
+        # Whatever operators inside of the activation save is not saved either.
+        inside = (one.name for one in tensors if one.tags == ("moe_act",) and one.name not in _ACTIVATION_INPUTS)
+        yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
 
 
 def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:

@@ -158,9 +158,13 @@ def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
     # The norm's output 2sbh/t.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     yield SavedTensor(name="output of the norm before the MLP", tags=("mlp_fc1",), size_bytes=size_bytes)
+    rows, channels = shape.tokens * shape.tensor_parallel_size, shape.ffn_hidden_size // shape.tensor_parallel_size
     # 4sbf/t: gate and up, [s, b, 2f / t]; without a gate 2sbf/t.
-    size_bytes = _count_gates(shape) * _BF16 * shape.tokens * shape.ffn_hidden_size
+    size_bytes = _count_activation_input(shape, rows, channels)
     yield SavedTensor(name="first linear's output", tags=("mlp_act",), size_bytes=size_bytes)
+    for name in _list_factors(shape):
+        # 2sbf/t.
+        yield SavedTensor(name=name, tags=("mlp_act",), size_bytes=_BF16 * rows * channels)
     # 2sbf/t.
     size_bytes = _count_row_parallel_input(shape, shape.ffn_hidden_size)
     yield SavedTensor(name="activation's output", tags=("mlp_fc2",), size_bytes=size_bytes)
@@ -207,8 +211,9 @@ def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[S
         recipe = shape.fp8_recipe if shape.fp8_recipe == "delayed" else None
         size_bytes = count_input_bytes(recipe, rows=rows, channels=shape.hidden_size)
         yield SavedTensor(name=name, tags=tags, size_bytes=size_bytes)
-    # 4sbf/t gate and up, and 2sbf/t behind the activation.
-    size_bytes = _count_gates(shape) * _BF16 * shape.tokens * experts.shared_ffn_hidden_size
+    rows, channels = shape.tokens * shape.tensor_parallel_size, experts.shared_ffn_hidden_size // shape.tensor_parallel_size
+    # 4sbf/t gate and up, where nothing is fused 2sbf/t for each of the activation's factors, and 2sbf/t behind it.
+    size_bytes = _count_activation_input(shape, rows, channels) + len(_list_factors(shape)) * _BF16 * rows * channels
     size_bytes += _count_row_parallel_input(shape, experts.shared_ffn_hidden_size)
     yield SavedTensor(name="inside of the shared experts", tags=tags, size_bytes=size_bytes)
 
@@ -258,10 +263,14 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     size_bytes = _count_expert_input(shape, experts, rows=rows, each=each, channels=shape.hidden_size)
     yield SavedTensor(name="permuted tokens", tags=("expert_fc1",), size_bytes=size_bytes)
     # 4sbkf/t: gate and up.
-    size_bytes = _count_gates(shape) * _BF16 * rows * channels
+    size_bytes = _count_activation_input(shape, rows, channels)
     yield SavedTensor(name="first linears' output", tags=("moe_act",), size_bytes=size_bytes)
-    if not shape.is_gated:
-        # 2sbkf/t: the product with the probabilities is then an operator of its own, which keeps what it multiplies.
+    for name in _list_factors(shape):
+        # 2sbkf/t.
+        yield SavedTensor(name=name, tags=("moe_act",), size_bytes=_BF16 * rows * channels)
+    if not (shape.is_gated and shape.has_fused_activation):
+        # 2sbkf/t: the product with the probabilities is then an operator of its own, which keeps what it multiplies. It is in
+        # bf16 where they are in fp32 too: autograd keeps what it was given, and the copies between types keep nothing.
         yield SavedTensor(name="output of the bare activation", tags=("moe_act",), size_bytes=_BF16 * rows * channels)
     # 2sbke/t, or 4sbke/t with a router in fp32: the activation applies the probabilities, [sbke / t, 1].
     yield SavedTensor(name="permuted probabilities", tags=("moe_act",), size_bytes=experts.router.dtype_bytes * rows)
@@ -353,9 +362,26 @@ def _count_norm_statistics(shape: LayerShape) -> int:
     return (2 if shape.normalization == "LayerNorm" else 1) * _FP32 * shape.tokens
 
 
-def _count_gates(shape: LayerShape) -> int:
-    """Return how many halves a first linear's output has: gate and up, or one."""
-    return 2 if shape.is_gated else 1
+def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
+    """Return what an activation saves of the first linear's output, `[rows, 2 channels]`, or without a gate half as wide.
+
+    Where nothing is fused it saves the gate alone. That is a view, of more than a byte in two of the stretch from its first row
+    to its last, so that the whole stretch stays and leaves: all but the up-projection of the last row, 2f/t.
+    """
+    if not shape.is_gated:
+        return _BF16 * rows * channels
+    return _BF16 * (2 * rows - (0 if shape.has_fused_activation else 1)) * channels
+
+
+def _list_factors(shape: LayerShape) -> tuple[str, ...]:
+    """Return what the product of a gated activation saves where that is an operator of its own, each `[rows, channels]`.
+
+    The up-projection is a tensor of its own there, since Megatron adds `glu_linear_offset` to it, which is 0.
+
+    Source: `MLP.forward` of megatron/core/transformer/mlp.py and `TEGroupedMLP.forward` of transformer/moe/experts.py,
+    megatron-core 0.16.1. `tests/unit/megatron/test_saved_bytes.py` runs both on the CPU.
+    """
+    return ("activated gate", "up-projection with its offset") if shape.is_gated and not shape.has_fused_activation else ()
 
 
 def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:

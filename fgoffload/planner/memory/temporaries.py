@@ -117,7 +117,7 @@ def _count_dense(shape: LayerShape, execution: Execution) -> dict[str, ExtraByte
             forward=norm + hidden + gathered + wide,
             backward=hidden + wide + 2 * gathered + hidden + norm + first,
         ),
-        "mlp_act": ExtraBytes(forward=wide + inner, backward=hidden + wide + inner),
+        "mlp_act": ExtraBytes(forward=wide + inner + _count_factors(shape, inner), backward=hidden + wide + inner),
         "mlp_fc2": ExtraBytes(forward=inner + gathered + 2 * hidden, backward=hidden + gathered + inner + second),
     }
 
@@ -139,7 +139,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     wide = sizes.gates * inner
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
-        forward=2 * hidden + gathered + wide + inner,
+        forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
         # The residual's gradient, which is the output's too, and that of the norm's output, which the router has begun.
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
@@ -169,7 +169,7 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
     held = sum(sizes.way_to_experts[:-1])
     return {
         "expert_fc1": ExtraBytes(forward=held + arrived + wide, backward=hidden + wide + arrived + sizes.gates * waiting),
-        "moe_act": ExtraBytes(forward=held + wide + inner, backward=hidden + wide + inner),
+        "moe_act": _count_expert_activation(sizes, experts, held),
         "expert_fc2": ExtraBytes(forward=held + inner + arrived, backward=hidden + arrived + inner + waiting),
         "moe_combine": ExtraBytes(
             forward=held + _find_most((hidden, *sizes.way_to_experts)),
@@ -177,6 +177,24 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
             backward=hidden + _find_most((0, *sizes.way_to_experts)),
         ),
     }
+
+
+def _count_factors(shape: LayerShape, inner: int) -> int:
+    """Return what an activation makes on its way where its operators are not fused: both factors of its product."""
+    return 2 * inner if shape.is_gated and not shape.has_fused_activation else 0
+
+
+def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int) -> ExtraBytes:
+    """Return the temporaries of the experts' activation, with `held` bytes of the dispatcher's callers in forward."""
+    inner, wide = sizes.expert_inner, sizes.gates * sizes.expert_inner
+    factors = _count_factors(sizes.shape, inner)
+    if not factors:
+        return ExtraBytes(forward=held + wide + inner, backward=sizes.hidden + wide + inner)
+    # The product with the probabilities has their type. In backward it has a gradient, of which that of the rows and one number
+    # a row are made, the latter by way of a tensor as large; what comes after has no more at once.
+    weighted = inner * experts.router.dtype_bytes // BF16
+    copied = inner if weighted > inner else 0
+    return ExtraBytes(forward=held + wide + factors + inner + weighted + copied, backward=sizes.hidden + 3 * weighted)
 
 
 def _find_most(steps: Sequence[int]) -> int:

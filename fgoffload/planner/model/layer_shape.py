@@ -187,6 +187,9 @@ class LayerShape:
     """With `--qk-layernorm`, for attention in groups: norms of query and key heads. `latent` says it for latent attention."""
     is_gated: bool = True
     """Activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of the first linear's output."""
+    has_fused_activation: bool = True
+    """One kernel computes a gated activation, of experts with the probabilities too, unless `--no-bias-swiglu-fusion`: then
+    each operator keeps what it needs. Without a gate both ways keep the same."""
     has_hidden_dropout: bool = False
     """With `--hidden-dropout` above 0."""
     has_mtp_projection: bool = False

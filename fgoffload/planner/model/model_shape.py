@@ -84,6 +84,8 @@ class ModelShape:
     """As in `--normalization`."""
     is_gated: bool = True
     """The activation of MLPs and experts is gated, as with `--swiglu`: it multiplies halves of the first linear's output."""
+    has_fused_activation: bool = True
+    """One kernel computes a gated activation, unless `--no-bias-swiglu-fusion`."""
     has_tied_embeddings: bool = False
     """Embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
     has_linear_bias: bool = False
@@ -336,6 +338,7 @@ def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int)
         has_fused_rotary=model.has_fused_rotary and model.rotary_channels > 0,
         has_qk_norm=model.has_qk_norm and model.latent is None,
         is_gated=model.is_gated,
+        has_fused_activation=model.has_fused_activation or not model.is_gated,
         has_hidden_dropout=model.has_hidden_dropout,
         has_mtp_projection=number >= model.num_layers,
         fp8_recipe=model.fp8_recipe,

@@ -28,6 +28,22 @@ _PERMUTE_KERNELS = 10
 _FUSED_PERMUTE_KERNELS = 3
 """Kernels one way. Counted in the code of Megatron-Core 0.16.1, and not measured."""
 
+_UNFUSED_GATE = (2 + 2 + 3, 3, 3 + 3 + 3 + 4, 4)
+"""Of a gated activation whose operators are not fused: what forward moves, in tensors as large as what it returns, its kernels,
+and the same of backward. Forward: the activation reads and writes one, so does the sum of the up-projection and its offset, and
+the product reads two. Backward: each gradient of the product reads two and writes one, so does that of the activation, and both
+halves' gradients are read and written side by side.
+
+Source: the code of Megatron-Core 0.16.1 and of torch's autograd, and not measured."""
+
+_UNFUSED_PROBABILITIES = (2, 1, 2 + 3 + 1, 3)
+"""The same of the product with the probabilities. Backward: one gradient is that of the rows; the other is a product of two
+tensors, which is written, read and summed up."""
+
+_UNFUSED_FP32_PROBABILITIES = (3 + 3, 2, 3 + 4 + 3 + 5 + 2, 5)
+"""The same with probabilities in fp32: products are twice as large, and are copied to bf16; in backward the gradient is copied to
+fp32 first, and that of the rows back."""
+
 
 def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
     """Return what each stretch of the second half does, in the order of forward."""
@@ -38,19 +54,36 @@ def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork,
     return (fuse_norm(norm, first), *others) if shape.has_fused_norms else (norm, first, *others)
 
 
-def make_activation_works(inner_bytes: int, gates: int) -> tuple[Work, Work]:
-    """Return a fused activation, forward and backward.
+def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_bytes: int = 0) -> tuple[Work, Work]:
+    """Return an activation, forward and backward.
 
     Args:
+        shape: Of the layer.
         inner_bytes: Of what it returns.
-        gates: Parts that it reads, each as large. Backward reads them and a gradient and writes as many.
+        probability_bytes: Of an element of the probabilities that it multiplies by; 0 without any.
     """
+    if shape.is_gated and not shape.has_fused_activation:
+        return _make_unfused_works(inner_bytes, probability_bytes)
+    # One kernel reads one part or two, each as large. Backward reads them and a gradient and writes as many.
+    gates = LayerSizes(shape).gates
     return make_moves((gates + 1) * inner_bytes), make_moves((2 * gates + 1) * inner_bytes)
+
+
+def _make_unfused_works(inner_bytes: int, probability_bytes: int) -> tuple[Work, Work]:
+    """Return a gated activation of which each operator is a kernel of its own."""
+    moves = [_UNFUSED_GATE]
+    if probability_bytes:
+        moves.append(_UNFUSED_FP32_PROBABILITIES if probability_bytes == FP32 else _UNFUSED_PROBABILITIES)
+    forward, forward_kernels, backward, backward_kernels = (sum(column) for column in zip(*moves, strict=True))
+    return (
+        make_moves(forward * inner_bytes, kernels=forward_kernels),
+        make_moves(backward * inner_bytes, kernels=backward_kernels),
+    )
 
 
 def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
     first, second = make_mlp_linears(shape, shape.ffn_hidden_size)
-    activation, activation_backward = make_activation_works(LayerSizes(shape).dense_inner, LayerSizes(shape).gates)
+    activation, activation_backward = make_activation_works(shape, LayerSizes(shape).dense_inner)
     add, add_backward = make_residual_works(shape, execution)
     gather = list_gather(shape, shape.hidden_size)
     return (
@@ -86,7 +119,7 @@ def _list_mixture_work(shape: LayerShape, experts: ExpertsShape, execution: Exec
 
 def _make_shared_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> SegmentWork:
     first, second = make_mlp_linears(shape, experts.shared_ffn_hidden_size)
-    activation, activation_backward = make_activation_works(LayerSizes(shape).shared_inner, LayerSizes(shape).gates)
+    activation, activation_backward = make_activation_works(shape, LayerSizes(shape).shared_inner)
     gather = list_gather(shape, shape.hidden_size)
     return SegmentWork(
         name="shared_expert",
@@ -131,7 +164,9 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     width = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     first = make_linear(shape, rows, shape.hidden_size, sizes.gates * width, experts=local)
     second = make_linear(shape, rows, width, shape.hidden_size, experts=local)
-    activation, activation_backward = make_activation_works(sizes.expert_inner, sizes.gates)
+    activation, activation_backward = make_activation_works(
+        shape, sizes.expert_inner, probability_bytes=experts.router.dtype_bytes
+    )
     return (
         SegmentWork(
             name="expert_fc1",

@@ -72,6 +72,9 @@ def test_a_dense_model_has_megatrons_defaults_where_no_flag_says_otherwise():
         ("--hidden-dropout 0.0", {"has_hidden_dropout": False}),
         ("--hidden-dropout 0.2", {"has_hidden_dropout": True}),
         ("--no-rope-fusion", {"has_fused_rotary": False}),
+        ("--bias-swiglu-fusion", {"has_fused_activation": True}),
+        ("--no-bias-swiglu-fusion", {"has_fused_activation": False}),
+        ("--no-bias-activation-fusion", {"has_fused_activation": False}),
         ("--rotary-percent 0.5", {"rotary_percent": 0.5}),
         ("--position-embedding-type none", {"rotary_percent": 0.0, "learned_positions": 0}),
         ("--position-embedding-type learned_absolute", {"rotary_percent": 0.0, "learned_positions": 128}),
@@ -267,6 +270,13 @@ def test_a_flag_that_there_has_to_be_is_asked_for(flag):
         read(base=leave_out(flag))
 
 
+def test_quick_geglu_without_fusion_is_refused_since_nobody_knows_what_it_saves():
+    quick = f"{LEAST} --ffn-hidden-size 256 --bf16 --quick-geglu"
+    assert read_shape("--bias-swiglu-fusion", base=quick).has_fused_activation
+    with pytest.raises(ConfigError, match="--no-bias-swiglu-fusion with --quick-geglu: what that activation saves"):
+        read_shape("--no-bias-swiglu-fusion", base=quick)
+
+
 def test_experts_without_a_width_are_refused():
     with pytest.raises(ConfigError, match="--moe-ffn-hidden-size is missing"):
         read_shape("--num-experts 4", base=LEAST)
@@ -279,10 +289,10 @@ def test_the_vocabulary_of_a_tokenizer_is_asked_for():
 
 
 def test_flags_of_a_file_that_are_not_known_are_left_out_with_one_warning(caplog):
-    flags = "--lr 1e-3 --unheard-of 3 --no-bias-swiglu-fusion --unheard-of=4 --save /there --recompute-modules mlp"
+    flags = "--lr 1e-3 --unheard-of 3 --no-masked-softmax-fusion --unheard-of=4 --save /there --recompute-modules mlp"
     assert read(flags) == read()
     assert [record.message for record in caplog.records] == [
-        "file.sh: a plan does not know --unheard-of, --no-bias-swiglu-fusion, and is made without."
+        "file.sh: a plan does not know --unheard-of, --no-masked-softmax-fusion, and is made without."
     ]
 
 
@@ -315,7 +325,7 @@ def test_a_misspelt_flag_that_is_typed_is_refused_with_the_nearest(word, nearest
 
 
 def test_a_flag_that_changes_what_no_plan_knows_is_refused_where_it_is_typed():
-    for flag in ("--cuda-graph-impl", "--no-bias-swiglu-fusion"):
+    for flag in ("--cuda-graph-impl", "--no-masked-softmax-fusion"):
         with pytest.raises(ConfigError, match=f"{flag} changes memory or times in a way that no plan knows. Leave it out."):
             read(typed=[flag])
 
@@ -443,7 +453,7 @@ def test_ranks_are_read_for_a_model_from_elsewhere():
 
 
 def test_a_model_from_elsewhere_is_trained_as_the_flags_say():
-    of_layers = "--no-rope-fusion --hidden-dropout 0.1 --fp8-format e4m3 --fp8-recipe mxfp8 --mtp-num-layers 1 --bf16"
+    of_layers = "--no-rope-fusion --no-bias-swiglu-fusion --hidden-dropout 0.1 --fp8-format e4m3 --fp8-recipe mxfp8 --mtp-num-layers 1 --bf16"
     of_experts = "--moe-permute-fusion --moe-router-dtype fp32 --moe-aux-loss-coeff 0.1"
     model, _ = read_parallelism(f"{of_layers} {of_experts}".split(), source="the command line", model=make_model())
     experts = dataclasses.replace(
@@ -452,6 +462,7 @@ def test_a_model_from_elsewhere_is_trained_as_the_flags_say():
     assert model == make_model(
         vocab_size=1024,
         has_fused_rotary=False,
+        has_fused_activation=False,
         has_hidden_dropout=True,
         fp8_recipe="mxfp8",
         mtp_num_layers=1,
@@ -523,6 +534,7 @@ MEGATRON_LM_ONLY = frozenset(
         # Megatron-LM's names for fields that are called otherwise.
         "--num-experts",
         "--rope-fusion",
+        "--bias-swiglu-fusion",
         "--num-layers-per-virtual-pipeline-stage",
         "--num-virtual-stages-per-pipeline-rank",
         "--decoder-first-pipeline-num-layers",

@@ -13,7 +13,7 @@ from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, Layer
 PAGE = Path(__file__).parents[4] / "docs" / "formulas.md"
 ROW = re.compile(r"^\| `(\w+)` \|([^|]*)\| `([^`]+)` \| (\d+|-) \|$", re.MULTILINE)
 UNTAGGED_ROW = re.compile(r"^\| ([a-z -]+) \|([^|]*)\| `([^`]+)` \|$", re.MULTILINE)
-WORD = re.compile(r"dqk|dv|rq|rkv|dpos|drot|fs|[sbhfngEkte]|\d+|[()+/]")
+WORD = re.compile(r"dqk|dv|rq|rkv|dpos|drot|fs|[sbhfngEkte]|\d+|[-()+/]")
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = [(tag, where.strip(), formula, found) for tag, where, formula, found in ROW.findall(TEXT)]
 UNTAGGED_ROWS = [(name, where.strip(), formula) for name, where, formula in UNTAGGED_ROW.findall(TEXT)]
@@ -86,6 +86,7 @@ def make_shape(sizes, tag, where):
         rotary_channels=sizes["drot"],
         has_qk_norm="head norms" in where,
         is_gated="no gate" not in where,
+        has_fused_activation="no activation fusion" not in where,
         fp8_recipe=("tensorwise" if "tensorwise" in where else "delayed") if "fp8" in where else None,
         has_fused_rotary="fused rotary" in where,
         has_hidden_dropout="dropout" in where,

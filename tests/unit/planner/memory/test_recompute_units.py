@@ -83,6 +83,27 @@ def test_a_layer_saves_what_was_counted_by_hand_with_the_unit_and_without(shape,
     assert count_saved(layer, layer.find_unit(unit)) == after
 
 
+@pytest.mark.parametrize("fields", [{"has_fused_activation": False}, {"is_gated": False}], ids=["unfused", "no gate"])
+def test_an_activation_that_runs_again_saves_what_it_was_given_and_nothing_in_between(fields):
+    layer = make_layer(dataclasses.replace(MIXTURE, **fields))
+    kept = [one.name for one in layer.tensors if one.name not in layer.find_unit("moe_act").drops]
+    assert {name for name in kept if name in {one.name for one in layer.tensors if one.tags == ("moe_act",)}} == {
+        "first linears' output",
+        "permuted probabilities",
+    }
+    assert "activation's output" not in kept
+
+
+def test_an_unfused_activation_that_runs_again_saves_what_a_fused_one_does():
+    unfused, fused = (make_layer(dataclasses.replace(MIXTURE, has_fused_activation=is_fused)) for is_fused in (False, True))
+    # In the experts both factors and their product; of gate and up it is the gate, which lacks half a row at its end.
+    expected = 4 * EXPERT_INNER
+    dropped = unfused.saved_bytes - count_saved(unfused, unfused.find_unit("moe_act"))
+    assert dropped == expected
+    assert fused.saved_bytes - count_saved(fused, fused.find_unit("moe_act")) == EXPERT_INNER
+    assert unfused.find_unit("moe_act").extra_bytes == EXPERT_INNER
+
+
 @pytest.mark.parametrize(
     ("shape", "names"),
     [

@@ -299,6 +299,46 @@ def test_experts_without_a_gate_keep_what_they_multiply_by_the_probabilities_too
     assert found["shared_expert"] == sum_bytes(PART, (48, 3, 11, "bf16"), (48, 3, 11, "bf16"))
 
 
+# Gated activations whose operators are not fused.
+
+
+def test_an_unfused_activation_keeps_its_gate_and_both_factors_of_its_product():
+    dense = LayerShape(**UNEQUAL, ffn_hidden_size=26, has_fused_activation=False)
+    fused = count_tag_bytes(dataclasses.replace(dense, has_fused_activation=True))
+    # Of gate and up, [144, 26], silu saves the gate, a view from the first row to the middle of the last.
+    gate, factor = (143 * 26 + 13, "bf16"), (48, 3, 13, "bf16")
+    assert count_tag_bytes(dense) == fused | {"mlp_act": sum_bytes(gate, factor, factor)}
+
+
+@pytest.mark.parametrize(("dtype_bytes", "dtype"), [(2, "bf16"), (4, "fp32")])
+def test_unfused_experts_keep_what_they_multiply_by_the_probabilities_too(dtype_bytes, dtype):
+    experts = dataclasses.replace(UNEQUAL_EXPERTS, router=RouterShape(dtype_bytes=dtype_bytes))
+    shape = LayerShape(**UNEQUAL, experts=experts, has_fused_activation=False)
+    fused = count_tag_bytes(dataclasses.replace(shape, has_fused_activation=True))
+    gate, factor = ((PERMUTED - 1) * 28 + 14, "bf16"), (PERMUTED, 14, "bf16")
+    shared_gate, shared_factor = (143 * 22 + 11, "bf16"), (48, 3, 11, "bf16")
+    assert count_tag_bytes(shape) == fused | {
+        # Whatever the type of the probabilities, the product keeps the rows in bf16, and casts keep nothing.
+        "moe_act": sum_bytes(gate, factor, factor, factor, (PERMUTED, dtype)),
+        # Shared experts have no probabilities.
+        "shared_expert": sum_bytes(PART, shared_gate, shared_factor, shared_factor, shared_factor),
+    }
+
+
+def test_a_layer_of_w2_keeps_384_mib_more_without_fusion():
+    # 32768 rows of 2048 channels: three tensors of 128 MiB, less half a row.
+    sizes = ATTENTION | {"seq_length": 4096, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 32}
+    fused = LayerShape(**sizes, experts=ExpertsShape(num_experts=16, topk=4, ffn_hidden_size=2048))
+    found = [count_tag_bytes(dataclasses.replace(fused, has_fused_activation=is_fused)) for is_fused in (False, True)]
+    assert sum(found[0].values()) - sum(found[1].values()) == 3 * 128 * 2**20 - 4096
+
+
+@pytest.mark.parametrize("fields", [{"ffn_hidden_size": 26}, {"experts": EXPERTS}], ids=["dense", "experts"])
+def test_an_activation_without_a_gate_keeps_the_same_without_fusion(fields):
+    fused = LayerShape(**UNEQUAL, **fields, is_gated=False)
+    assert list_saved_tensors(fused) == list_saved_tensors(dataclasses.replace(fused, has_fused_activation=False))
+
+
 # Experts that several ranks share, and routing that is not balanced.
 
 

@@ -87,6 +87,28 @@ def test_a_router_in_fp32_copies_its_input():
     assert copied - run(MOE)["router"].forward_extra_bytes == 4 * 128 * 32
 
 
+def test_an_unfused_activation_makes_its_factors_on_the_way():
+    fused, unfused = run(DENSE), run(dataclasses.replace(DENSE, has_fused_activation=False))
+    inner, hidden = 2 * 128 * 48, 2 * 128 * 32
+    assert unfused["mlp_act"].forward_extra_bytes - fused["mlp_act"].forward_extra_bytes == 2 * inner
+    # A gradient of the output and of both factors, or of both halves and what they come from; as much as with fusion.
+    assert unfused["mlp_act"].backward_extra_bytes == hidden + 3 * inner
+    shape = change_experts(shared_ffn_hidden_size=24)
+    segments = run(dataclasses.replace(shape, has_fused_activation=False))
+    assert segments["shared_expert"].forward_extra_bytes - run(shape)["shared_expert"].forward_extra_bytes == 2 * 2 * 128 * 24
+
+
+def test_an_unfused_activation_of_experts_has_a_product_with_the_probabilities_in_their_type():
+    inner, hidden, held = 2 * 256 * 16, 2 * 128 * 32, 2 * 256 * 32 + 2 * 128 * 32  # tokens as permuted; the shared experts'
+    shape = dataclasses.replace(change_experts(shared_ffn_hidden_size=24), has_fused_activation=False)
+    found = run(shape)["moe_act"]
+    # Gate and up, two factors, their product, and that times the probabilities.
+    assert (found.forward_extra_bytes, found.backward_extra_bytes) == (held + 6 * inner, hidden + 3 * inner)
+    found = run(change_experts(shape, router=RouterShape(dtype_bytes=4)))["moe_act"]
+    # The last is twice as large, and there is a copy of it in bf16; in backward three tensors are twice as large.
+    assert (found.forward_extra_bytes, found.backward_extra_bytes) == (held + 8 * inner, hidden + 6 * inner)
+
+
 def test_ranks_that_share_experts_hold_what_they_gathered():
     segments = run(change_experts(expert_parallel_size=4, expert_tensor_parallel_size=2))
     permuted = 2 * 256 * 32

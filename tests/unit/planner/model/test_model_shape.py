@@ -182,6 +182,14 @@ def test_what_the_model_says_of_all_layers_reaches_each_of_them():
     assert {name: getattr(plain, name) for name in fields} == expected
 
 
+def test_activations_are_fused_unless_they_are_gated_and_the_model_says_otherwise():
+    unfused = dataclasses.replace(LLAMA, has_fused_activation=False)
+    assert make_layer_shape(LLAMA, Parallelism(), 0).has_fused_activation
+    assert not make_layer_shape(unfused, Parallelism(), 0).has_fused_activation
+    # Without a gate both ways are alike, and layers are of one kind.
+    assert make_layer_shape(dataclasses.replace(unfused, is_gated=False), Parallelism(), 0).has_fused_activation
+
+
 def test_norms_of_compressed_queries_are_not_those_of_heads():
     layer = make_layer_shape(DEEPSEEK, Parallelism(), 0)
     assert (layer.has_qk_norm, layer.latent.has_qk_norm) == (False, True)

@@ -127,6 +127,29 @@ def test_experts_without_a_gate_halve_theirs():
     assert found.forward_s == pytest.approx(2 * 256 * 32 * 16 / 1e12)
 
 
+def test_an_unfused_activation_moves_what_each_of_its_operators_reads_and_writes():
+    inner = 2 * 128 * 48
+    fused, unfused = (run(dataclasses.replace(DENSE, has_fused_activation=one), MOVING)["mlp_act"] for one in (True, False))
+    assert (fused.forward_s, fused.backward_s) == pytest.approx((3 * inner / 1e9, 5 * inner / 1e9))
+    # silu, the sum and the product; gradients of the product, of silu, and both halves side by side.
+    assert (unfused.forward_s, unfused.backward_s) == pytest.approx((7 * inner / 1e9, 13 * inner / 1e9))
+    bare = dataclasses.replace(DENSE, is_gated=False)
+    assert run(bare, MOVING) == run(dataclasses.replace(bare, has_fused_activation=False), MOVING)
+
+
+@pytest.mark.parametrize(("dtype_bytes", "forward", "backward"), [(2, 7 + 2, 13 + 6), (4, 7 + 6, 13 + 17)])
+def test_an_unfused_activation_of_experts_multiplies_by_the_probabilities_in_kernels_of_their_own(
+    dtype_bytes, forward, backward
+):
+    shape = dataclasses.replace(change_experts(router=RouterShape(dtype_bytes=dtype_bytes)), has_fused_activation=False)
+    found, inner = run(shape, MOVING)["moe_act"], 2 * 256 * 16
+    assert (found.forward_s, found.backward_s) == pytest.approx((forward * inner / 1e9, backward * inner / 1e9))
+    # Each takes a while to start.
+    launched = run(shape, efficiency=dataclasses.replace(IDEAL, kernel_start_s=1.0))["moe_act"]
+    kernels = {2: (4, 7), 4: (5, 9)}[dtype_bytes]
+    assert (launched.forward_s, launched.backward_s) == pytest.approx(kernels)
+
+
 def test_linears_in_fp8_run_at_its_rate_and_attention_does_not():
     plain, quantized = run(DENSE), run(dataclasses.replace(DENSE, fp8_recipe="tensorwise"))
     assert quantized["mlp_fc2"].forward_s == pytest.approx(plain["mlp_fc2"].forward_s / 4)
@@ -376,6 +399,7 @@ def shapes(draw):
         latent=latent if draw(st.booleans()) else None,
         tensor_parallel_size=ranks,
         has_fused_norms=draw(st.booleans()),
+        has_fused_activation=draw(st.booleans()),
     )
 
 
