@@ -79,6 +79,7 @@ ROWS = (
     Row("MoE, all-gather", MOE.replace("alltoall", "allgather"), MOE_TAGS),
     Row("MoE, fused permutation", f"{MOE} --moe-permute-fusion", MOE_TAGS.replace(" moe_combine", "")),
     Row("mixed dense and MoE, shared experts", MIXED, MIXED_TAGS),
+    Row("no activation fusion", f"{MIXED} --no-bias-swiglu-fusion", MIXED_TAGS),
     Row("shared experts overlapped", f"{MIXED} --moe-shared-expert-overlap", MIXED_TAGS),
     Row("grouped-query attention", f"{MOE} --group-query-attention --num-query-groups 2", MOE_TAGS),
     Row("MTP", f"{MIXED} --mtp-num-layers 1", MIXED_TAGS),
@@ -95,6 +96,11 @@ ROWS = (
     Row("recompute layernorm, MLA", f"{MOE} {MLA} {SELECTIVE} layernorm", f"attn_norm {MOE_TAGS}"),
     Row("recompute core_attn", f"{MIXED} {SELECTIVE} core_attn", f"qkv_linear {MLP_TAGS} {EXPERT_TAGS} shared_expert"),
     Row("recompute moe_act", f"{MIXED} {SELECTIVE} moe_act", MIXED_TAGS.replace(" expert_fc2", "")),
+    Row(
+        "recompute moe_act, no activation fusion",
+        f"{MIXED} {SELECTIVE} moe_act --no-bias-swiglu-fusion",
+        MIXED_TAGS.replace(" expert_fc2", ""),
+    ),
     Row(
         "recompute layernorm moe_act", f"{MIXED} {SELECTIVE} layernorm moe_act", f"{ATTENTION_TAGS} mlp_norm expert_fc1 moe_act"
     ),

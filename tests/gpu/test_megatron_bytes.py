@@ -81,6 +81,15 @@ TRAININGS = {
         [dataclasses.replace(MOE_SHAPE, normalization="LayerNorm")] * LAYERS,
     ),
     "fused permutation": (f"{MOE} --moe-permute-fusion", [with_experts(has_fused_permutation=True)] * LAYERS),
+    "no activation fusion": (
+        f"{MIXED} --no-bias-swiglu-fusion",
+        [dataclasses.replace(shape, has_fused_activation=False) for shape in (DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE)],
+    ),
+    "no activation fusion, router in fp32": (
+        f"{MOE} --moe-router-dtype fp32 --no-bias-swiglu-fusion",
+        [dataclasses.replace(with_experts(router=RouterShape(balancing="aux_loss", dtype_bytes=4)), has_fused_activation=False)]
+        * LAYERS,
+    ),
     "no balancing": (
         MOE.replace("--moe-aux-loss-coeff 1e-2", ""),
         [with_experts(router=RouterShape())] * LAYERS,

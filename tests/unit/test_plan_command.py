@@ -86,6 +86,25 @@ def test_the_measured_table_of_the_page_can_be_planned_again(capsys):
     assert find_row(out, "this plan")[-1] == "yes"
 
 
+@pytest.mark.parametrize("is_typed", [True, False], ids=["typed", "in the file"])
+def test_activations_that_are_not_fused_take_more_memory_and_time(capsys, tmp_path, is_typed):
+    """docs/planner.md: three tensors of 128 MiB in each of six layers, which a recompute of the activation does not keep."""
+    flag, path = "--no-bias-swiglu-fusion", tmp_path / "unfused.sh"
+    text = (ROOT / "arguments" / "w2_moe.sh").read_text(encoding="utf-8")
+    path.write_text(text if is_typed else text.replace("--swiglu\n", f"--swiglu\n    {flag}\n"), encoding="utf-8")
+    words = ("--gpu", "h100", "--no-optimizer", "--grad-reduce-in-bf16", "--reserve", "0", "--offload-memory-budget", "30GiB")
+    words += ("--moe-router-force-load-balancing", "--no-bias-dropout-fusion", "--no-gradient-accumulation-fusion")
+    code, out, err = plan(capsys, str(path), *words, *([flag] if is_typed else []))
+    assert (code, err) == (0, "")
+    assert find_row(out, "nothing")[1:4] == ["22.33 GiB", "0", "588.4 ms"]
+    assert [find_row(out, "full recompute")[place] for place in (1, 3)] == ["14.24 GiB", "754.7 ms"]
+    assert [find_row(out, "selective recompute")[place] for place in (1, 3)] == ["18.96 GiB", "604.4 ms"]
+    fused = plan(capsys, str(path), *words, "--bias-swiglu-fusion")[1]
+    assert find_row(fused, "nothing")[1] == "20.08 GiB"
+    assert find_row(fused, "selective recompute")[1] == "18.96 GiB"
+    assert float(find_row(fused, "nothing")[3].split()[0]) < 588
+
+
 def test_what_is_smaller_than_the_least_size_is_planned_to_stay(capsys, config):
     words = (config, "--gpu", "h200", "--ep", "8", "--global-batch-size", "32", "--offload-memory-budget", "100GiB")
     moved = find_row(plan(capsys, *words)[1], "offload everything")

@@ -139,6 +139,7 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
         (("--num-gpus", "2"), "data_parallel_size 1, and"),
         (("--grad-reduce-in-bf16",), "gradient_bytes 4, and"),
         (("--no-bias-dropout-fusion",), "has_fused_dropout_add True, and"),
+        (("--no-bias-swiglu-fusion",), "has_fused_activation True, and"),
         (("--no-optimizer",), "has_optimizer True, and"),
     ],
 )

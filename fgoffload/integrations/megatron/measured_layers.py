@@ -258,12 +258,23 @@ class _LayerBuilder:
         if not {"moe_act", "expert_fc2"} <= self._run.stretches.keys():
             return None
         outputs = {key: saved for key, saved in self._run.saved.items() if next(iter(saved.tags), None) == "expert_fc2"}
+        output_bytes = sum(saved.size_bytes for saved in outputs.values())
+        # Without fusion its operators save what they make on the way, each as large as what it returns. The probabilities that
+        # it is given are smaller.
+        inside = {
+            key
+            for key, saved in self._run.saved.items()
+            if list(saved.tags) == ["moe_act"]
+            and "moe_act" in self._run.input_keys
+            and key != self._run.input_keys["moe_act"]
+            and saved.size_bytes >= output_bytes
+        }
         return UnitModel(
             name="moe_act",
             segments=("moe_act",),
-            drops=tuple(name for key, name in self._names.items() if key in outputs),
+            drops=tuple(name for key, name in self._names.items() if key in outputs or key in inside),
             before="expert_fc2",
-            extra_bytes=sum(saved.size_bytes for saved in outputs.values()),
+            extra_bytes=output_bytes,
         )
 
     def _find_end(self, norm: str) -> str:

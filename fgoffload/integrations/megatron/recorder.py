@@ -78,7 +78,9 @@ class RecordedRegion(Region):
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Put no mark of its own: what backward takes tells where it is."""
+        """Note what the site is given, and put no mark of its own: what backward takes tells where it is."""
+        if has_bytes(tensor):
+            self._run.input_keys[self._tag] = get_key(tensor)
         if self._inner is not None:
             self._inner.enter(tensor)
 

@@ -89,6 +89,7 @@ class Run:
         "current",
         "input_bytes",
         "input_key",
+        "input_keys",
         "is_leaving",
         "is_sampled",
         "microbatch",
@@ -112,6 +113,8 @@ class Run:
         """Of the storage of a layer's input."""
         self.input_bytes = 0
         """Of the same."""
+        self.input_keys: dict[str, int] = {}
+        """By tag, of the storage that its site was given."""
         self.stretches: dict[str, Stretch] = {}
         """By name, in the order of forward."""
         self.saved: dict[int, SavedRecord] = {}

@@ -1,9 +1,9 @@
 """The bytes that each tag saves for backward, in one layer and microbatch on one rank.
 
-With Transformer Engine's layers, its fused attention, activations in bf16 and a fused activation. Biases of linear layers and a
-sliding window change nothing. Letters as in the formulas of docs/formulas.md: s sequence, b microbatch, h hidden, n heads, g
-query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E experts, e expert tensor parallel size.
-`shape.tokens` is sb/t.
+With Transformer Engine's layers, its fused attention and activations in bf16. Biases of linear layers and a sliding window
+change nothing. Letters as in the formulas of docs/formulas.md: s sequence, b microbatch, h hidden, n heads, g query groups, t
+tensor parallel size, k experts of a token, f channels of an MLP, E experts, e expert tensor parallel size. `shape.tokens` is
+sb/t.
 
 Tags are not additive: two may save the same storage, which leaves once. So a layer is a list of tensors, each with the tags
 that save it, and what several tags save together is counted over the tensors:

@@ -41,8 +41,8 @@ _UNFUSED_PROBABILITIES = (2, 1, 2 + 3 + 1, 3)
 tensors, which is written, read and summed up."""
 
 _UNFUSED_FP32_PROBABILITIES = (3 + 3, 2, 3 + 4 + 3 + 5 + 2, 5)
-"""The same with probabilities in fp32: products are twice as large, and are copied to bf16; in backward the gradient is copied to
-fp32 first, and that of the rows back."""
+"""The same with probabilities in fp32: products are twice as large, and are copied to bf16; in backward the gradient is copied
+to fp32 first, and that of the rows back."""
 
 
 def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:

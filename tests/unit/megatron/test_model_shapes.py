@@ -453,7 +453,10 @@ def test_ranks_are_read_for_a_model_from_elsewhere():
 
 
 def test_a_model_from_elsewhere_is_trained_as_the_flags_say():
-    of_layers = "--no-rope-fusion --no-bias-swiglu-fusion --hidden-dropout 0.1 --fp8-format e4m3 --fp8-recipe mxfp8 --mtp-num-layers 1 --bf16"
+    of_layers = (
+        "--no-rope-fusion --no-bias-swiglu-fusion --hidden-dropout 0.1 --fp8-format e4m3 --fp8-recipe mxfp8 --mtp-num-layers 1 "
+        "--bf16"
+    )
     of_experts = "--moe-permute-fusion --moe-router-dtype fp32 --moe-aux-loss-coeff 0.1"
     model, _ = read_parallelism(f"{of_layers} {of_experts}".split(), source="the command line", model=make_model())
     experts = dataclasses.replace(

@@ -9,6 +9,7 @@ from support.trainings import HIDDEN_BYTES, MIXED, MOE, make_config, make_traine
 from fgoffload import OffloadConfig, Site, StateError
 from fgoffload.engine import CpuDevice, Lane
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
+from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
 from fgoffload.integrations.megatron.measured_units import count_edges
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
@@ -130,6 +131,21 @@ def test_bytes_of_a_tag_are_those_that_the_engine_moves(tag, mixed):
     assert moved[tag] == 2 * counted  # microbatches
 
 
+class WeightedGate(torch.autograd.Function):
+    """Saves what it is given, as a fused activation does."""
+
+    @staticmethod
+    def forward(ctx, gate_and_up, probabilities):
+        ctx.save_for_backward(gate_and_up, probabilities)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up * probabilities
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gate_and_up, probabilities = ctx.saved_tensors
+        return torch.zeros_like(gate_and_up), torch.zeros_like(probabilities)
+
+
 class SineByExpert(torch.autograd.Function):
     """Saves a view of its input for each expert, as grouped linears do."""
 
@@ -156,6 +172,37 @@ def test_the_parts_of_grouped_linears_are_the_storage_that_they_lie_in(is_held):
     assert list(record.tags) == ["expert_fc1"]
     assert record.size_bytes == tokens.nbytes
     assert record.is_held is is_held
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
+def test_an_activation_of_experts_that_runs_again_saves_what_it_was_given_alone(is_fused):
+    given = torch.ones(6, 16, requires_grad=True)
+    probabilities = torch.rand(6, 1, requires_grad=True) * 1
+    recorder = StepRecorder(CpuDevice(), memory=None)
+
+    def open_site(tag):
+        return recorder.find_region(Site(chunk=0, layer=0, tag=tag), Lane(chunk=0, microbatch=0))
+
+    with recorder.model(0), recorder.layer(0, 0, given):
+        gate_and_up = given * 2
+        region = open_site("moe_act")
+        region.enter(gate_and_up)
+        with region.saving():
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            if is_fused:
+                hidden = WeightedGate.apply(gate_and_up, probabilities)
+            else:
+                hidden = torch.nn.functional.silu(gate) * (up + 0.0) * probabilities
+        with open_site("expert_fc2").saving():
+            hidden.sin().sum().backward()
+    facts = LayerFacts(chunk=0, number=0, kind="moe", tags=("moe_act", "expert_fc2"), units=("moe_act",), watched=(), wait=None)
+    (layer,) = build_chunk(recorder, 0, [facts]).layers
+    unit = layer.model.find_unit("moe_act")
+    kept = [one.size_bytes for one in layer.model.tensors if one.name not in unit.drops]
+    assert sorted(kept) == [probabilities.nbytes, gate_and_up.nbytes]
+    # Fused, what it returns alone is dropped. Else both factors and what is multiplied by the probabilities are too.
+    assert len(unit.drops) == (1 if is_fused else 4)
+    assert unit.extra_bytes == hidden.nbytes
 
 
 def test_a_tensor_that_two_tags_save_is_one(mixed):

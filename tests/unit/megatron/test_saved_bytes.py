@@ -3,11 +3,16 @@
 Those of Transformer Engine's modules need a GPU: `tests/gpu/test_megatron_bytes.py`.
 """
 
+import contextlib
+import dataclasses
+import types
+
 import pytest
 import torch
 from support.trainings import make_config, make_trainer
 
-from fgoffload.planner.memory.saved_bytes import count_tag_bytes
+from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.planner.memory.saved_bytes import count_bytes, count_tag_bytes
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -85,3 +90,106 @@ def test_a_layer_that_is_recomputed_keeps_the_bytes_of_the_formula(positions):
     experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20)
     expected = count_tag_bytes(LayerShape(**sizes, experts=experts))["layer_input"]
     assert measure(flags, "layer_input", is_deterministic=True) == {"layer_input": expected}
+
+
+# Gated activations: Megatron's own code, with and without fusion.
+
+DENSE = SHAPE.partition(" --num-experts")[0] + " --ffn-hidden-size 28"
+DENSE_SHAPE = LayerShape(**ATTENTION, ffn_hidden_size=28)
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
+def test_the_activation_of_a_dense_mlp_saves_the_bytes_of_the_formula(is_fused):
+    flags = DENSE if is_fused else f"{DENSE} --no-bias-swiglu-fusion"
+    expected = count_tag_bytes(dataclasses.replace(DENSE_SHAPE, has_fused_activation=is_fused))
+    found = measure(flags, "mlp_act", "mlp_fc2", is_deterministic=True)
+    assert found == {tag: expected[tag] for tag in ("mlp_act", "mlp_fc2")}
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
+def test_shared_experts_save_the_bytes_of_the_formula(is_fused):
+    flags = f"{SHAPE} --moe-shared-expert-intermediate-size 36" + ("" if is_fused else " --no-bias-swiglu-fusion")
+    experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, shared_ffn_hidden_size=36)
+    expected = count_tag_bytes(LayerShape(**ATTENTION, experts=experts, has_fused_activation=is_fused))
+    assert measure(flags, "shared_expert", is_deterministic=True) == {"shared_expert": expected["shared_expert"]}
+
+
+def make_experts(first, *, is_fused, is_recomputed=False):
+    """Return what Megatron's grouped experts are, as far as their forward asks.
+
+    The linears of Transformer Engine need a GPU: in their place one returns `first`, and one saves what it is given.
+    """
+    config = types.SimpleNamespace(
+        fp8=None,
+        fp4=None,
+        moe_apply_probs_on_input=False,
+        use_te_activation_func=False,
+        bias_activation_fusion=is_fused,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        activation_func_clamp_value=None,
+        activation_func_fp8_input_store=False,
+        glu_linear_offset=0.0,
+    )
+    return types.SimpleNamespace(
+        config=config,
+        activation_func=torch.nn.functional.silu,
+        activation_recompute=is_recomputed,
+        offload_expert_fc1=False,
+        offload_moe_act=False,
+        linear_fc1=lambda *_: (first, None),
+        linear_fc2=lambda hidden, _: (hidden.sin(), None),
+        _apply_bias=lambda output, *_: output,
+    )
+
+
+def run_experts(dtype, *, rows=240, channels=20, **options):
+    """Return the bytes of each stretch that Megatron's grouped experts save, and the gradients of what they are given."""
+    grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
+    generator = torch.Generator().manual_seed(1)
+    leaves = (
+        torch.randn(rows, 2 * channels, dtype=torch.bfloat16, generator=generator),
+        torch.rand(rows, dtype=dtype, generator=generator),
+    )
+    first, probabilities = (leaf.requires_grad_() * 1 for leaf in leaves)
+    stretches, kept = {}, []
+
+    def pack(tensor):
+        kept.append(tensor)  # so that no other storage has its place
+        end = tensor.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+        stretch = (tensor.storage_offset() * tensor.itemsize, end * tensor.itemsize)
+        key = tensor.untyped_storage().data_ptr()
+        found = stretches.setdefault(key, stretch)
+        stretches[key] = (min(found[0], stretch[0]), max(found[1], stretch[1]))
+        return tensor
+
+    support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
+    # Fused kernels are compiled, which saves no other tensors and takes long.
+    with support, torch.compiler.set_stance("force_eager"):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output, _ = grouped.forward(
+                make_experts(first, **options), torch.empty(rows, 1), torch.tensor([rows]), probabilities
+            )
+        assert output.dtype is torch.bfloat16
+        output.float().sum().backward()
+    return [end - start for start, end in stretches.values()], [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize(("dtype", "dtype_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
+def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula(dtype, dtype_bytes, is_fused):
+    experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, router=RouterShape(dtype_bytes=dtype_bytes))
+    shape = LayerShape(**ATTENTION, experts=experts, has_fused_activation=is_fused)
+    found, _ = run_experts(dtype, is_fused=is_fused)
+    assert sum(found) == count_bytes(shape, ("moe_act", "expert_fc2"))
+    assert len(found) == (3 if is_fused else 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
+def test_the_activation_of_grouped_experts_runs_again_from_what_it_was_given_with_the_same_bits(dtype, is_fused):
+    _, expected = run_experts(dtype, is_fused=is_fused)
+    found, gradients = run_experts(dtype, is_fused=is_fused, is_recomputed=True)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+    # Gate and up, whole, and the probabilities; and what the second linear saves, which is emptied until then.
+    assert sorted(found) == sorted([240 * 40 * 2, 240 * dtype.itemsize, 240 * 20 * 2])

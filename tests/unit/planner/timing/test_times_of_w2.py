@@ -1,8 +1,11 @@
 """The times of W2, a model with experts that was measured, beside those that its shape and the table of hardware give.
 
 Measured on an H200: docs/results/megatron_h200_202611.md, without offload. On an H100, with Megatron-Core's development branch,
-a step took 605 ms, with full recompute 793, and with `layernorm` and `moe_act` recomputed 624.
+a step took 605 ms, with full recompute 793, and with `layernorm` and `moe_act` recomputed 624. Its peak, 22.33 GiB, says that
+activations were not fused there: docs/planner.md.
 """
+
+import dataclasses
 
 import pytest
 from support.layer_times import change_experts
@@ -36,7 +39,9 @@ operations and half as many, at 0.62 of 989.4e12 a second, and 3 us for each of 
 
 
 def make_layer(hardware, *, is_fused, execution=UNFUSED):
-    return make_layer_model(change_experts(W2, has_fused_permutation=is_fused), hardware, kind="moe", execution=execution)
+    """Return a layer of W2, by whether permutation is fused; activations are not on the H100 alone."""
+    shape = dataclasses.replace(W2, has_fused_activation=hardware is not get_hardware("h100"))
+    return make_layer_model(change_experts(shape, has_fused_permutation=is_fused), hardware, kind="moe", execution=execution)
 
 
 def get_step_ms(name, *, is_fused):
@@ -76,14 +81,18 @@ def test_a_step_takes_as_long_as_measured_within_8_percent(name, is_fused, measu
     assert get_step_ms(name, is_fused=is_fused) == pytest.approx(measured_ms, rel=0.08)
 
 
-def test_full_recompute_costs_what_was_measured_within_15_percent():
+def test_a_step_on_the_h100_takes_as_long_as_measured_within_1_percent():
+    assert get_step_ms("h100", is_fused=False) == pytest.approx(605, rel=0.01)
+
+
+def test_full_recompute_costs_what_was_measured_within_8_percent():
     layer = make_layer(get_hardware("h100"), is_fused=False)
-    assert layer.forward_s * PASSES * 1e3 == pytest.approx(793 - 605, rel=0.15)
+    assert layer.forward_s * PASSES * 1e3 == pytest.approx(793 - 605, rel=0.08)
 
 
-def test_cheap_recompute_costs_less_than_half_of_what_was_measured():
-    """Measured: 19 ms a step. Kernels and copies are 8 to 9 of them, and what the others are is not known."""
+def test_cheap_recompute_costs_a_sixth_less_than_what_was_measured():
+    """Measured: 19 ms a step. Kernels and copies are 16 of them, and what the others are is not known."""
     layer = make_layer(get_hardware("h100"), is_fused=True)
     forward_s = {one.name: one.forward_s for one in layer.segments}
     units = [layer.find_unit(name) for name in ("mlp_norm", "moe_act")]
-    assert PASSES * sum(forward_s[unit.name] + unit.extra_s for unit in units) * 1e3 == pytest.approx(8.7, abs=0.5)
+    assert PASSES * sum(forward_s[unit.name] + unit.extra_s for unit in units) * 1e3 == pytest.approx(16.0, abs=0.5)
