@@ -265,8 +265,7 @@ class _LayerBuilder:
             key
             for key, saved in self._run.saved.items()
             if list(saved.tags) == ["moe_act"]
-            and "moe_act" in self._run.input_keys
-            and key != self._run.input_keys["moe_act"]
+            and key != self._run.input_keys.get("moe_act", key)
             and saved.size_bytes >= output_bytes
         }
         return UnitModel(
