@@ -55,6 +55,8 @@ class Runner:
         self._job = job
         self._on_step = on_step
         vocab_size = parse_setting_arguments(job, NOTHING, world_size=job.world_size).vocab_size
+        self._plain_step_s: float | None = None
+        """What `nothing` took last, in this process and with the same tokens."""
         self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
 
     def measure_times(self, run: Run) -> Measurement:
@@ -73,7 +75,10 @@ class Runner:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
                 _write_trace(trainer, self._job.trace_folder / f"trace_{make_file_name(setting.name)}.json.gz")
-        return merge_ranks(_gather(measurement))
+        merged = merge_ranks(_gather(measurement))
+        if setting == NOTHING:
+            self._plain_step_s = merged.seconds
+        return merged
 
     def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
         """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
@@ -99,7 +104,13 @@ class Runner:
         reset_peaks()
         with quiet_collector():
             link = profile_link(get_training_device()).link
-            profile = profile_training(self._parse_flags(ANY_OF_OURS), self._tokens, link, update=self._job.update)
+            profile = profile_training(
+                self._parse_flags(ANY_OF_OURS),
+                self._tokens,
+                link,
+                update=self._job.update,
+                plain_step_s=self._plain_step_s,
+            )
         empty_caches()
         if torch.distributed.get_rank() == 0:
             job = self._job

@@ -19,13 +19,12 @@ SUMMARY = "measure the link to the host, and one step of a model"
 DESCRIPTION = (
     "Measures copies to the host and back, by size, both ways at once and beside a matrix product. With a Megatron argument "
     "file also one step of its model, after one that warms up: the time of each module forward and backward, and the bytes "
-    "that each saves. Nothing is offloaded meanwhile."
+    "that each saves; and before it a few steps as they are without measuring. Nothing is offloaded meanwhile."
 )
 USAGE = "fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
 RUNS_A_SCRIPT = False
-_MEASURED_STEPS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +82,12 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":
-    from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
+    from fgoffload.integrations.megatron.profile_training import (
+        LONGEST_RUN,
+        get_training_device,
+        profile_link,
+        profile_training,
+    )
 
     if options.arguments_file is None:
         return profile_link(get_training_device())
@@ -98,7 +102,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
             typed_flags=tuple(megatron_flags),
             own_flags=tuple(EXAMPLE_VALUES),
             data=None if options.data is None else Path(os.path.expanduser(options.data)),
-            steps=_MEASURED_STEPS,
+            steps=LONGEST_RUN,
             world_size=launch.world_size,
         )
         training = load_training(source)
@@ -115,7 +119,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
 
 def _show(profile: "Profile") -> None:
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.profile_tables import build_tables, describe_rank
+    from fgoffload.cli.profile_tables import build_tables, describe_plain_step, describe_rank
 
     console = PipeConsole()
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
@@ -124,3 +128,5 @@ def _show(profile: "Profile") -> None:
         console.print(table)
     for rank in profile.ranks:
         console.print(describe_rank(rank), soft_wrap=True)
+    if profile.plain_step_s is not None:
+        console.print(describe_plain_step(profile, profile.plain_step_s), soft_wrap=True)

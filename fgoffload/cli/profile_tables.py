@@ -31,6 +31,13 @@ def describe_rank(rank: RankProfile) -> str:
     )
 
 
+def describe_plain_step(profile: Profile, plain_step_s: float) -> str:
+    """Return what a step takes without measuring, and what plans make of that."""
+    is_used = len(profile.ranks) == 1
+    use = "; what is left of it is the host's, and forward passes take it" if is_used else ": of several stages it is not used"
+    return f"plain step, with nothing measured in it: {format_ms(plain_step_s)}{use}"
+
+
 def _build_link_table(link: LinkProfile) -> Table:
     table = Table(
         title="link to the host, GB/s", caption=f"a matrix product beside copies takes {link.compute_slowdown:.1%} longer"

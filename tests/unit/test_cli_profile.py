@@ -38,10 +38,11 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
 def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
-    for text in ("core_attn", "expert_fc1", "rank 0: step", "there all the time"):
+    for text in ("core_attn", "expert_fc1", "rank 0: step", "there all the time", "plain step, with nothing measured in it: "):
         assert text in out
     profile = Profile.load(tmp_path / "profile.json")
     (rank,) = profile.ranks
+    assert 0 < profile.plain_step_s < 60
     assert [layer.number for layer in rank.layers] == [0, 1]
     assert rank.pipeline.microbatches == 4
     # Hidden states of 256 tokens and 128 channels in fp32: the norm's output.

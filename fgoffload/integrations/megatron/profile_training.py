@@ -1,9 +1,11 @@
-"""Measures a whole training that `fgoffload train` can run: a warm-up step, and the step that counts."""
+"""Measures a whole training that `fgoffload train` can run: a few plain steps, a warm-up step, and the step that counts."""
 
 import contextlib
 import dataclasses
 import datetime
-from typing import Any
+import gc
+import statistics
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +22,14 @@ from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPol
 from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, merge_processes
 from fgoffload.units import TIB
 
+T = TypeVar("T")
+
+PLAIN_STEPS = 3
+"""Steps that are timed with nothing measured in them, after one that warms up. The median of three leaves out one disturbance."""
+
+LONGEST_RUN = 1 + PLAIN_STEPS
+"""Steps that one trainer of a profile runs."""
+
 
 def get_training_device() -> Device:
     """Return the device that trainings of this process run on."""
@@ -32,7 +42,12 @@ def profile_link(device: Device) -> Profile:
 
 
 def profile_training(
-    arguments: TrainingArguments, text: TokenSource, link: LinkProfile, *, update: Update = Update.ADAMW
+    arguments: TrainingArguments,
+    text: TokenSource,
+    link: LinkProfile,
+    *,
+    update: Update = Update.ADAMW,
+    plain_step_s: float | None = None,
 ) -> Profile:
     """Return a profile of a training, on every process that takes part in it.
 
@@ -42,6 +57,8 @@ def profile_training(
         text: What it is trained on.
         link: Of this process.
         update: What steps do with their gradients.
+        plain_step_s: Seconds of a step of the same training without offload and with nothing measured in it, where somebody has
+            just timed it. None times some first.
 
     Raises:
         ConfigError: The arguments ask for what this version or machine does not have.
@@ -52,6 +69,8 @@ def profile_training(
     config = OffloadConfig(offload_modules=(AUTO,), offload_memory_budget_bytes=TIB, min_offloaded_tensor_size=numel)
     # As trainings run: deterministic kernels take longer, and some save other tensors.
     policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
+    if plain_step_s is None:
+        plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
         measurement = StepMeasurement(trainer.integration.engine.device, min_offloaded_numel=numel)
         trainer.integration.measurement = measurement
@@ -60,16 +79,30 @@ def profile_training(
             measurement.request()
             trainer.run_step(with_digests=False)
             ranks = gather(measurement.take_profile())
-    return dataclasses.replace(_make_profile(link, merge_processes(ranks)), has_optimizer=update is not Update.NONE)
+    profile = _make_profile(link, merge_processes(ranks))
+    return dataclasses.replace(profile, has_optimizer=update is not Update.NONE, plain_step_s=plain_step_s)
 
 
-def gather(profile: RankProfile) -> list[RankProfile]:
-    """Return the profiles of all processes, in their order, on each of them."""
+def gather(own: T) -> list[T]:
+    """Return what all processes have, in their order, on each of them."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [profile]
+        return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, profile)
+    torch.distributed.all_gather_object(found, own)
     return found
+
+
+def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:
+    """Return the median seconds of a step with everything kept and nothing measured in it, and leave nothing of its model."""
+    with contextlib.closing(Trainer(arguments, text, offload=None, policy=policy)) as trainer:
+        trainer.run_step(with_digests=False)
+        seconds = [trainer.run_step(with_digests=False).seconds for _ in range(PLAIN_STEPS)]
+    del trainer
+    # A model that waits for the collector would count among what is always on the device in the step that is measured.
+    gc.collect()
+    if not needs_cpu_support():
+        torch.cuda.empty_cache()
+    return statistics.median(seconds)
 
 
 def _make_profile(link: LinkProfile, ranks: tuple[RankProfile, ...]) -> Profile:

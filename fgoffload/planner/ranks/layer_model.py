@@ -35,6 +35,14 @@ class Segment:
     """Device bytes that are there while backward runs: gradients of activations, and what it computes with."""
     host_wait: HostWait | None = None
     """What the host waits for before it launches the forward, or None."""
+    forward_host_s: float = 0.0
+    """Seconds that a forward pass takes beside `forward_s`, since the host launches it later than what `forward_s` is of; below
+    0 where it launches it earlier. Not where the stretch runs again."""
+
+    @property
+    def forward_pass_s(self) -> float:
+        """Seconds of the stretch in a forward pass, as the host launches it there."""
+        return self.forward_s + self.forward_host_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +100,7 @@ class LayerModel:
 
     @property
     def forward_s(self) -> float:
-        """Seconds of compute of the whole forward."""
+        """Seconds of compute of the whole forward, without what it waits for launches."""
         return sum(segment.forward_s for segment in self.segments)
 
     @property

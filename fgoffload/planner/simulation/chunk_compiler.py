@@ -91,13 +91,13 @@ def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bool
 def _compile_forward(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bool) -> tuple[Step, ...]:
     steps = _Steps()
     for segment in chunk.first:
-        steps.compute(Part(segment.name, segment.forward_s, segment.forward_extra_bytes, 0))
+        steps.compute(Part(segment.name, segment.forward_pass_s, segment.forward_extra_bytes, 0))
     for layer in layers:
         layer.run_forward(steps)
     if turns:
         steps.add(TurnStep())
     for segment in chunk.last:
-        steps.compute(Part(segment.name, segment.forward_s, segment.forward_extra_bytes, 0))
+        steps.compute(Part(segment.name, segment.forward_pass_s, segment.forward_extra_bytes, 0))
     return steps.finish()
 
 
@@ -216,7 +216,7 @@ class _Layer:
                 if group.held_over == place:
                     steps.add(SubmitStep(index))
             net_bytes = sum(one.tensor.size_bytes for one in saved if one.saved_after == place)
-            steps.compute(Part(f"{self._name}.{segment.name}", segment.forward_s, segment.forward_extra_bytes, net_bytes))
+            steps.compute(Part(f"{self._name}.{segment.name}", segment.forward_pass_s, segment.forward_extra_bytes, net_bytes))
             read = tuple(parcel for one, parcel in self._parcels if one.used_until == place and self._is_read_later(one))
             if read:
                 steps.add(ReadStep(read))

@@ -331,7 +331,7 @@ def count_step_s(rank: RankModel) -> float:
     """Return the seconds that a step takes on a rank that keeps all and never waits."""
     step_s = rank.step_end_s
     for number, chunk in enumerate(rank.chunks):
-        seconds = sum(segment.forward_s + segment.backward_s for segment in _list_segments(chunk))
+        seconds = sum(segment.forward_pass_s + segment.backward_s for segment in _list_segments(chunk))
         step_s += seconds * count_backwards(rank.passes, chunk=number)
     return step_s
 

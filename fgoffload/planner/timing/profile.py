@@ -18,6 +18,7 @@ from fgoffload.planner.checks import check_count, check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, LinkModel, NumberedLayer, RankModel
 from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
+from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.policy import TransferPolicy
 from fgoffload.text_files import read_text_file
@@ -158,6 +159,18 @@ class Profile:
     """Whether the steps updated parameters: static bytes then have the optimizer's, and the end of a step its time."""
     training: MeasuredTraining | None = None
     """Of the ranks. None where the link alone was measured, or whoever planned is the one who measured."""
+    plain_step_s: float | None = None
+    """Seconds of the same step where nothing is measured in it: the median of a few, of the slowest process. None where nobody
+    knows it."""
+
+    def __post_init__(self) -> None:
+        """Refuse a plain step that takes no time.
+
+        Raises:
+            ConfigError: With the value and the fix.
+        """
+        if self.plain_step_s is not None and self.plain_step_s <= 0:
+            raise ConfigError(f"plain_step_s {self.plain_step_s} is no time of a step. Give seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
         """Return what pipeline rank `rank` ran.
@@ -233,6 +246,9 @@ def make_rank_model(
 ) -> RankModel:
     """Return pipeline rank `rank` of a profile as the simulator and the solver take it.
 
+    Where the profile knows the plain step and there is one stage, that is what a step that keeps all is simulated to take. Of
+    several stages each waits for the others, and the plain step does not say how long.
+
     Args:
         profile: With that rank.
         rank: Of the pipeline, from 0.
@@ -254,6 +270,9 @@ def make_rank_model(
     for chunk in measured.chunks:
         layers = tuple(dataclasses.replace(layer, model=kinds[layer.model.kind]) for layer in chunk.layers)
         chunks.append(dataclasses.replace(chunk, layers=layers))
+    if profile.plain_step_s is not None and measured.pipeline.stages == 1:
+        microbatches_s = profile.plain_step_s - measured.step_end_s
+        chunks = calibrate(chunks, microbatch_s=microbatches_s / measured.pipeline.microbatches)
     return RankModel(
         rank=rank,
         static_bytes=measured.static_bytes,

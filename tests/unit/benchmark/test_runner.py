@@ -19,6 +19,7 @@ from fgoffload.benchmark.runner import Runner, quiet_collector, save_on_cpu
 from fgoffload.benchmark.settings import NOTHING, PROFILE, parse_setting
 from fgoffload.benchmark.steps import find_gradient_difference, find_loss_difference
 from fgoffload.integrations import link as link_module
+from fgoffload.integrations.megatron.profile_training import PLAIN_STEPS
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy, Update
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile
@@ -213,7 +214,8 @@ def test_a_profile_is_of_the_same_training_with_or_without_an_optimizer(monkeypa
     measured = runner.measure_times(Run(setting=PROFILE, repeat=0))
     profile = Profile.load(job.profile_path)
     (rank,) = profile.ranks
-    assert policies == [TrainingPolicy(kernels=Kernels.FASTEST, update=update)]
+    # Plain steps first, and the same training again to be measured.
+    assert policies == [TrainingPolicy(kernels=Kernels.FASTEST, update=update)] * 2
     assert measured.step_seconds == (rank.step_s,)
     assert profile.has_optimizer is (update is Update.ADAMW)
     assert profile.training == MeasuredTraining(
@@ -221,9 +223,30 @@ def test_a_profile_is_of_the_same_training_with_or_without_an_optimizer(monkeypa
     )
     assert [layer.number for layer in rank.layers] == [0, 1]
     assert rank.min_offloaded_bytes == 64 * 4
-    # The tokens of all settings, in a step that warms up and the one that counts.
-    assert len(seen) == 2
+    # The tokens of all settings, in steps that warm up and those that count.
+    assert len(seen) == 1 + PLAIN_STEPS + 2
+    assert profile.plain_step_s > 0
     check_profile(profile, load_arguments(job), update=update, source="profile.json")
+
+
+@pytest.mark.usefixtures("_quick_link")
+def test_the_plain_step_of_a_profile_is_that_of_nothing_where_it_was_just_measured(monkeypatch, tmp_path):
+    job = make_job(plan_folder=tmp_path)
+    runner = Runner(job, lambda loss: None)
+    measured = runner.measure_times(Run(setting=NOTHING, repeat=0))
+    runner.measure_times(Run(setting=parse_setting("recompute:full"), repeat=0))
+    steps = []
+    run_step = Trainer.run_step
+    monkeypatch.setattr(Trainer, "run_step", lambda *args, **options: steps.append(1) or run_step(*args, **options))
+    runner.measure_times(Run(setting=PROFILE, repeat=0))
+    assert Profile.load(job.profile_path).plain_step_s == measured.seconds
+    assert len(steps) == 2
+
+    forecaster = Forecaster(job)
+    forecaster.meet("CPU")
+    forecaster.read_profile()
+    # Hooks take so long on a CPU that what a device needs may be more than the plain step.
+    assert forecaster.predict(NOTHING).predictions[Source.PROFILE].step_s >= 0.999 * measured.seconds
 
 
 @pytest.mark.usefixtures("_quick_link")

@@ -100,6 +100,12 @@ def test_the_training_that_was_measured_comes_back_too():
     assert Profile.from_json(profile.to_json(), source="text").training == training
 
 
+def test_the_plain_step_comes_back_too_and_a_profile_without_one_does_not_know_it():
+    profile = dataclasses.replace(PROFILE, plain_step_s=0.53)
+    assert Profile.from_json(profile.to_json(), source="text") == profile
+    assert Profile.from_json(change("plain_step_s", to=...), source="text").plain_step_s is None
+
+
 def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
     profile = dataclasses.replace(PROFILE, ranks=())
     assert Profile.from_json(profile.to_json(), source="text") == profile
@@ -149,6 +155,11 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
         (
             change(*LAYER, "tensors", 0, "is_same_in_all_layers", to=1),
             "p.json: ranks[0].chunks[0].layers[0].model.tensors[0].is_same_in_all_layers is 1. Give true or false.",
+        ),
+        (change("plain_step_s", to="fast"), "p.json: plain_step_s is 'fast'. Give a finite number from 0."),
+        (
+            change("plain_step_s", to=0),
+            "p.json: the document: plain_step_s 0.0 is no time of a step. Give seconds above 0, or null.",
         ),
         (change("link", "copies", to=[]), "p.json: link: copies is empty: nothing was measured of the link. Measure again."),
         (
@@ -201,6 +212,12 @@ def test_a_rank_model_has_what_was_measured():
     assert (chunk.saved_bytes, chunk.first[0].forward_s) == (33, 0.5)
     assert [layer.number for layer in chunk.layers] == [0, 1]
     assert [layer.model.forward_s for layer in chunk.layers] == [1.0, 5.0]
+
+
+def test_of_several_stages_the_plain_step_changes_nothing():
+    # Each waits for the others, and nobody has measured how long.
+    known = dataclasses.replace(PROFILE, plain_step_s=100.0)
+    assert make_rank_model(known, rank=0) == make_rank_model(PROFILE, rank=0)
 
 
 def test_another_number_of_microbatches_has_passes_of_its_own():
