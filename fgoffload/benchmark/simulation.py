@@ -1,5 +1,6 @@
 """What the planner's simulator says of a setting: the plan that its flags come to, and what a step under that takes."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from fgoffload.benchmark.prediction import Prediction
@@ -30,6 +31,8 @@ def predict(ranks: Sequence[RankModel], setting: Setting, *, like: Sequence[Rank
     """
     plan = make_plan(ranks, setting)
     _check_reruns(plan, setting, None if like is None else make_plan(like, setting))
+    # Megatron's own recompute runs without this package.
+    ranks = [dataclasses.replace(rank, has_engine=setting.system is not System.RECOMPUTE) for rank in ranks]
     result, nothing = simulate(ranks, plan), simulate(ranks, make_plan(ranks, NOTHING))
     return Prediction(
         step_s=result.step_s,

@@ -289,7 +289,7 @@ def describe_flags(flags: MegatronFlags | None, ranks: Sequence[RankModel], plan
     words = " ".join(flags.list_arguments())
     if not words:
         return Text("Megatron's own flags: none are needed.")
-    result = simulate(ranks, flags.make_plan(ranks))
+    result = simulate(flags.adapt(ranks), flags.make_plan(ranks))
     peak = (result.peak_bytes - planned.peak_bytes) / GIB
     return Text(
         f"Megatron's own flags that come nearest: {words}\n"

@@ -25,7 +25,7 @@ from fgoffload.units import TIB
 T = TypeVar("T")
 
 PLAIN_STEPS = 3
-"""Steps that are timed with nothing measured in them, after one that warms up. The median of three leaves out one disturbance."""
+"""Steps that are timed with nothing measured in them, after one that warms up. The median of three forgives a slow one."""
 
 LONGEST_RUN = 1 + PLAIN_STEPS
 """Steps that one trainer of a profile runs."""

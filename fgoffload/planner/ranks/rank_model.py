@@ -93,3 +93,6 @@ class RankModel:
     """Of this rank, or None for no limit."""
     turning_chunk: int | None = None
     """The chunk that ends the model, where the backward of each microbatch comes right after its forward; None elsewhere."""
+    has_engine: bool = True
+    """Whether this package runs in the training. Without it, token dispatchers hold what a recompute began with: see
+    [Note: What dispatchers hold] in `chunk_compiler`."""

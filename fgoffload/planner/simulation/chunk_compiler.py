@@ -1,4 +1,16 @@
-"""From a rank's chunks and a plan to the steps of each pass: see `chunk_program`."""
+"""From a rank's chunks and a plan to the steps of each pass: see `chunk_program`.
+
+[Note: What dispatchers hold]
+A token dispatcher keeps the routing probabilities of its last forward, and with them the graph behind. Where a checkpoint of
+the layer, or of its experts, ran that forward again, the graph begins in the checkpoint's own leaf: its input of [s, b, h] and,
+after backward, the gradient of that. Both stay until the dispatcher gets the probabilities of another forward. So a step begins
+with those of all layers, from the step before. This package makes dispatchers let go (docs/decisions.md); where it does not
+run, `RankModel.has_engine` is False, and they count.
+
+Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
+megatron/core/tensor_parallel/random.py, megatron-core 0.16.1. Between two steps of six layers with full recompute an H200 held
+773 MiB more than without: 768 are these, 128 MiB a layer.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +21,10 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankMo
 from fgoffload.planner.simulation.chunk_program import (
     ChunkProgram,
     ComputeStep,
+    DispatchStep,
     FreeStep,
     GroupPlace,
+    HoldStep,
     HostWaitStep,
     LetGoStep,
     Mover,
@@ -30,6 +44,9 @@ from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, Resi
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """What a plan says, by chunk and number of the layer, and there by tag or unit."""
 
+_ROUTER = "router"
+"""The stretch behind which a token dispatcher gets probabilities. Layers without experts have none."""
+
 
 def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
     """Return what each chunk of `rank` does under a plan.
@@ -44,7 +61,13 @@ def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
         _compile_chunk(
             chunk,
             [
-                _Layer(layer, one, actions.get((number, layer.number), {}), has_copies=has_copies)
+                _Layer(
+                    layer,
+                    one,
+                    actions.get((number, layer.number), {}),
+                    has_copies=has_copies,
+                    dispatcher=None if rank.has_engine else (number, layer.number),
+                )
                 for layer, one in zip(chunk.layers, resolved, strict=True)
             ],
             turns=number == rank.turning_chunk,
@@ -155,10 +178,17 @@ class _Layer:
         resolved: What the plan makes of it.
         actions: What the plan says of it, by tag or unit.
         has_copies: Whether anything leaves on the rank.
+        dispatcher: Chunk and number of the layer where its token dispatcher may hold what a recompute began with, or None.
     """
 
     def __init__(
-        self, numbered: NumberedLayer, resolved: ResolvedLayer, actions: Mapping[str, Action], *, has_copies: bool
+        self,
+        numbered: NumberedLayer,
+        resolved: ResolvedLayer,
+        actions: Mapping[str, Action],
+        *,
+        has_copies: bool,
+        dispatcher: tuple[int, int] | None,
     ) -> None:
         self.resolved = resolved
         self._kind = numbered.model.kind
@@ -166,6 +196,8 @@ class _Layer:
         self._segments = numbered.model.segments
         self._name = f"layers.{numbered.number}"
         self._has_copies = has_copies
+        self._holder = _find_holder(resolved)
+        self._dispatcher = None if self._holder is None else dispatcher
         self._base = 0
         """The groups of the chunk before those of this layer."""
         self._parcels: list[tuple[LeavingTensor, int]] = []
@@ -223,6 +255,7 @@ class _Layer:
             for index, group in groups:
                 if group.ends_after == place and group.held_over is None:
                     steps.add(SubmitStep(index))
+            self._dispatch(steps, segment)
 
     def run_backward(self, steps: _Steps) -> None:
         """Add the backward of the layer, and what runs again in it."""
@@ -236,6 +269,9 @@ class _Layer:
             self._take(steps, place, None)
             gone_bytes = sum(one.tensor.size_bytes for one in (*self.resolved.kept, *made) if one.freed_after == place)
             steps.compute(Part(f"{self._name}.{segment.name}", segment.backward_s, segment.backward_extra_bytes, -gone_bytes))
+            if self._dispatcher is not None and self._holder is not None and place == self._holder.segments[0]:
+                # Input and gradient: the first was counted as saved until now, the second among what backward needs.
+                steps.add(HoldStep(self._dispatcher, 2 * _count_input_bytes(self.resolved)))
             freed = tuple(parcel for one, parcel in self._parcels if one.freed_after == place)
             if freed:
                 steps.add(FreeStep(freed))
@@ -252,10 +288,15 @@ class _Layer:
             extra_s = rerun.extra_s if place == rerun.segments[-1] else 0.0
             label = f"{self._name}.{segment.name} again"
             steps.compute(Part(label, segment.forward_s + extra_s, segment.forward_extra_bytes, net_bytes))
+            self._dispatch(steps, segment)
 
     def _wait_for_host(self, steps: _Steps, segment: Segment) -> None:
         if self._has_copies and segment.host_wait in (HostWait.HOLD, HostWait.COPY):
             steps.add(HostWaitStep())
+
+    def _dispatch(self, steps: _Steps, segment: Segment) -> None:
+        if self._dispatcher is not None and segment.name == _ROUTER:
+            steps.add(DispatchStep(self._dispatcher))
 
     def _take(self, steps: _Steps, place: int, unit: str | None) -> None:
         """Add who asks for something before the backward of stretch `place`: `unit` when it runs again, or the stretch."""
@@ -291,3 +332,22 @@ class _Layer:
                     sizes_bytes.append(kept.tensor.size_bytes if take is asked[0] else 0)
         if sizes_bytes:
             steps.add(LetGoStep(tuple(sizes_bytes)))
+
+
+def _find_holder(resolved: ResolvedLayer) -> Rerun | None:
+    """Return what runs a dispatcher of the layer again from a leaf of its own, or None. See [Note: What dispatchers hold]."""
+    names = [segment.name for segment in resolved.layer.segments]
+    if _ROUTER not in names:
+        return None
+    # A norm or an activation alone runs again without the dispatcher, and so do shared experts.
+    return next((rerun for rerun in resolved.reruns if names.index(_ROUTER) in rerun.segments), None)
+
+
+def _count_input_bytes(resolved: ResolvedLayer) -> int:
+    """Return the bytes of [s, b, h] on this rank: of the layer's input, and of what the norm behind attention returns."""
+    inputs = (
+        tensor.size_bytes
+        for tensor in resolved.layer.tensors
+        if "layer_input" in tensor.tags and not tensor.is_same_in_all_layers
+    )
+    return max(inputs, default=0)

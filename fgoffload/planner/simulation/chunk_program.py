@@ -118,6 +118,24 @@ class TurnStep:
     """Forward of the layers is over, and their backward comes next: the last groups stay if they are still on their way."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HoldStep:
+    """A layer's token dispatcher goes on holding what its recompute began with, which backward no longer wants."""
+
+    dispatcher: tuple[int, int]
+    """Whose: of a chunk, and the layer in it."""
+    size_bytes: int
+    """Of that."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DispatchStep:
+    """A token dispatcher gets other tokens, and lets go of what it held."""
+
+    dispatcher: tuple[int, int]
+    """Whose: of a chunk, and the layer in it."""
+
+
 Step = (
     ComputeStep
     | HostWaitStep
@@ -130,6 +148,8 @@ Step = (
     | PollStep
     | PassedStep
     | TurnStep
+    | HoldStep
+    | DispatchStep
 )
 
 

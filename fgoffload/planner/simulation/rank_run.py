@@ -18,7 +18,9 @@ from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.chunk_program import (
     ChunkProgram,
     ComputeStep,
+    DispatchStep,
     FreeStep,
+    HoldStep,
     HostWaitStep,
     LetGoStep,
     Mover,
@@ -68,7 +70,12 @@ class RankRun:
         self._lanes: dict[tuple[int, int], LaneRun] = {}
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._in_flight_bytes = 0
-        self._device_bytes = self._peak_bytes = rank.static_bytes
+        # The step before has left what dispatchers hold.
+        self._held_bytes = {
+            step.dispatcher: step.size_bytes for program in programs for step in program.backward if isinstance(step, HoldStep)
+        }
+        """By dispatcher, of those that hold what a recompute began with."""
+        self._device_bytes = self._peak_bytes = rank.static_bytes + sum(self._held_bytes.values())
         self._host_bytes = self._host_peak_bytes = 0
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
@@ -86,6 +93,8 @@ class RankRun:
             PassedStep: self._pass_layer,
             PollStep: self._look,
             TurnStep: self._turn,
+            HoldStep: self._hold,
+            DispatchStep: self._dispatch,
         }
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
@@ -216,6 +225,14 @@ class RankRun:
         if self._recorder is not None:
             device_bytes = self._device_bytes + extra_bytes
             self._recorder.note_memory(at_s, device_bytes=device_bytes, host_bytes=self._host_bytes)
+
+    def _hold(self, step: HoldStep, _: LaneRun) -> None:
+        self._held_bytes[step.dispatcher] = step.size_bytes
+        self._add_bytes(step.size_bytes, "what a token dispatcher holds")
+
+    def _dispatch(self, step: DispatchStep, _: LaneRun) -> None:
+        self._device_bytes -= self._held_bytes.pop(step.dispatcher, 0)
+        self._note_memory(self.clock_s)
 
     # To the host.
 

@@ -107,6 +107,10 @@ class MegatronFlags:
                 actions.update(self._list_chunk(number, chunk))
         return OffloadPlan(actions=actions)
 
+    def adapt(self, ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
+        """Return `ranks` as they run with these flags: this package is there where something is offloaded, and only there."""
+        return tuple(dataclasses.replace(rank, has_engine=bool(self.offload_modules)) for rank in ranks)
+
     def _list_chunk(self, chunk_number: int, chunk: ChunkModel) -> Mapping[Site, Action]:
         sites: list[Site] = []
         units: list[Site] = []
@@ -235,9 +239,9 @@ def _find_nearest(ranks: tuple[RankModel, ...], budget_bytes: int) -> NearestFla
         if flags is None:
             return None
         plan = flags.make_plan(ranks)
-        result = simulate(short, plan)
+        result = simulate(flags.adapt(short), plan)
         if result.peak_bytes <= budget_bytes:
-            result = simulate(ranks, plan)
+            result = simulate(flags.adapt(ranks), plan)
         if result.peak_bytes <= budget_bytes:
             return NearestFlags(flags=flags, result=result)
         worst = result.worst_rank
@@ -298,7 +302,7 @@ class _FlagSearch:
         """Return peak and step of a rank, alone."""
         key = (rank.rank, flags)
         if key not in self._results:
-            result = simulate_rank(rank, flags.make_plan([rank]))
+            result = simulate_rank(flags.adapt([rank])[0], flags.make_plan([rank]))
             self._results[key] = result.peak_bytes, result.step_s
         return self._results[key]
 

@@ -99,13 +99,25 @@ class RankSearches:
             self._baselines = {name: self._read_plan(plan) for name, plan in baselines(self.ranks).items()}
         return self._baselines
 
+    def simulate_baselines(self) -> dict[str, StepResult]:
+        """Return what those that people compare with come to, by name: Megatron's own recompute without this package."""
+        results = {name: self.simulate_together(states) for name, states in self.list_baselines().items()}
+        # The other one, selective recompute, leaves token dispatchers alone.
+        name = "full recompute"
+        self._together += 1
+        alone = [dataclasses.replace(rank, has_engine=False) for rank in self.ranks]
+        results[name] = simulate(alone, self.make_plan(self.list_baselines()[name]))
+        return results
+
     def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:
         """Return the states that users would choose: the baselines, and the flags that come nearest to the budget."""
         usual = list(self.list_baselines().values())
         nearest = find_nearest(self.ranks, budget_bytes=budget_bytes) if budget_bytes else None
         if nearest is not None:
             usual.append(self._read_plan(nearest.flags.make_plan(self.ranks)))
-            self._results.setdefault(_make_key(usual[-1]), nearest.result)
+            if nearest.flags.offload_modules:
+                # Without them it is the result of Megatron's own recompute, where this package does not run.
+                self._results.setdefault(_make_key(usual[-1]), nearest.result)
         return usual
 
     def find_states(self, budget_bytes: int, *, starts: Sequence[State] = ()) -> tuple[State, ...]:

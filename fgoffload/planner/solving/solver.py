@@ -45,7 +45,7 @@ class Solution:
     """How much longer than its bound the rank takes, as a part of it, where that is most. None where `bound_s` is."""
     baselines: Mapping[str, StepResult]
     """What people compare with, by name: `fgoffload.planner.solving.megatron_flags.baselines`. Where one of them keeps to the
-    budget the plan is no slower."""
+    budget the plan is no slower. Those that offload nothing are Megatron's own, without this package."""
     simulations: int
     """Of single ranks; one of all ranks together counts as many as there are."""
     states: tuple[State, ...]
@@ -149,7 +149,7 @@ def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -
         decisions=_explain(searches, states, result, budget_bytes),
         bound_s=bound_s,
         gap=gap,
-        baselines={name: searches.simulate_together(usual) for name, usual in searches.list_baselines().items()},
+        baselines=searches.simulate_baselines(),
         simulations=searches.simulations - before,
         states=states,
     )

@@ -171,6 +171,27 @@ def test_megatrons_own_full_recompute_lets_go_of_its_leaves_too_beside_offload(m
         assert [leaf.is_freed for leaf in leaves] == [True] * 4
 
 
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize(
+    ("recompute", "held"),
+    [
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", True),
+        (f"{SELECTIVE} moe", True),
+        # No dispatcher is in these.
+        (f"{SELECTIVE} shared_experts", False),
+    ],
+)
+def test_without_this_package_dispatchers_hold_the_last_leaf_of_each_layer(recompute, held, dispatcher, monkeypatch):
+    # What the planner counts for Megatron's own recompute.
+    with make_trainer(f"{SHARED} --moe-token-dispatcher-type {dispatcher} {recompute}", None) as trainer:
+        leaves = record_leaves(monkeypatch)
+        for _ in range(2):
+            leaves.clear()
+            trainer.run_step()
+            # Two layers, two microbatches: the second forward of a layer lets go of the first leaf.
+            assert [leaf.is_freed for leaf in leaves] == [True, True, not held, not held]
+
+
 def record_leaves(monkeypatch):
     """Return a list that gets a reference to the storage of each hidden state that a checkpoint's backward begins with."""
     leaves = []
