@@ -1,10 +1,13 @@
-# mla_moe: six layers with multi-latent attention and many small experts, as in DeepSeek-V2-Lite, on one GPU.
+# mla_moe: six layers with multi-latent attention, routed and shared experts, as one rank of DeepSeek-V2 has them, on one GPU.
 #
-# Size:    6 layers, hidden 2048, 16 heads, latent attention with ranks of 512, 64 experts of width 1408 of which each token
-#          takes 6, two shared experts; 3.9 billion parameters. Sequences of 4096 tokens, 4 microbatches of 2 sequences a step,
-#          bf16. Weights and gradients take 14.6 GiB.
-# Source:  sizes of a layer: config.json of deepseek-ai/DeepSeek-V2-Lite, which has no rank for queries and a dense first layer.
-# Purpose: settings side by side where attention saves most, and can be recomputed from its low ranks (mla_up_proj).
+# Size:    6 layers, hidden 5120, 32 heads, latent attention with ranks of 1536 and 512, 16 experts of width 1536 of which each
+#          token takes 6, two shared experts; 3.2 billion parameters. Sequences of 4096 tokens, 4 microbatches of 2 sequences a
+#          step, bf16. Weights and gradients take 11.9 GiB.
+# Source:  sizes of a layer: config.json of deepseek-ai/DeepSeek-V2. Its 128 heads are 32 on each of 4 tensor-parallel ranks, its
+#          160 experts 16 on each of 10 expert-parallel ranks; its 102400 words are cut to 32000, so that the loss is no large
+#          part of the step.
+# Purpose: predicted beside measured where attention saves most, and can be recomputed from its low ranks (mla_up_proj). Each
+#          expert gets 3072 tokens, so that operators are large, and the device says how long a step takes rather than the host.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
 # See:     fgoffload bench arguments/mla_moe.sh
 #
@@ -12,8 +15,8 @@
 
 MODEL_ARGS=(
     --num-layers 6
-    --hidden-size 2048
-    --num-attention-heads 16
+    --hidden-size 5120
+    --num-attention-heads 32
     --seq-length 4096
     --max-position-embeddings 4096
     --position-embedding-type rope
@@ -23,14 +26,14 @@ MODEL_ARGS=(
     --untie-embeddings-and-output-weights
     --hidden-dropout 0.0
     --attention-dropout 0.0
-    --vocab-size 102400
+    --vocab-size 32000
     --transformer-impl transformer_engine
     --bf16
 )
 
 MLA_ARGS=(
     --multi-latent-attention
-    --q-lora-rank 512
+    --q-lora-rank 1536
     --kv-lora-rank 512
     --qk-head-dim 128
     --qk-pos-emb-head-dim 64
@@ -38,15 +41,15 @@ MLA_ARGS=(
 )
 
 MOE_ARGS=(
-    --num-experts 64
+    --num-experts 16
     --moe-router-topk 6
-    --moe-ffn-hidden-size 1408
-    --moe-shared-expert-intermediate-size 2816
+    --moe-ffn-hidden-size 1536
+    --moe-shared-expert-intermediate-size 3072
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
     --moe-router-dtype fp32
-    --moe-router-load-balancing-type seq_aux_loss
-    --moe-aux-loss-coeff 1e-3
+    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-aux-loss-coeff 0.0
 )
 
 TRAINING_ARGS=(
