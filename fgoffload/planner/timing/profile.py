@@ -20,6 +20,7 @@ from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, Chun
 from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
 from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
+from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 from fgoffload.policy import TransferPolicy
 from fgoffload.text_files import read_text_file
 
@@ -98,7 +99,8 @@ class LinkProfile:
             h2d_bytes_per_s=largest.h2d_bytes_per_s,
             duplex_bytes_per_s=largest.duplex_bytes_per_s,
             copy_latency_s=max(0.0, latency_s),
-            compute_slowdown=self.compute_slowdown,
+            # Measured on a device that a matrix product fills for long, which the kernels of a step do not.
+            compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
         )
 
 

@@ -193,7 +193,7 @@ def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path):
 def test_a_link_has_the_rates_of_its_largest_copies_and_the_latency_of_its_smallest():
     link = LINK.to_model()
     assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s) == (50e9, 53e9, 33.5e9)
-    assert link.compute_slowdown == 0.06
+    assert link.compute_slowdown == 0.01  # the kernels of a step do not fill the device as the measured product does
     to_host, back = 65536 / 9.7e9 - 65536 / 50e9, 65536 / 9.7e9 - 65536 / 53e9
     assert link.copy_latency_s == pytest.approx((to_host + back) / 2, rel=1e-12)
 
