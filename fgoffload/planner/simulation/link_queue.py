@@ -69,6 +69,8 @@ class LinkQueue:
         """The queues are as they are at this moment. It lags behind compute until somebody needs to know."""
         self.done: list[Copy] = []
         """The copies that ended, in order. Who reads it empties it."""
+        self.queued = 0
+        """Copies that are not through, both ways: compute asks before each stretch."""
         self.slowed_s = 0.0
         """What compute took longer so far since copies ran beside it."""
 
@@ -84,6 +86,7 @@ class LinkQueue:
         lane = self._d2h if direction is Direction.D2H else self._h2d
         copy = Copy(direction, size_bytes, mover=mover, label=label, submitted_s=at_s)
         lane.queue.append(copy)
+        self.queued += 1
         if len(lane.queue) == 1:
             self._start(lane)
         return copy
@@ -100,7 +103,7 @@ class LinkQueue:
 
     def advance(self, until_s: float) -> None:
         """Let time pass until `until_s`; infinity runs both queues empty."""
-        while self.now_s < until_s and (self._d2h.queue or self._h2d.queue):
+        while self.queued and self.now_s < until_s:
             self._step(until_s)
         if self.now_s < until_s < math.inf:
             self.now_s = until_s
@@ -118,7 +121,7 @@ class LinkQueue:
         self.advance(at_s)
         factor = 1 + self._slowdown
         now_s = at_s
-        while work_s > 0 and (self._d2h.queue or self._h2d.queue):
+        while work_s > 0 and self.queued:
             end_s = now_s + work_s * factor
             self._step(end_s)
             self.slowed_s += (min(self.now_s, end_s) - now_s) * self._slowdown / factor
@@ -131,38 +134,51 @@ class LinkQueue:
     def _step(self, until_s: float) -> None:
         """Let time pass until the next latency or copy is over, or until `until_s` if that is first. One queue has a copy."""
         d2h, h2d = self._d2h, self._h2d
-        d2h_s = h2d_s = math.inf
-        d2h_rate, h2d_rate = d2h.rate_bytes_per_s, h2d.rate_bytes_per_s
-        if d2h.queue and h2d.queue and not d2h.latency_left_s and not h2d.latency_left_s:
-            d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
-        if d2h.queue:
-            d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
-        if h2d.queue:
-            h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
-        passed_s = min(d2h_s, h2d_s)
-        if self.now_s + passed_s > until_s:
-            passed_s = until_s - self.now_s
-            self.now_s = until_s
+        if not h2d.queue:
+            self._step_one_way(d2h, until_s)
+        elif not d2h.queue:
+            self._step_one_way(h2d, until_s)
         else:
-            self.now_s += passed_s
-        if d2h.queue:
-            self._pass(d2h, passed_s, event_s=d2h_s, moved_bytes=d2h_rate * passed_s)
-        if h2d.queue:
-            self._pass(h2d, passed_s, event_s=h2d_s, moved_bytes=h2d_rate * passed_s)
+            self._step_both_ways(d2h, h2d, until_s)
 
-    def _pass(self, lane: _Lane, passed_s: float, *, event_s: float, moved_bytes: float) -> None:
+    def _step_one_way(self, lane: _Lane, until_s: float) -> None:
+        event_s = lane.latency_left_s or lane.bytes_left / lane.rate_bytes_per_s
+        passed_s = self._skip(event_s, until_s)
+        self._pass(lane, passed_s, event_s, lane.rate_bytes_per_s)
+
+    def _step_both_ways(self, d2h: _Lane, h2d: _Lane, until_s: float) -> None:
+        if d2h.latency_left_s or h2d.latency_left_s:
+            d2h_rate, h2d_rate = d2h.rate_bytes_per_s, h2d.rate_bytes_per_s
+        else:
+            d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
+        d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
+        h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
+        passed_s = self._skip(d2h_s if d2h_s < h2d_s else h2d_s, until_s)
+        self._pass(d2h, passed_s, d2h_s, d2h_rate)
+        self._pass(h2d, passed_s, h2d_s, h2d_rate)
+
+    def _skip(self, event_s: float, until_s: float) -> float:
+        """Let `event_s` pass, or what is left until `until_s`, and return what passed."""
+        event_at_s = self.now_s + event_s
+        if event_at_s > until_s:
+            event_s = until_s - self.now_s
+            event_at_s = until_s
+        self.now_s = event_at_s
+        return event_s
+
+    def _pass(self, lane: _Lane, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
         """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""
-        is_over = passed_s >= event_s
         if lane.latency_left_s:
-            lane.latency_left_s = 0.0 if is_over else lane.latency_left_s - passed_s
-        elif is_over:
+            lane.latency_left_s = 0.0 if passed_s >= event_s else lane.latency_left_s - passed_s
+        elif passed_s >= event_s:
             copy = lane.queue.popleft()
             copy.end_s = self.now_s
             self.done.append(copy)
+            self.queued -= 1
             if lane.queue:
                 self._start(lane)
         else:
-            lane.bytes_left -= moved_bytes
+            lane.bytes_left -= rate_bytes_per_s * passed_s
 
     def _start(self, lane: _Lane) -> None:
         copy = lane.queue[0]

@@ -2,101 +2,173 @@
 
 import abc
 import collections
+import dataclasses
+import math
 from collections.abc import Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.schedule import Pass, PassKind
-from fgoffload.planner.simulation.rank_run import RankRun
-from fgoffload.planner.simulation.steady_state import RoundState
+from fgoffload.planner.simulation.rank_run import RankRun, RoundState
 
 
 class PassOrder(abc.ABC):
-    """When a pass may begin."""
+    """Ranks in the middle of a step, and when each of their passes may begin.
+
+    Args:
+        runs: The ranks.
+        passes: Of each rank, in order.
+        marks: Of each rank, after how many passes to look at it; none where nobody wants to know.
+    """
+
+    def __init__(self, runs: Sequence[RankRun], passes: Sequence[Sequence[Pass]], marks: Sequence[Sequence[int]] = ()) -> None:
+        self.over = [0] * len(runs)
+        """Of each rank, how many passes are over."""
+        self.states: list[dict[int, RoundState]] = [{} for _ in runs]
+        """Of each rank, what was seen at its marks."""
+        self._runs = runs
+        self._passes = list(passes)
+        self._marks = [frozenset(own) for own in marks] or [frozenset()] * len(runs)
 
     @abc.abstractmethod
-    def run(
-        self, runs: Sequence[RankRun], passes: Sequence[Sequence[Pass]], places: Sequence[Sequence[int]] = ()
-    ) -> list[list[RoundState]]:
-        """Run all passes of all ranks.
+    def run_until(self, limits: Sequence[int]) -> None:
+        """Let each rank run until so many of its passes are over, or until it has to wait for another that is there.
 
         Args:
-            runs: The ranks.
-            passes: Of each rank.
-            places: Of each rank, after how many passes to look at it; none where nobody wants to know.
+            limits: By rank.
+        """
 
-        Returns:
-            The states at these places, by rank.
+    def run(self) -> None:
+        """Run all passes that are left.
 
         Raises:
             ConfigError: Passes wait for each other.
         """
+        self.run_until([len(own) for own in self._passes])
+        for rank, (own, count) in enumerate(zip(self._passes, self.over, strict=True)):
+            if count < len(own):
+                raise ConfigError(
+                    f"rank {rank} waits for ever before {own[count]}: what it needs is on no other rank, or behind what waits "
+                    "for this one. Give all ranks the passes of one pipeline."
+                )
+
+    def leave_out(self, passes: int, microbatches: int, later_s: Sequence[float]) -> None:
+        """Leave out the next passes of each rank, which are whole rounds.
+
+        Args:
+            passes: How many, of each rank.
+            microbatches: How many go through all chunks in them. Those behind are called as if they came now.
+            later_s: By rank, how much longer than those of the first rank they would have taken.
+        """
+        for rank, own in enumerate(self._passes):
+            behind = own[self.over[rank] + passes :]
+            renumbered = (dataclasses.replace(one, microbatch=one.microbatch - microbatches) for one in behind)
+            self._passes[rank] = (*own[: self.over[rank]], *renumbered)
+        self._shift(later_s)
+
+    @abc.abstractmethod
+    def list_margins(self, rank: int) -> list[tuple[int, float]]:
+        """Return the neighbours that a rank may have to wait for, and how long its input from them lay there at least.
+
+        That is since the last mark but one, in seconds; below 0 where the rank had to wait.
+        """
+
+    @abc.abstractmethod
+    def _shift(self, later_s: Sequence[float]) -> None:
+        """Let each rank be so much later, beside the others, than it was."""
 
 
 class Alone(PassOrder):
     """Each rank runs its passes one after the other."""
 
-    def run(  # noqa: D102
-        self, runs: Sequence[RankRun], passes: Sequence[Sequence[Pass]], places: Sequence[Sequence[int]] = ()
-    ) -> list[list[RoundState]]:
-        states: list[list[RoundState]] = [[] for _ in runs]
-        for rank, run in enumerate(runs):
-            for done, one in enumerate(passes[rank], start=1):
+    def run_until(self, limits: Sequence[int]) -> None:  # noqa: D102
+        for rank, run in enumerate(self._runs):
+            for one in self._passes[rank][self.over[rank] : limits[rank]]:
                 run.run_pass(one, ready_s=0.0)
-                if places and done in places[rank]:
-                    states[rank].append(run.get_state())
-        return states
+                self.over[rank] += 1
+                if self.over[rank] in self._marks[rank]:
+                    self.states[rank][self.over[rank]] = run.get_state()
+
+    def list_margins(self, rank: int) -> list[tuple[int, float]]:  # noqa: D102
+        return []
+
+    def _shift(self, later_s: Sequence[float]) -> None:
+        pass
 
 
 class InPipeline(PassOrder):
     """A pass begins when the pass of the neighbour that makes its input is over.
 
     Args:
+        runs: The ranks.
+        passes: Of each rank, in order.
+        marks: Of each rank, after how many passes to look at it.
         chunks: Of each rank: chunk c of rank r is virtual stage c * p + r of p ranks.
         p2p_s: Seconds between the end of a pass and the start of what needs it.
     """
 
-    def __init__(self, chunks: int, p2p_s: float) -> None:
-        self._chunks = chunks
+    def __init__(
+        self,
+        runs: Sequence[RankRun],
+        passes: Sequence[Sequence[Pass]],
+        marks: Sequence[Sequence[int]] = (),
+        *,
+        chunks: int,
+        p2p_s: float,
+    ) -> None:
+        super().__init__(runs, passes, marks)
+        stages = len(runs) * chunks
         self._p2p_s = p2p_s
+        # By virtual stage and microbatch. Nothing is waited for by the first stage's forwards and the last one's backwards.
+        self._forward_ends: list[dict[int, float]] = [{} for _ in range(stages)]
+        self._backward_ends: list[dict[int, float]] = [{} for _ in range(stages)]
+        self._shifts_s = [0.0] * len(runs)
+        """By rank, how much later than its clock says it is, beside the first rank, for the rounds that were left out."""
+        self._margins_s = [[math.inf, math.inf] for _ in runs]
+        """By rank, how long the input of its backwards and of its forwards lay there at least, since its last mark."""
+        self._former_margins_s = [[math.inf, math.inf] for _ in runs]
+        """The same, between the two marks before."""
 
-    def run(  # noqa: D102
-        self, runs: Sequence[RankRun], passes: Sequence[Sequence[Pass]], places: Sequence[Sequence[int]] = ()
-    ) -> list[list[RoundState]]:
-        stages = len(runs)
-        last = stages * self._chunks - 1
-        over = [0] * stages
-        ends: dict[tuple[PassKind, int, int], float] = {}
-        states: list[list[RoundState]] = [[] for _ in runs]
-        waiting = collections.deque(range(stages))
+    def run_until(self, limits: Sequence[int]) -> None:  # noqa: D102
+        ranks = len(self._runs)
+        last = len(self._forward_ends) - 1
+        waiting = collections.deque(range(ranks))
         while waiting:
             rank = waiting.popleft()
-            for one in passes[rank][over[rank] :]:
-                stage = one.chunk * stages + rank
-                ready_s = _find_ready(ends, one, stage, last)
+            run, own, shift_s = self._runs[rank], self._passes[rank], self._shifts_s[rank]
+            while self.over[rank] < limits[rank]:
+                one = own[self.over[rank]]
+                stage = one.chunk * ranks + rank
+                is_forward = one.kind is PassKind.FORWARD
+                ready_s: float | None = -math.inf
+                if is_forward and stage > 0:
+                    ready_s = self._forward_ends[stage - 1].get(one.microbatch)
+                elif not is_forward and stage < last:
+                    ready_s = self._backward_ends[stage + 1].get(one.microbatch)
                 if ready_s is None:
                     break
-                ends[one.kind, stage, one.microbatch] = runs[rank].run_pass(one, ready_s=ready_s) + self._p2p_s
-                over[rank] += 1
-                if places and over[rank] in places[rank]:
-                    states[rank].append(runs[rank].get_state())
-                follower = (stage + (1 if one.kind is PassKind.FORWARD else -1)) % stages
+                ready_s -= shift_s
+                margins_s = self._margins_s[rank]
+                margins_s[is_forward] = min(margins_s[is_forward], run.clock_s - ready_s)
+                end_s = run.run_pass(one, ready_s=ready_s) + shift_s + self._p2p_s
+                (self._forward_ends if is_forward else self._backward_ends)[stage][one.microbatch] = end_s
+                self.over[rank] += 1
+                if self.over[rank] in self._marks[rank]:
+                    self.states[rank][self.over[rank]] = run.get_state()
+                    self._former_margins_s[rank], self._margins_s[rank] = margins_s, [math.inf, math.inf]
+                follower = (rank + (1 if is_forward else -1)) % ranks
                 if follower != rank:
                     waiting.append(follower)
-        _check_all_ran(passes, over)
-        return states
 
+    def list_margins(self, rank: int) -> list[tuple[int, float]]:  # noqa: D102
+        backward_s, forward_s = map(min, self._margins_s[rank], self._former_margins_s[rank])
+        ranks = len(self._runs)
+        return [((rank + 1) % ranks, backward_s), ((rank - 1) % ranks, forward_s)]
 
-def _find_ready(ends: dict[tuple[PassKind, int, int], float], one: Pass, stage: int, last: int) -> float | None:
-    """Return when the input of a pass of virtual stage `stage` is there, or None where that is not known yet."""
-    if one.kind is PassKind.FORWARD:
-        return 0.0 if stage == 0 else ends.get((PassKind.FORWARD, stage - 1, one.microbatch))
-    return 0.0 if stage == last else ends.get((PassKind.BACKWARD, stage + 1, one.microbatch))
-
-
-def _check_all_ran(passes: Sequence[Sequence[Pass]], over: Sequence[int]) -> None:
-    for rank, (own, count) in enumerate(zip(passes, over, strict=True)):
-        if count < len(own):
-            raise ConfigError(
-                f"rank {rank} waits for ever before {own[count]}: what it needs is on no other rank, or behind what waits for "
-                "this one. Give all ranks the passes of one pipeline."
-            )
+    def _shift(self, later_s: Sequence[float]) -> None:
+        ranks = len(self._runs)
+        for rank, shift_s in enumerate(later_s):
+            self._shifts_s[rank] += shift_s
+            # What was made and is not used yet is made later too: in the last of the rounds that were left out.
+            for ends in (*self._forward_ends[rank::ranks], *self._backward_ends[rank::ranks]):
+                for microbatch in ends:
+                    ends[microbatch] += shift_s

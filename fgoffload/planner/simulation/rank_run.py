@@ -8,6 +8,7 @@ copies done. `tests/unit/planner/simulation/test_simulator_engine.py` runs the e
 """
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +37,17 @@ from fgoffload.planner.simulation.chunk_program import (
 from fgoffload.planner.simulation.lane_run import AWAY, LaneRun, ParcelState
 from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
 from fgoffload.planner.simulation.simulation_result import LaneName, RankResult
-from fgoffload.planner.simulation.steady_state import RoundState
 from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundState:
+    """A rank between two rounds of its schedule."""
+
+    totals: RankResult
+    """What it has come to so far; `step_s` is how far it is."""
+    left_behind: tuple[float, ...]
+    """Bytes on the device, on the host, and on their way: what the next round finds."""
 
 
 class _InFlight(NamedTuple):
@@ -81,8 +91,8 @@ class RankRun:
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._abandoned = 0
         """Parcels that backward is through with, and that a copy to the host still holds."""
-        self._act: Mapping[type[Step], Callable[[Any, LaneRun], None]] = {
-            ComputeStep: self._compute,
+        act: Mapping[type[Step], Callable[[Any, LaneRun], None]] = {
+            ComputeStep: self._compute if recorder is None else self._record_parts,
             HostWaitStep: self._wait_for_host,
             OpenStep: self._open,
             SubmitStep: self._submit,
@@ -96,6 +106,9 @@ class RankRun:
             HoldStep: self._hold,
             DispatchStep: self._dispatch,
         }
+        # A pass is run hundreds of times: who runs each of its steps is found once.
+        self._forwards = [[(act[type(step)], step) for step in program.forward] for program in programs]
+        self._backwards = [[(act[type(step)], step) for step in program.backward] for program in programs]
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, and return when its output is."""
@@ -105,10 +118,12 @@ class RankRun:
         if one.kind is PassKind.FORWARD:
             lane = self._lanes[one.chunk, one.microbatch] = LaneRun(program)
             self._add_bytes(program.base_bytes, "start of the pass")
-            self._run(program.forward, lane)
+            for act, step in self._forwards[one.chunk]:
+                act(step, lane)
         else:
             lane = self._lanes.pop((one.chunk, one.microbatch))
-            self._run(program.backward, lane)
+            for act, step in self._backwards[one.chunk]:
+                act(step, lane)
             self._add_bytes(-program.base_bytes, "end of the pass")
             self._tallies.recompute_s += program.recompute_s
         return self.clock_s
@@ -116,6 +131,7 @@ class RankRun:
     def get_state(self) -> RoundState:
         """Return how far the rank is, and what is under way."""
         self._link.advance(self.clock_s)
+        self._collect(None)
         left = (self._link.count_left_bytes(direction) for direction in Direction)
         return RoundState(
             totals=self._get_totals(self.clock_s),
@@ -147,31 +163,26 @@ class RankRun:
             **self._tallies.sum_up(),
         )
 
-    def _run(self, steps: Sequence[Step], lane: LaneRun) -> None:
-        for step in steps:
-            self._act[type(step)](step, lane)
-
     # Compute.
 
     def _compute(self, step: ComputeStep, _: LaneRun) -> None:
-        if self._recorder is not None:
-            self._record_parts(step, self._recorder)
-            return
-        if self._device_bytes + step.rise_bytes > self._peak_bytes:
-            self._see_peak(self._device_bytes + step.rise_bytes, step.peak_label)
+        device_bytes = self._device_bytes
+        if device_bytes + step.rise_bytes > self._peak_bytes:
+            self._see_peak(device_bytes + step.rise_bytes, step.peak_label)
         start_s = self.clock_s
-        self.clock_s = self._link.run_compute(start_s, step.seconds)
-        self._tallies.compute_s += self.clock_s - start_s
-        self._device_bytes += step.net_bytes
+        self.clock_s = end_s = self._link.run_compute(start_s, step.seconds) if self._link.queued else start_s + step.seconds
+        self._tallies.compute_s += end_s - start_s
+        self._device_bytes = device_bytes + step.net_bytes
 
-    def _record_parts(self, step: ComputeStep, recorder: Recorder) -> None:
+    def _record_parts(self, step: ComputeStep, _: LaneRun) -> None:
         for part in step.parts:
             self._see_peak(self._device_bytes + max(part.extra_bytes, part.net_bytes), part.label)
             start_s = self.clock_s
             self._note_memory(start_s, extra_bytes=part.extra_bytes)
             self.clock_s = self._link.run_compute(start_s, part.seconds)
             self._tallies.compute_s += self.clock_s - start_s
-            recorder.note_span(LaneName.COMPUTE, f"{self._pass} {part.label}", start_s, self.clock_s)
+            if self._recorder is not None:
+                self._recorder.note_span(LaneName.COMPUTE, f"{self._pass} {part.label}", start_s, self.clock_s)
             self._device_bytes += part.net_bytes
             self._note_memory(self.clock_s)
 
@@ -188,8 +199,9 @@ class RankRun:
 
     def _wait_for_copy(self, copy: Copy, cause: Cause) -> None:
         since_s = self.clock_s
-        self._wait_until(self._link.finish(copy), cause)
-        self._collect(copy.direction, since_s=since_s)
+        if copy.end_s > since_s:
+            self._wait_until(self._link.finish(copy), cause)
+            self._collect(copy.direction, since_s=since_s)
 
     def _collect(self, waited_for: Direction | None, *, since_s: float = math.inf) -> None:
         """Count the copies that are through.
@@ -199,8 +211,6 @@ class RankRun:
             since_s: Since when. When a wait for a direction is over, none of its copies is half through: first in, first out.
         """
         done = self._link.done
-        if not done:
-            return
         for copy in done:
             is_exposed = copy.direction is waited_for and copy.end_s > since_s
             self._tallies.add_copy(copy, copy.end_s - max(copy.start_s, since_s) if is_exposed else 0.0)
@@ -240,14 +250,15 @@ class RankRun:
         """Let a group leave, and wait while more than the window is on its way."""
         self._poll()
         group = lane.program.groups[step.group]
-        leaving = []
+        parcels = lane.program.parcels
+        leaving, size_bytes = [], 0
         for parcel in group.parcels:
-            if self._find_room(lane.program.parcels[parcel].size_bytes, group.mover):
+            if self._find_room(parcels[parcel].size_bytes, group.mover):
                 leaving.append(parcel)
+                size_bytes += parcels[parcel].size_bytes
                 lane.states[parcel] = ParcelState.OFFLOADING
                 lane.is_copied[parcel] = True
         if leaving:
-            size_bytes = lane.count_bytes(leaving)
             copy = self._link.submit(Direction.D2H, size_bytes, self.clock_s, mover=group.mover, label=self._name(group.label))
             self._in_flight.append(_InFlight(copy, lane, tuple(leaving), size_bytes))
             self._in_flight_bytes += size_bytes
@@ -264,7 +275,8 @@ class RankRun:
             self._tallies.get(mover).kept_bytes += size_bytes
             return False
         self._host_bytes += size_bytes
-        self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes)
+        if self._host_bytes > self._host_peak_bytes:
+            self._host_peak_bytes = self._host_bytes
         return True
 
     def _wait_for_host(self, _: HostWaitStep, __: LaneRun) -> None:
@@ -284,7 +296,6 @@ class RankRun:
         if not self._in_flight:
             return
         self._link.advance(self.clock_s)
-        self._collect(None)
         while self._in_flight and self._in_flight[0].copy.end_s <= self.clock_s:
             self._release_oldest()
 
@@ -323,7 +334,7 @@ class RankRun:
             if lane.states[parcel] is ParcelState.OFFLOADED:
                 self._reload(lane, [parcel])
             reload = lane.reloads[parcel]
-            if reload is not None:
+            if reload is not None and reload.end_s > self.clock_s:
                 self._wait_for_copy(reload, Cause.RELOAD)
 
     def _let_go(self, step: LetGoStep, lane: LaneRun) -> None:
@@ -374,27 +385,29 @@ class RankRun:
         coming: list[int] = []
         while lane.away > 0:
             waiting = lane.list_away(lane.away - 1, but=coming)
-            if any(lane.states[one] not in states for one in waiting):
-                break
-            group_bytes = lane.count_bytes(waiting)
-            if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
-                break
-            lane.away -= 1
             if waiting:
-                lane.expect(lane.away, group_bytes)
+                if any(lane.states[one] not in states for one in waiting):
+                    break
+                group_bytes = lane.count_bytes(waiting)
+                if not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
+                    break
+                lane.expect(lane.away - 1, group_bytes)
                 coming += waiting
-        self._call_back(lane, coming)
+            lane.away -= 1
+        if coming:
+            self._call_back(lane, coming)
 
     def _call_back(self, lane: LaneRun, parcels: Sequence[int]) -> None:
         """Keep what has not left yet, and bring back what has."""
         away = []
-        for parcel in parcels:
-            if lane.states[parcel] is ParcelState.OFFLOADED:
-                away.append(parcel)
+        for number in parcels:
+            if lane.states[number] is ParcelState.OFFLOADED:
+                away.append(number)
                 continue
-            lane.states[parcel] = ParcelState.RESIDENT
-            self._host_bytes -= lane.program.parcels[parcel].size_bytes
-            self._tallies.get(lane.program.parcels[parcel].mover).recalled_bytes += lane.program.parcels[parcel].size_bytes
+            lane.states[number] = ParcelState.RESIDENT
+            parcel = lane.program.parcels[number]
+            self._host_bytes -= parcel.size_bytes
+            self._tallies.get(parcel.mover).recalled_bytes += parcel.size_bytes
         self._reload(lane, away)
 
     def _reload(self, lane: LaneRun, parcels: Sequence[int]) -> None:

@@ -9,8 +9,9 @@ docs/planner.md says what is taken into account, and what is not.
 """
 
 import collections
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import Action, OffloadPlan
@@ -20,7 +21,7 @@ from fgoffload.planner.simulation.chunk_program import ChunkProgram
 from fgoffload.planner.simulation.pass_order import Alone, InPipeline, PassOrder
 from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
-from fgoffload.planner.simulation.steady_state import add_rounds, take_out_rounds
+from fgoffload.planner.simulation.steady_state import add_rounds, find_rounds, leave_out_rounds
 from fgoffload.planner.simulation.tallies import Recorder
 
 __all__ = ["Detail", "RankResult", "StepResult", "simulate", "simulate_rank"]
@@ -45,7 +46,8 @@ def simulate(
     actions = _group_by_layer(plan)
     _check_layers(ranks, actions)
     programs = [compile_rank(rank, actions) for rank in ranks]
-    return StepResult(ranks=_simulate(ranks, programs, InPipeline(len(ranks[0].chunks), p2p_s), detail))
+    order = functools.partial(InPipeline, chunks=len(ranks[0].chunks), p2p_s=p2p_s)
+    return StepResult(ranks=_simulate(ranks, programs, order, detail))
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
@@ -60,33 +62,28 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         PlanError: A layer cannot do what the plan says of it.
     """
     programs = [compile_rank(rank, _group_by_layer(plan))]
-    return _simulate([rank], programs, Alone(), detail)[0]
+    return _simulate([rank], programs, Alone, detail)[0]
 
 
 def _simulate(
     ranks: Sequence[RankModel],
     programs: Sequence[Sequence[ChunkProgram]],
-    order: PassOrder,
+    make_order: Callable[..., PassOrder],
     detail: Detail,
 ) -> tuple[RankResult, ...]:
-    def start() -> list[RankRun]:
-        return [
-            RankRun(rank, own, recorder=Recorder() if detail is Detail.TIMELINE else None)
-            for rank, own in zip(ranks, programs, strict=True)
-        ]
-
-    all_passes = [rank.passes for rank in ranks]
-    found = take_out_rounds(all_passes, len(ranks[0].chunks)) if detail is Detail.TOTALS else None
-    if found is not None:
-        rounds, left_out = found
-        runs = start()
-        states = order.run(runs, [one.passes for one in rounds], [one.places for one in rounds])
-        results = add_rounds([run.finish() for run in runs], states, left_out)
-        if results is not None:
-            return results
-    runs = start()
-    order.run(runs, all_passes)
-    return tuple(run.finish() for run in runs)
+    runs = [
+        RankRun(rank, own, recorder=Recorder() if detail is Detail.TIMELINE else None)
+        for rank, own in zip(ranks, programs, strict=True)
+    ]
+    passes = [rank.passes for rank in ranks]
+    rounds = find_rounds(passes, len(ranks[0].chunks)) if detail is Detail.TOTALS else None
+    order = make_order(runs, passes, rounds.list_marks() if rounds else ())
+    left_out = leave_out_rounds(order, rounds) if rounds else []
+    order.run()
+    results = [run.finish() for run in runs]
+    for one in left_out:
+        results = [add_rounds(result, own, one.times) for result, own in zip(results, one.numbers, strict=True)]
+    return tuple(results)
 
 
 def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:

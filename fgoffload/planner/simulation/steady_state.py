@@ -1,58 +1,165 @@
-"""Rounds of a schedule that repeat: found in a list of passes, taken out of it, and counted in again.
+"""Rounds of a schedule that repeat: found in a list of passes, left out of it, and counted in again.
 
 Between its first forwards and its last backwards a rank does the same over and over: a forward and a backward of the next
-microbatch, or of the next group of them through all chunks. When two of these rounds in a row took the same time on all ranks,
-left the same behind on the link and in memory and counted the same, those after them do too, and need not be simulated.
+microbatch, or of the next group of them through all chunks. When two of these rounds in a row took each rank the same time, left
+the same behind on its link and in memory and counted the same, those after them do too, and need not be simulated.
+
+    [Note: Ranks that are not equally fast]
+    All that a rank knows of its neighbours is how long it waits for them. As long as it does not have to wait for a slower one,
+    and waits for one that is as fast as long as before, its rounds stay alike. What lies ready for it from a slower one lies
+    there a bit shorter in each round: from the shortest of these times follows how many rounds that goes on.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.pass_order import PassOrder
 from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffic, Waits
 
-ROUNDS = 6
-"""Rounds that are simulated: two until everything is under way, two to compare, and two before the last backwards."""
+_FIRST_CHECK = 4
+"""Rounds that are simulated at least: two until everything is under way, and two to compare."""
 
-_LEAST_SAVING = 0.3
-"""The part of the passes that must go. Below that it is not worth the risk of simulating twice."""
+_CHECK_PARTS = 4
+"""Where they are not alike, rounds are compared again when a fourth more were simulated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """The passes of a rank without most of its rounds."""
+    """Where the rounds of a step are."""
 
-    passes: tuple[Pass, ...]
-    """What is left to simulate."""
-    places: tuple[int, int, int]
-    """How many passes are over when the rounds begin that are compared, between them, and when they are over."""
+    starts: tuple[int, ...]
+    """By rank, how many passes are before the first."""
+    passes: int
+    """Of a round, on each rank."""
+    microbatches: int
+    """That go through all chunks in a round."""
+    count: int
+    """How many there are, on the rank that has fewest."""
+
+    def list_checks(self) -> Iterator[int]:
+        """Yield after how many rounds to compare the last two."""
+        number = _FIRST_CHECK
+        while number < self.count:
+            yield number
+            number += max(1, number // _CHECK_PARTS)
+
+    def list_marks(self) -> list[list[int]]:
+        """Return, by rank, after how many passes to look at it: before, between and behind the rounds that are compared."""
+        return [
+            [start + (number - back) * self.passes for number in self.list_checks() for back in range(3)]
+            for start in self.starts
+        ]
 
 
-def take_out_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int) -> tuple[Sequence[Rounds], int] | None:
-    """Return the passes of each rank without rounds that repeat, and how many these are, the same of all ranks.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Rounds that are alike, and were not simulated."""
+
+    numbers: Sequence[Mapping[str, float]]
+    """By rank, what one of them counts, by name."""
+    times: int
+    """How many."""
+
+
+def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int) -> Rounds | None:
+    """Return where rounds are that repeat, or None where there are too few to leave any out.
 
     Args:
         passes_by_rank: What each rank runs.
         chunks: Of each rank.
-
-    Returns:
-        None where too few rounds repeat.
     """
     microbatches = _count_group(passes_by_rank[0]) if chunks > 1 else 1
     length = 2 * microbatches * chunks
-    found = [_find_rounds(passes, length, microbatches) for passes in passes_by_rank]
-    left_out = min(count for _, count in found) - ROUNDS
-    if left_out * length < _LEAST_SAVING * max(len(passes) for passes in passes_by_rank):
+    found = [_find_start(passes, length, microbatches) for passes in passes_by_rank]
+    count = min(count for _, count in found)
+    if count <= _FIRST_CHECK:
         return None
-    rounds = []
-    for passes, (start, _) in zip(passes_by_rank, found, strict=True):
-        behind = passes[start + left_out * length :]
-        renumbered = (dataclasses.replace(one, microbatch=one.microbatch - left_out * microbatches) for one in behind)
-        first, second, third = (start + count * length for count in (2, 3, 4))
-        rounds.append(Rounds(passes=(*passes[:start], *renumbered), places=(first, second, third)))
-    return rounds, left_out
+    return Rounds(starts=tuple(start for start, _ in found), passes=length, microbatches=microbatches, count=count)
+
+
+def leave_out_rounds(order: PassOrder, rounds: Rounds) -> list[LeftOut]:
+    """Run rounds until they are alike, and leave out those behind them, as often as there are any.
+
+    Args:
+        order: The ranks at the start of the step, with the marks of `rounds`. The passes that it has left are still to be run.
+        rounds: Those of its passes.
+    """
+    left_out: list[LeftOut] = []
+    count, first = rounds.count, 0
+    for number in rounds.list_checks():
+        if not first <= number - 2 < count - 2:
+            continue
+        places = [start + number * rounds.passes for start in rounds.starts]
+        _run_to(order, places, rounds.passes)
+        numbers = _measure_rounds(order, places, rounds.passes)
+        begun = max(-((start - over) // rounds.passes) for start, over in zip(rounds.starts, order.over, strict=True))
+        times = int(min(count - begun, _count_alike(order, numbers))) if numbers else 0
+        if times > 0:
+            left_out.append(LeftOut(numbers=numbers, times=times))
+            later_s = [0.0 if _is_as_fast(one, numbers[0]) else one["step_s"] - numbers[0]["step_s"] for one in numbers]
+            order.leave_out(times * rounds.passes, times * rounds.microbatches, [times * one_s for one_s in later_s])
+            count, first = count - times, begun
+    return left_out
+
+
+def add_rounds(result: RankResult, numbers: Mapping[str, float], times: int) -> RankResult:
+    """Return the result of a rank with what `times` rounds count, each of them `numbers`."""
+
+    def more(name: str, number: Any) -> Any:
+        return number + times * numbers.get(name, 0)
+
+    waits = {name: more(f"waits.{name}", number) for name, number in dataclasses.asdict(result.waits).items()}
+    tags = []
+    for tag in result.tags:
+        label = _label(tag)
+        grown = {name: more(f"{label}.{name}", getattr(tag, name)) for name in _TAG_NUMBERS}
+        tags.append(dataclasses.replace(tag, **grown))
+    counted = {name: more(name, getattr(result, name)) for name in _COUNTED}
+    return dataclasses.replace(result, waits=Waits(**waits), tags=tuple(tags), **counted)
+
+
+def _run_to(order: PassOrder, places: Sequence[int], length: int) -> None:
+    """Let each rank come to its place, and a few passes behind it where others wait for those."""
+    most = max(places)
+    for ahead in range(0, most + length, length):
+        order.run_until([place + ahead for place in places])
+        if all(over >= place for over, place in zip(order.over, places, strict=True)):
+            return
+
+
+def _measure_rounds(order: PassOrder, places: Sequence[int], length: int) -> list[dict[str, float]]:
+    """Return, by rank, what the round before its place counts; nothing where one differs from the round before it."""
+    found = []
+    for states, place in zip(order.states, places, strict=True):
+        if place not in states:
+            return []
+        before, between, after = (states[place - back * length] for back in (2, 1, 0))
+        one, other = _subtract(before.totals, between.totals), _subtract(between.totals, after.totals)
+        if not (_is_close(one, other) and _is_close(before.left_behind, between.left_behind, after.left_behind)):
+            return []
+        found.append(other)
+    return found
+
+
+def _count_alike(order: PassOrder, numbers: Sequence[Mapping[str, float]]) -> float:
+    """Return for how many rounds all ranks go on like that. See [Note: Ranks that are not equally fast]."""
+    fewest = math.inf
+    for rank, own in enumerate(numbers):
+        for neighbour, margin_s in order.list_margins(rank):
+            less_s = 0.0 if _is_as_fast(own, numbers[neighbour]) else numbers[neighbour]["step_s"] - own["step_s"]
+            if less_s and margin_s < 0:
+                return 0
+            if less_s > 0 and margin_s < math.inf:
+                # One round less, for rounding.
+                fewest = min(fewest, margin_s // less_s - 1)
+    return fewest
+
+
+def _is_as_fast(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    return _is_close([one["step_s"]], [other["step_s"]])
 
 
 def _count_group(passes: Sequence[Pass]) -> int:
@@ -63,7 +170,7 @@ def _count_group(passes: Sequence[Pass]) -> int:
     return len(passes)
 
 
-def _find_rounds(passes: Sequence[Pass], length: int, microbatches: int) -> tuple[int, int]:
+def _find_start(passes: Sequence[Pass], length: int, microbatches: int) -> tuple[int, int]:
     """Return the pass with which rounds begin that repeat, and how many there are.
 
     Args:
@@ -80,41 +187,6 @@ def _find_rounds(passes: Sequence[Pass], length: int, microbatches: int) -> tupl
             break
         end += 1
     return start, (end - start) // length + 1 if end > start else 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoundState:
-    """A rank between two rounds."""
-
-    totals: RankResult
-    """What it has come to so far; `step_s` is how far it is."""
-    left_behind: tuple[float, ...]
-    """Bytes on the device, on the host, and on their way: what the next round finds."""
-
-
-def add_rounds(
-    results: Sequence[RankResult], states_by_rank: Sequence[Sequence[RoundState]], left_out: int
-) -> tuple[RankResult, ...] | None:
-    """Return the results of all ranks with the rounds that were left out.
-
-    Args:
-        results: Without them.
-        states_by_rank: At the three places of `Rounds.places`.
-        left_out: How many rounds.
-
-    Returns:
-        None where the two rounds between these places are not alike.
-    """
-    rounds = []
-    for before, between, after in states_by_rank:
-        one, other = _subtract(before.totals, between.totals), _subtract(between.totals, after.totals)
-        if not (_is_close(one, other) and _is_close(before.left_behind, between.left_behind, after.left_behind)):
-            return None
-        rounds.append(other)
-    # A rank that takes longer than the others makes them wait sooner or later.
-    if not _is_close(*([numbers["step_s"]] for numbers in rounds)):
-        return None
-    return tuple(_add(result, numbers, left_out) for result, numbers in zip(results, rounds, strict=True))
 
 
 _COUNTED = (
@@ -151,22 +223,6 @@ def _name_numbers(result: RankResult) -> dict[str, float]:
 
 def _label(tag: TagTraffic) -> str:
     return f"{tag.kind}.{tag.tag}.{tag.action.value}"
-
-
-def _add(result: RankResult, numbers: Mapping[str, float], times: int) -> RankResult:
-    """Return `result` with `numbers` added `times` times."""
-
-    def more(name: str, number: Any) -> Any:
-        return number + times * numbers.get(name, 0)
-
-    waits = {name: more(f"waits.{name}", number) for name, number in dataclasses.asdict(result.waits).items()}
-    tags = []
-    for tag in result.tags:
-        label = _label(tag)
-        grown = {name: more(f"{label}.{name}", getattr(tag, name)) for name in _TAG_NUMBERS}
-        tags.append(dataclasses.replace(tag, **grown))
-    counted = {name: more(name, getattr(result, name)) for name in _COUNTED}
-    return dataclasses.replace(result, waits=Waits(**waits), tags=tuple(tags), **counted)
 
 
 def _is_close(*rows: Mapping[str, float] | Sequence[float]) -> bool:

@@ -8,16 +8,13 @@ from hypothesis import strategies as st
 from support.rank_models import make_chunk, make_layer, make_link, make_rank, offload, read_passes
 
 from fgoffload import OffloadPlan
-from fgoffload.planner.ranks.schedule import Pipeline, count_in_flight, list_passes
-from fgoffload.planner.simulation import simulator
+from fgoffload.planner.ranks.layer_model import Segment
+from fgoffload.planner.ranks.schedule import Pipeline, list_passes
+from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
-from fgoffload.planner.simulation.steady_state import ROUNDS, RoundState, add_rounds, take_out_rounds
+from fgoffload.planner.simulation.steady_state import add_rounds, find_rounds
 
 NOTHING = OffloadPlan(actions={})
-
-
-def write(passes):
-    return " ".join(map(str, passes))
 
 
 def check_equal(found, expected):
@@ -35,38 +32,34 @@ def check_equal(found, expected):
             assert one == pytest.approx(other)
 
 
-def test_rounds_are_taken_out_of_one_stage():
-    passes = list_passes(Pipeline(microbatches=12), rank=0)
-    ((rounds,), left_out) = take_out_rounds([passes], 1)
-    # A round is a forward and a backward, and 6 stay.
-    assert left_out == 12 - ROUNDS == 6
-    assert write(rounds.passes) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
-    assert rounds.places == (4, 6, 8)
+def test_a_round_of_one_stage_is_a_forward_and_a_backward():
+    rounds = find_rounds([list_passes(Pipeline(microbatches=12), rank=0)], 1)
+    assert (rounds.starts, rounds.passes, rounds.microbatches, rounds.count) == ((0,), 2, 1, 12)
+    # Compared are the 3rd and the 4th, and where they differ later ones.
+    assert list(rounds.list_checks()) == [4, 5, 6, 7, 8, 10]
+    assert rounds.list_marks()[0][:6] == [8, 6, 4, 10, 8, 6]
 
 
-def test_rounds_are_taken_out_behind_the_first_forwards_and_before_the_last_backwards():
+def test_rounds_begin_behind_the_first_forwards():
     pipeline = Pipeline(stages=3, microbatches=20)
-    found, left_out = take_out_rounds([list_passes(pipeline, rank=rank) for rank in range(3)], 1)
+    rounds = find_rounds([list_passes(pipeline, rank=rank) for rank in range(3)], 1)
     # The first stage begins with 2 forwards: 18 rounds follow, the fewest of all stages.
-    assert left_out == 18 - ROUNDS == 12
-    assert [write(rounds.passes) for rounds in found] == [
-        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
-        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
-        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
-    ]
-    assert [rounds.places for rounds in found] == [(6, 8, 10), (5, 7, 9), (4, 6, 8)]
+    assert (rounds.starts, rounds.count) == ((2, 1, 0), 18)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("left", [0, 5])
-def test_what_is_left_of_interleaved_chunks_is_what_fewer_microbatches_would_be(stages, chunks, left):
+def test_a_round_of_interleaved_chunks_is_a_group_of_microbatches_through_all_of_them(stages, chunks, left):
     size = stages + 1
     many = Pipeline(stages=stages, chunks=chunks, microbatches=20 * size + left, group_size=size)
-    found, left_out = take_out_rounds([list_passes(many, rank=rank) for rank in range(stages)], chunks)
-    assert left_out >= 8
-    few = dataclasses.replace(many, microbatches=many.microbatches - left_out * size)
-    assert [rounds.passes for rounds in found] == [list_passes(few, rank=rank) for rank in range(stages)]
+    passes = [list_passes(many, rank=rank) for rank in range(stages)]
+    rounds = find_rounds(passes, chunks)
+    assert (rounds.passes, rounds.microbatches) == (2 * chunks * size, size)
+    for own, start in zip(passes, rounds.starts, strict=True):
+        later = own[start + rounds.passes :]
+        for one, other in zip(own[start : start + (rounds.count - 1) * rounds.passes], later, strict=False):
+            assert other == dataclasses.replace(one, microbatch=one.microbatch + size)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +71,8 @@ def test_what_is_left_of_interleaved_chunks_is_what_fewer_microbatches_would_be(
         "",
     ],
 )
-def test_where_few_rounds_repeat_none_is_taken_out(passes):
-    assert take_out_rounds([read_passes(passes)], 1) is None
+def test_where_few_rounds_repeat_there_are_none_to_leave_out(passes):
+    assert find_rounds([read_passes(passes)], 1) is None
 
 
 layers = st.builds(
@@ -99,13 +92,15 @@ layers = st.builds(
     st.sampled_from((0, 150, 10**6)),
     st.sampled_from((0.0, 0.25)),
     st.sampled_from((None, 500)),
+    st.lists(st.sampled_from((0.0, 0.01, 0.3, 1.0)), min_size=3, max_size=3),
 )
-def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(own, shape, rate, window, prefetch, slowdown, budget):
+def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(own, shape, rate, window, prefetch, slowdown, budget, slower):
     stages, chunks, microbatches = shape
+    more = [Segment(name="more", forward_s=more_s, backward_s=0.0) for more_s in slower]
     pipeline = Pipeline(stages=stages, chunks=chunks, microbatches=microbatches)
     ranks = [
         make_rank(
-            *(make_chunk(*own[:2], first_number=2 * (chunk * stages + rank)) for chunk in range(chunks)),
+            *(make_chunk(*own[:2], first_number=2 * (chunk * stages + rank), first=(more[rank],)) for chunk in range(chunks)),
             rank=rank,
             pipeline=pipeline,
             link=make_link(d2h=rate, h2d=10.0, duplex=8.0, compute_slowdown=slowdown),
@@ -125,17 +120,18 @@ def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(own, shape, rat
 
 
 def count_simulated(monkeypatch, ranks, plan):
-    """Return how many passes each run of the ranks has."""
-    counts = []
-    run = simulator.InPipeline.run
+    """Return how many passes are simulated."""
+    passes = []
+    run_pass = RankRun.run_pass
 
-    def count(self, runs, passes, places=()):
-        counts.append(sum(map(len, passes)))
-        return run(self, runs, passes, places)
+    def count(self, one, *, ready_s):
+        passes.append(one)
+        return run_pass(self, one, ready_s=ready_s)
 
-    monkeypatch.setattr(simulator.InPipeline, "run", count)
-    simulate(ranks, plan)
-    return counts
+    with monkeypatch.context() as patches:
+        patches.setattr(RankRun, "run_pass", count)
+        simulate(ranks, plan)
+    return len(passes)
 
 
 def make_stage(rank, *, saved=100, forward_s=20.0, **fields):
@@ -144,27 +140,61 @@ def make_stage(rank, *, saved=100, forward_s=20.0, **fields):
     return make_rank(make_chunk(layer, first_number=rank), rank=rank, pipeline=pipeline, **fields)
 
 
+def check_pass_by_pass(ranks, plan):
+    """Check that a step is the same where every pass is simulated."""
+    found, expected = simulate(ranks, plan), simulate(ranks, plan, detail=Detail.TIMELINE)
+    for one, other in zip(found.ranks, expected.ranks, strict=True):
+        check_equal(one, other)
+
+
 def test_of_a_steady_step_a_few_rounds_are_simulated(monkeypatch):
     ranks = [make_stage(rank) for rank in range(2)]
-    # 7 microbatches of 100: the first stage has one forward before its rounds.
-    assert count_simulated(monkeypatch, ranks, offload("expert_fc1", (0, 1))) == [2 * 2 * (ROUNDS + 1)]
+    # 6 microbatches of 100, at most: the first stage has one forward before its rounds, and the second may run a round ahead.
+    assert count_simulated(monkeypatch, ranks, offload("expert_fc1", (0, 1))) <= 2 * 2 * 6
     assert simulate(ranks, NOTHING).step_s == (100 + 1) * 60
 
 
-def test_a_queue_that_grows_with_each_round_is_simulated_to_its_end(monkeypatch):
+def test_a_queue_that_grows_with_each_round_is_simulated_until_it_is_full(monkeypatch):
     # A round takes 60 s and its copy 70: the window is full only after some more rounds, and then compute waits.
     ranks = [make_stage(rank, saved=350, link=make_link(d2h=5.0), window_bytes=1000) for rank in range(2)]
     plan = offload("expert_fc1", (0,))
-    assert len(count_simulated(monkeypatch, ranks, plan)) == 2
+    assert 2 * 2 * 10 < count_simulated(monkeypatch, ranks, plan) < 2 * 2 * 60
     assert simulate(ranks, plan).ranks[0].waits.window_s > 0
+    check_pass_by_pass(ranks, plan)
 
 
-def test_ranks_of_which_one_is_slower_are_simulated_to_the_end_where_others_have_not_waited_yet():
-    ranks = [make_stage(0), make_stage(1, forward_s=21.0)]
-    for found, expected in zip(
-        simulate(ranks, NOTHING).ranks, simulate(ranks, NOTHING, detail=Detail.TIMELINE).ranks, strict=True
-    ):
-        check_equal(found, expected)
+@pytest.mark.parametrize(("slower_s", "most"), [(5.0, 10), (1.0, 12), (0.01, 12), (-0.01, 12), (-1.0, 12), (-5.0, 10)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_ranks_that_are_not_equally_fast_are_simulated_until_they_wait_alike(monkeypatch, slower_s, most, stages):
+    pipeline = Pipeline(stages=stages, microbatches=200)
+    for slow in range(stages):
+        ranks = [
+            make_rank(
+                make_chunk(make_layer({"a": 100}, forward_s=20.0 + slower_s * (rank == slow)), first_number=rank),
+                rank=rank,
+                pipeline=pipeline,
+            )
+            for rank in range(stages)
+        ]
+        # `most` rounds on each of the ranks, and the first and last passes.
+        assert count_simulated(monkeypatch, ranks, NOTHING) <= 2 * stages * (most + 2 * stages)
+        check_pass_by_pass(ranks, NOTHING)
+
+
+def test_rounds_are_left_out_only_until_a_slower_rank_has_to_be_waited_for(monkeypatch):
+    # The first rank may be two microbatches ahead of the last: it is for as long as what it gains in a round fits into them.
+    pipeline = Pipeline(stages=3, microbatches=400)
+    ranks = [
+        make_rank(
+            make_chunk(make_layer({"a": 100}, forward_s=forward_s), first_number=rank),
+            rank=rank,
+            pipeline=pipeline,
+        )
+        for rank, forward_s in enumerate((20.0, 20.1, 20.3))
+    ]
+    assert count_simulated(monkeypatch, ranks, NOTHING) < 3 * 2 * 40
+    check_pass_by_pass(ranks, NOTHING)
+    assert simulate(ranks, NOTHING).ranks[0].waits.neighbours_s > 0
 
 
 def test_a_timeline_has_every_microbatch():
@@ -173,29 +203,7 @@ def test_a_timeline_has_every_microbatch():
     assert {f"{kind}{number} layers.1.expert_fc1" for kind in "FB" for number in range(100)} <= labels
 
 
-def make_state(step_s, *, left_behind=(0.0,)):
+def test_rounds_are_counted_in():
     result = simulate_rank(make_stage(0), NOTHING)
-    return RoundState(totals=dataclasses.replace(result, step_s=step_s), left_behind=left_behind)
-
-
-@pytest.mark.parametrize(
-    ("states", "step_s"),
-    [
-        ([[make_state(s) for s in (100, 160, 220)]] * 2, 1000 + 5 * 60),
-        # A round that took longer than the one before it; one that left more behind; a rank that is slower than the other.
-        ([[make_state(s) for s in (100, 160, 221)]] * 2, None),
-        ([[make_state(s, left_behind=(s,)) for s in (100, 160, 220)]] * 2, None),
-        ([[make_state(s) for s in (100, 160, 220)], [make_state(s) for s in (100, 161, 222)]], None),
-    ],
-    ids=["alike", "longer", "more left", "unlike ranks"],
-)
-def test_rounds_are_counted_in_where_they_are_alike(states, step_s):
-    results = [make_state(1000).totals] * 2
-    found = add_rounds(results, states, 5)
-    assert found is None if step_s is None else [result.step_s for result in found] == [step_s] * 2
-
-
-def test_microbatches_in_flight_stay_the_same_without_rounds():
-    passes = list_passes(Pipeline(stages=4, microbatches=64), rank=1)
-    ((rounds,), _) = take_out_rounds([passes], 1)
-    assert count_in_flight(rounds.passes) == count_in_flight(passes) == 3
+    found = add_rounds(result, {"step_s": 60.0, "waits.reload_s": 2.0}, 5)
+    assert (found.step_s, found.waits.reload_s, found.compute_s) == (result.step_s + 300, 10, result.compute_s)
