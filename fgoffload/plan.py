@@ -29,6 +29,9 @@ class Action(enum.Enum):
     OFFLOAD = "offload"  # what it saves leaves for host memory during forward and returns before backward
     RECOMPUTE_AND_OFFLOAD = "recompute+offload"  # the module runs again in backward; what it needs for that leaves and returns
 
+    __hash__ = object.__hash__
+    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+
     @property
     def offloads(self) -> bool:
         """Return whether what the site saves leaves."""

@@ -98,6 +98,10 @@ class LayerModel:
     units: tuple[UnitModel, ...] = ()
     """What may run again by itself."""
 
+    def __hash__(self) -> int:
+        """Return what kinds that are equal have alike. To hash all fields, each time that one is looked up, takes too long."""
+        return hash((self.kind, len(self.segments), len(self.tensors), len(self.units)))
+
     @property
     def forward_s(self) -> float:
         """Seconds of compute of the whole forward, without what it waits for launches."""

@@ -29,6 +29,9 @@ class PassKind(enum.Enum):
     FORWARD = "forward"  # saves activations
     BACKWARD = "backward"  # needs them, and lets go of them
 
+    __hash__ = object.__hash__
+    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:

@@ -42,8 +42,8 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
 
 
 def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags: TagRegistry) -> None:
-    possible = [tag for tag in tags.names if any(tag in tensor.tags for tensor in layer.tensors)]
-    if name not in possible:
+    if not any(name in tensor.tags for tensor in layer.tensors):
+        possible = [tag for tag in tags.names if any(tag in tensor.tags for tensor in layer.tensors)]
         raise PlanError(
             f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where no such tag saves anything. "
             f"It has: {', '.join(possible)}."

@@ -18,6 +18,9 @@ class Cause(enum.Enum):
     HOST = "the host waits behind copies"
     NEIGHBOURS = "wait for a neighbour"
 
+    __hash__ = object.__hash__
+    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
