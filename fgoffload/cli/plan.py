@@ -153,6 +153,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
     from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
     from fgoffload.planner.model_ranks import build_ranks
+    from fgoffload.planner.worker_processes import share_work
 
     model, parallelism = _read_model(checked)
     hardware = None
@@ -185,12 +186,13 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     console = PipeConsole()
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    if checked.sweeps:
-        show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
-        return EXIT_PLANNED
-    budget_bytes = _choose_budget(checked, hardware)
-    files = {"json": checked.json, "plot": checked.plot, "timeline": checked.timeline}
-    show_plan(console, subject, ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, files=files)
+    with share_work():
+        if checked.sweeps:
+            show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
+            return EXIT_PLANNED
+        budget_bytes = _choose_budget(checked, hardware)
+        files = {"json": checked.json, "plot": checked.plot, "timeline": checked.timeline}
+        show_plan(console, subject, ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, files=files)
     return EXIT_PLANNED
 
 

@@ -1,6 +1,7 @@
 """Shows a plan: what it is predicted to come to beside what users would pick instead, and what it does, tag by tag."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.units import GIB, KIB, MIB, format_bytes, format_ms
 
 PLAN = "this plan"
@@ -194,9 +196,12 @@ def build_decision_table(report: PlanReport) -> Table:
     for decision in solution.decisions:
         if decision.action is not Action.KEEP:
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
-    for (kind, tag, action), decisions in groups.items():
+    get_price = functools.partial(
+        price_decisions, report.ranks, solution.plan, solution.result, budget_bytes=solution.budget_bytes
+    )
+    prices = map_in_processes(get_price, groups.values())
+    for ((kind, tag, action), decisions), price in zip(groups.items(), prices, strict=True):
         copies = moved.get((kind, tag, action))
-        price = price_decisions(report.ranks, solution.plan, solution.result, decisions, budget_bytes=solution.budget_bytes)
         table.add_row(
             kind,
             tag,

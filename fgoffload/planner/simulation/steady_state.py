@@ -1,7 +1,7 @@
 """Rounds of a schedule that repeat: found in a list of passes, left out of it, and counted in again.
 
 Between its first forwards and its last backwards a rank does the same over and over: a forward and a backward of the next
-microbatch, or of the next group of them through all chunks. When two of these rounds in a row took each rank the same time, left
+microbatch, or of the next group of them through all chunks. When two of these rounds in a row took a rank the same time, left
 the same behind on its link and in memory and counted the same, those after them do too, and need not be simulated.
 
     [Note: Ranks that are not equally fast]

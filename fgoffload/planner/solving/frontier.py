@@ -12,6 +12,7 @@ what one alone costs is what the last layer of a chunk does, whose copies no bac
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.planner.simulation.simulation_result import RankResult
 from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.choices import Configuration, Mode
+from fgoffload.planner.worker_processes import map_in_processes
 
 _MICROBATCHES = 4
 _PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
@@ -94,11 +96,17 @@ def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> 
         modes: All that it may choose from.
     """
     nothing = Configuration(mode=modes[0], chosen=tuple(part[0] for part in modes[0].parts))
-    base = _measure(rank, layer, nothing)
-    measured = [base, *(_measure(rank, layer, one) for one in list_candidates(layer, modes) if one != nothing)]
+    candidates = [nothing, *(one for one in list_candidates(layer, modes) if one != nothing)]
+    costs = map_in_processes(functools.partial(_measure, rank, layer), candidates)
+    base = costs[0]
     points = [
-        dataclasses.replace(point, inner=_subtract(point.inner, base.inner), last=_subtract(point.last, base.last))
-        for point in measured
+        LayerPoint(
+            configuration=one,
+            kept_bytes=layer.saved_bytes + one.kept_bytes,
+            inner=_subtract(inner, base[0]),
+            last=_subtract(last, base[1]),
+        )
+        for one, (inner, last) in zip(candidates, costs, strict=True)
     ]
     return pick_best(layer, points, saves_host=rank.host_budget_bytes is not None)
 
@@ -186,19 +194,17 @@ def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: in
     return [costs[rows[place]] for place in find_efficient(rows)]
 
 
-def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> LayerPoint:
+def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> tuple[Place, Place]:
+    """Return what a way to treat a layer comes to among others, and as the last layer of a chunk: not yet what it adds."""
     few, many = _count_layers(rank)
     alone, shorter, longer = (_simulate(rank, layer, configuration, layers) for layers in (1, few, many))
     kept_bytes = layer.saved_bytes + configuration.kept_bytes
-    return LayerPoint(
-        configuration=configuration,
-        kept_bytes=kept_bytes,
-        last=Place(added_s=alone.step_s / _MICROBATCHES, extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes),
-        inner=Place(
-            added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
-            extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
-        ),
+    inner = Place(
+        added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
+        extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
     )
+    last = Place(added_s=alone.step_s / _MICROBATCHES, extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes)
+    return inner, last
 
 
 def _count_layers(rank: RankModel) -> tuple[int, int]:
