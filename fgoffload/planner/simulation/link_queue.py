@@ -118,7 +118,8 @@ class LinkQueue:
         """Return when compute that begins at `at_s` and takes `work_s` alone is over: copies beside it slow it down."""
         if not self._slowdown:
             return at_s + work_s
-        self.advance(at_s)
+        if self.now_s < at_s:
+            self.advance(at_s)
         factor = 1 + self._slowdown
         now_s = at_s
         while work_s > 0 and self.queued:
@@ -134,51 +135,46 @@ class LinkQueue:
     def _step(self, until_s: float) -> None:
         """Let time pass until the next latency or copy is over, or until `until_s` if that is first. One queue has a copy."""
         d2h, h2d = self._d2h, self._h2d
-        if not h2d.queue:
-            self._step_one_way(d2h, until_s)
-        elif not d2h.queue:
-            self._step_one_way(h2d, until_s)
+        d2h_s = h2d_s = math.inf
+        d2h_rate, h2d_rate = d2h.rate_bytes_per_s, h2d.rate_bytes_per_s
+        if d2h.queue:
+            if h2d.queue and not d2h.latency_left_s and not h2d.latency_left_s:
+                d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
+            d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
+        if h2d.queue:
+            h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
+        passed_s = d2h_s if d2h_s < h2d_s else h2d_s
+        if self.now_s + passed_s > until_s:
+            passed_s = until_s - self.now_s
+            self.now_s = until_s
         else:
-            self._step_both_ways(d2h, h2d, until_s)
+            self.now_s += passed_s
+        if d2h_s < math.inf:
+            if passed_s >= d2h_s:
+                self._end(d2h)
+            elif d2h.latency_left_s:
+                d2h.latency_left_s -= passed_s
+            else:
+                d2h.bytes_left -= d2h_rate * passed_s
+        if h2d_s < math.inf:
+            if passed_s >= h2d_s:
+                self._end(h2d)
+            elif h2d.latency_left_s:
+                h2d.latency_left_s -= passed_s
+            else:
+                h2d.bytes_left -= h2d_rate * passed_s
 
-    def _step_one_way(self, lane: _Lane, until_s: float) -> None:
-        event_s = lane.latency_left_s or lane.bytes_left / lane.rate_bytes_per_s
-        passed_s = self._skip(event_s, until_s)
-        self._pass(lane, passed_s, event_s, lane.rate_bytes_per_s)
-
-    def _step_both_ways(self, d2h: _Lane, h2d: _Lane, until_s: float) -> None:
-        if d2h.latency_left_s or h2d.latency_left_s:
-            d2h_rate, h2d_rate = d2h.rate_bytes_per_s, h2d.rate_bytes_per_s
-        else:
-            d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
-        d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
-        h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
-        passed_s = self._skip(d2h_s if d2h_s < h2d_s else h2d_s, until_s)
-        self._pass(d2h, passed_s, d2h_s, d2h_rate)
-        self._pass(h2d, passed_s, h2d_s, h2d_rate)
-
-    def _skip(self, event_s: float, until_s: float) -> float:
-        """Let `event_s` pass, or what is left until `until_s`, and return what passed."""
-        event_at_s = self.now_s + event_s
-        if event_at_s > until_s:
-            event_s = until_s - self.now_s
-            event_at_s = until_s
-        self.now_s = event_at_s
-        return event_s
-
-    def _pass(self, lane: _Lane, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
-        """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""
+    def _end(self, lane: _Lane) -> None:
+        """Take note that the latency of a lane's first copy is over, or that copy."""
         if lane.latency_left_s:
-            lane.latency_left_s = 0.0 if passed_s >= event_s else lane.latency_left_s - passed_s
-        elif passed_s >= event_s:
-            copy = lane.queue.popleft()
-            copy.end_s = self.now_s
-            self.done.append(copy)
-            self.queued -= 1
-            if lane.queue:
-                self._start(lane)
-        else:
-            lane.bytes_left -= rate_bytes_per_s * passed_s
+            lane.latency_left_s = 0.0
+            return
+        copy = lane.queue.popleft()
+        copy.end_s = self.now_s
+        self.done.append(copy)
+        self.queued -= 1
+        if lane.queue:
+            self._start(lane)
 
     def _start(self, lane: _Lane) -> None:
         copy = lane.queue[0]

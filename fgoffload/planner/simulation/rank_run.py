@@ -9,7 +9,6 @@ copies done. `tests/unit/planner/simulation/test_simulator_engine.py` runs the e
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -365,37 +364,47 @@ class RankRun:
     def _prefetch(self, lane: LaneRun) -> None:
         """Call back what backward wants next, as far as the policy lets it."""
         if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            self._call_back_ahead(lane, self._policy.may_prefetch)
+            self._call_back_ahead(lane)
 
     def _prefetch_early(self, lane: LaneRun) -> None:
         """Backward is at a site that stays: call back what fits into what it has let go of."""
         if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            may_prefetch = functools.partial(self._policy.may_prefetch_early, let_go_bytes=lane.let_go_bytes)
-            self._call_back_ahead(lane, may_prefetch)
+            self._call_back_ahead(lane, let_go_bytes=lane.let_go_bytes)
 
     def _turn(self, _: TurnStep, lane: LaneRun) -> None:
         """Backward comes next. `OffloadEngine.expect_backward`, in numbers."""
         self._poll()
-        self._call_back_ahead(lane, self._policy.may_prefetch, states=(ParcelState.OFFLOADING,))
+        self._call_back_ahead(lane, states=(ParcelState.OFFLOADING,))
 
     def _call_back_ahead(
-        self, lane: LaneRun, may_prefetch: Callable[..., bool], *, states: Sequence[ParcelState] = AWAY
+        self, lane: LaneRun, *, let_go_bytes: int | None = None, states: Sequence[ParcelState] = AWAY
     ) -> None:
-        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one."""
+        """Call back the groups before those that were called back, as long as the policy lets the next one.
+
+        Args:
+            lane: Of which.
+            let_go_bytes: What backward has let go of, where it is at a site that stays.
+            states: In which all of a group is that comes back: a group with something in another one ends it.
+        """
         coming: list[int] = []
         while lane.away > 0:
             waiting = lane.list_away(lane.away - 1, but=coming)
             if waiting:
-                if any(lane.states[one] not in states for one in waiting):
+                if states is not AWAY and any(lane.states[one] not in states for one in waiting):
                     break
                 group_bytes = lane.count_bytes(waiting)
-                if not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
+                if not self._may_prefetch(lane.ahead_bytes, group_bytes, let_go_bytes):
                     break
                 lane.expect(lane.away - 1, group_bytes)
                 coming += waiting
             lane.away -= 1
         if coming:
             self._call_back(lane, coming)
+
+    def _may_prefetch(self, ahead_bytes: int, group_bytes: int, let_go_bytes: int | None) -> bool:
+        if let_go_bytes is None:
+            return self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
+        return self._policy.may_prefetch_early(ahead_bytes=ahead_bytes, group_bytes=group_bytes, let_go_bytes=let_go_bytes)
 
     def _call_back(self, lane: LaneRun, parcels: Sequence[int]) -> None:
         """Keep what has not left yet, and bring back what has."""
