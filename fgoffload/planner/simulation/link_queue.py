@@ -150,31 +150,23 @@ class LinkQueue:
         else:
             self.now_s += passed_s
         if d2h_s < math.inf:
-            if passed_s >= d2h_s:
-                self._end(d2h)
-            elif d2h.latency_left_s:
-                d2h.latency_left_s -= passed_s
-            else:
-                d2h.bytes_left -= d2h_rate * passed_s
+            self._pass(d2h, passed_s, d2h_s, d2h_rate)
         if h2d_s < math.inf:
-            if passed_s >= h2d_s:
-                self._end(h2d)
-            elif h2d.latency_left_s:
-                h2d.latency_left_s -= passed_s
-            else:
-                h2d.bytes_left -= h2d_rate * passed_s
+            self._pass(h2d, passed_s, h2d_s, h2d_rate)
 
-    def _end(self, lane: _Lane) -> None:
-        """Take note that the latency of a lane's first copy is over, or that copy."""
+    def _pass(self, lane: _Lane, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
+        """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""
         if lane.latency_left_s:
-            lane.latency_left_s = 0.0
-            return
-        copy = lane.queue.popleft()
-        copy.end_s = self.now_s
-        self.done.append(copy)
-        self.queued -= 1
-        if lane.queue:
-            self._start(lane)
+            lane.latency_left_s = 0.0 if passed_s >= event_s else lane.latency_left_s - passed_s
+        elif passed_s >= event_s:
+            copy = lane.queue.popleft()
+            copy.end_s = self.now_s
+            self.done.append(copy)
+            self.queued -= 1
+            if lane.queue:
+                self._start(lane)
+        else:
+            lane.bytes_left -= rate_bytes_per_s * passed_s
 
     def _start(self, lane: _Lane) -> None:
         copy = lane.queue[0]

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
@@ -90,24 +90,12 @@ class RankRun:
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._abandoned = 0
         """Parcels that backward is through with, and that a copy to the host still holds."""
-        act: Mapping[type[Step], Callable[[Any, LaneRun], None]] = {
-            ComputeStep: self._compute if recorder is None else self._record_parts,
-            HostWaitStep: self._wait_for_host,
-            OpenStep: self._open,
-            SubmitStep: self._submit,
-            ReadStep: self._read,
-            TakeStep: self._take,
-            LetGoStep: self._let_go,
-            FreeStep: self._free,
-            PassedStep: self._pass_layer,
-            PollStep: self._look,
-            TurnStep: self._turn,
-            HoldStep: self._hold,
-            DispatchStep: self._dispatch,
-        }
+        acts: Mapping[type[Step], Callable[..., None]] = self._ACT
+        if recorder is not None:
+            acts = {**acts, ComputeStep: RankRun._record_parts}
         # A pass is run hundreds of times: who runs each of its steps is found once.
-        self._forwards = [[(act[type(step)], step) for step in program.forward] for program in programs]
-        self._backwards = [[(act[type(step)], step) for step in program.backward] for program in programs]
+        self._forwards = [[(acts[type(step)], step) for step in program.forward] for program in programs]
+        self._backwards = [[(acts[type(step)], step) for step in program.backward] for program in programs]
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, and return when its output is."""
@@ -118,11 +106,11 @@ class RankRun:
             lane = self._lanes[one.chunk, one.microbatch] = LaneRun(program)
             self._add_bytes(program.base_bytes, "start of the pass")
             for act, step in self._forwards[one.chunk]:
-                act(step, lane)
+                act(self, step, lane)
         else:
             lane = self._lanes.pop((one.chunk, one.microbatch))
             for act, step in self._backwards[one.chunk]:
-                act(step, lane)
+                act(self, step, lane)
             self._add_bytes(-program.base_bytes, "end of the pass")
             self._tallies.recompute_s += program.recompute_s
         return self.clock_s
@@ -445,3 +433,21 @@ class RankRun:
             elif state is not ParcelState.OFFLOADED:
                 self._device_bytes -= size_bytes
         self._note_memory(self.clock_s)
+
+    # Functions of the class: bound ones would be cycles of objects, a rank and its steps.
+    _ACT: ClassVar[Mapping[type[Step], Callable[..., None]]] = {
+        ComputeStep: _compute,
+        HostWaitStep: _wait_for_host,
+        OpenStep: _open,
+        SubmitStep: _submit,
+        ReadStep: _read,
+        TakeStep: _take,
+        LetGoStep: _let_go,
+        FreeStep: _free,
+        PassedStep: _pass_layer,
+        PollStep: _look,
+        TurnStep: _turn,
+        HoldStep: _hold,
+        DispatchStep: _dispatch,
+    }
+    """What a rank does in each kind of step."""

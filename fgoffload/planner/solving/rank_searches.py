@@ -19,6 +19,7 @@ from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s
 from fgoffload.planner.solving.search import Found, Judge, RankSearch, SearchLimits, Verdict
+from fgoffload.planner.worker_processes import map_in_processes
 
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
@@ -97,6 +98,10 @@ class RankSearches:
         """Return the states of what people compare with, by name."""
         if not self._baselines:
             self._baselines = {name: self._read_plan(plan) for name, plan in baselines(self.ranks).items()}
+            plans = {_make_key(states): self.make_plan(states) for states in self._baselines.values()}
+            results = map_in_processes(functools.partial(simulate, self.ranks), plans.values())
+            self._results |= dict(zip(plans, results, strict=True))
+            self._together += len(plans)
         return self._baselines
 
     def simulate_baselines(self) -> dict[str, StepResult]:

@@ -1,0 +1,70 @@
+"""How much is simulated for a plan: what it takes on any machine, where seconds would say what else the machine does."""
+
+import collections
+from pathlib import Path
+
+import pytest
+
+from fgoffload.integrations.megatron.model_shapes import read_model_file
+from fgoffload.plan import Action
+from fgoffload.planner.model_ranks import build_ranks
+from fgoffload.planner.planning import plan_ranks
+from fgoffload.planner.simulation import simulator
+from fgoffload.planner.simulation.rank_run import RankRun
+from fgoffload.planner.solving import rank_searches
+from fgoffload.planner.solving.prices import price_decisions
+from fgoffload.planner.timing.hardware import get_hardware
+from fgoffload.units import GIB
+
+ARGUMENTS = Path(__file__).parents[3] / "arguments"
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Return what is counted while a test runs, by name."""
+    found = collections.Counter()
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(RankRun, "run_pass")
+    count(simulator, "compile_rank")
+    count(rank_searches, "simulate")
+    return found
+
+
+def test_a_plan_of_deepseek_v3_and_its_prices_take_no_more_than_they_did(counts):
+    model, parallelism = read_model_file(ARGUMENTS / "deepseek_v3.sh")
+    ranks = build_ranks(model, parallelism, get_hardware("h100"))
+    report = plan_ranks(ranks, budget_bytes=76 * GIB)
+    rows = {
+        (one.kind, one.tag, one.action): [other for other in report.solution.decisions if other.tag == one.tag]
+        for one in report.solution.decisions
+        if one.action is not Action.KEEP
+    }
+    solved = counts["run_pass"]
+    for (kind, _, action), decisions in rows.items():
+        own = [one for one in decisions if (one.kind, one.action) == (kind, action)]
+        price_decisions(report.ranks, report.solution.plan, report.solution.result, own, budget_bytes=76 * GIB)
+    priced = counts["run_pass"] - solved
+    # A fifth more than in November 2026.
+    assert solved < 90_000
+    # Each row is one step, of which no pass is simulated twice.
+    assert priced <= len(rows) * sum(len(rank.passes) for rank in ranks)
+    assert counts["simulate"] <= 6
+    assert counts["compile_rank"] < 1_600
+
+
+def test_of_a_step_with_many_microbatches_few_are_simulated(counts):
+    model, parallelism = read_model_file(ARGUMENTS / "kimi_k2.sh")
+    report = plan_ranks(build_ranks(model, parallelism, get_hardware("h100")), budget_bytes=76 * GIB)
+    passes = sum(len(rank.passes) for rank in report.ranks)
+    assert report.solution.result.peak_bytes < 76 * GIB
+    # Four baselines and the nearest flags, of all ranks. One simulated pass by pass would be as many.
+    assert counts["run_pass"] < passes
