@@ -364,9 +364,7 @@ class RankRun:
         self._poll()
         self._call_back_ahead(lane, states=(ParcelState.OFFLOADING,))
 
-    def _call_back_ahead(
-        self, lane: LaneRun, *, let_go_bytes: int | None = None, states: Sequence[ParcelState] = AWAY
-    ) -> None:
+    def _call_back_ahead(self, lane: LaneRun, *, let_go_bytes: int | None = None, states: Sequence[ParcelState] = AWAY) -> None:
         """Call back the groups before those that were called back, as long as the policy lets the next one.
 
         Args:

@@ -19,6 +19,7 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankMo
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.moments import shorten, shorten_together
+from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
@@ -261,6 +262,7 @@ class _FlagSearch:
         """Simulate whatever flags may be best."""
         starts = [MegatronFlags(recompute=one) for one in self._list_recomputes()]
         most = len(self._results) + _MOST_SIMULATIONS
+        self._simulate_all(starts)
         # Copies take time or none: what is slower by itself than something that fits is slower with tags too.
         for flags in sorted(starts, key=self._get_step_s):
             best = self.find_best()
@@ -302,9 +304,15 @@ class _FlagSearch:
         """Return peak and step of a rank, alone."""
         key = (rank.rank, flags)
         if key not in self._results:
-            result = simulate_rank(flags.adapt([rank])[0], flags.make_plan([rank]))
-            self._results[key] = result.peak_bytes, result.step_s
+            self._results[key] = _simulate_rank(rank, flags)
         return self._results[key]
+
+    def _simulate_all(self, settings: Iterable[MegatronFlags]) -> None:
+        """Simulate the rank that each score begins with, side by side."""
+        rank = self._ranks[0]
+        missing = [flags for flags in dict.fromkeys(settings) if (rank.rank, flags) not in self._results]
+        found = map_in_processes(functools.partial(_simulate_rank, rank), missing)
+        self._results |= {(rank.rank, flags): result for flags, result in zip(missing, found, strict=True)}
 
     def _get_step_s(self, flags: MegatronFlags) -> float:
         return self.score(flags)[1]
@@ -312,6 +320,7 @@ class _FlagSearch:
     def _drop_tags(self, flags: MegatronFlags) -> None:
         """Score `flags`, which fit, without the tags that they fit without, those first that cost most."""
         fewer = [_drop_tag(flags, tag) for tag in flags.offload_modules]
+        self._simulate_all(fewer)
         for one in sorted(fewer, key=self._get_step_s):
             others = tuple(tag for tag in flags.offload_modules if tag in one.offload_modules)
             shorter = dataclasses.replace(flags, offload_modules=others)
@@ -322,6 +331,7 @@ class _FlagSearch:
         """Score `flags` with the tags that it needs to fit, those first that free most for their time."""
         free_bytes, free_s = self._simulate(self._ranks[0], flags)
         longer = [self._add_tags(flags, [tag]) for tag in self._list_tags(flags)]
+        self._simulate_all(longer)
 
         def get_rate(one: MegatronFlags) -> float:
             peak_bytes, step_s = self._simulate(self._ranks[0], one)
@@ -379,6 +389,12 @@ class _FlagSearch:
         names = {*flags.offload_modules, *tags}
         names |= {tag.name for tag in default_tags() if tag.is_in_megatron and set(tag.requires) & names}
         return dataclasses.replace(flags, offload_modules=tuple(name for name in default_tags().names if name in names))
+
+
+def _simulate_rank(rank: RankModel, flags: MegatronFlags) -> tuple[int, float]:
+    """Return peak and step of a rank, alone."""
+    result = simulate_rank(flags.adapt([rank])[0], flags.make_plan([rank]))
+    return result.peak_bytes, result.step_s
 
 
 def _pick_fullest(ranks: Sequence[RankModel]) -> list[RankModel]:
