@@ -73,6 +73,7 @@ MAY_IMPORT = {
 
 PLANNER_MAY_IMPORT = {
     "checks": (),
+    "worker_processes": (),
     "ranks": ("checks", "ranks"),
     "model": ("checks", "ranks", "model"),
     "operations": ("checks", "model", "operations"),
@@ -80,7 +81,7 @@ PLANNER_MAY_IMPORT = {
     "timing": ("checks", "ranks", "model", "operations", "memory", "timing"),
     "model_ranks": ("checks", "ranks", "model", "operations", "memory", "timing"),
     "simulation": ("checks", "ranks", "simulation"),
-    "solving": ("checks", "ranks", "simulation", "solving"),
+    "solving": ("checks", "worker_processes", "ranks", "simulation", "solving"),
     "planning": ("checks", "ranks", "model", "timing", "model_ranks", "simulation", "solving"),
     "__init__": ("model", "timing", "model_ranks", "planning"),
 }
