@@ -168,4 +168,32 @@ ROWS = (
         MOE_TAGS,
         gpus=2,
     ),
+    Row("expert parallel, all-to-all, four GPUs", f"{MIXED} {TWO} --expert-model-parallel-size 4", MIXED_TAGS, gpus=4),
+    Row(
+        "expert parallel, all-gather, four GPUs",
+        f"{MIXED} {TWO} --expert-model-parallel-size 4".replace("alltoall", "allgather"),
+        MIXED_TAGS,
+        gpus=4,
+    ),
+    Row(
+        "tensor, sequence and expert parallel, four GPUs",
+        f"{MIXED} {TWO} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 "
+        "--expert-tensor-parallel-size 1",
+        MIXED_TAGS,
+        gpus=4,
+    ),
+    Row(
+        "1F1B, tensor and sequence parallel, four GPUs",
+        f"{MIXED} {TWO} --num-layers 4 --moe-layer-freq [0]*1+[1]*3 --pipeline-model-parallel-size 2 "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        MIXED_TAGS,
+        gpus=4,
+    ),
+    Row(
+        "interleaved, expert parallel, four GPUs",
+        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--expert-model-parallel-size 2",
+        MOE_TAGS,
+        gpus=4,
+    ),
 )
