@@ -447,13 +447,16 @@ class OffloadEngine:
         Args:
             lane: Where backward is.
             may_prefetch: As those of the policy.
-            states: In which all of a group is that comes back: a group with something in another one ends it.
+            states: In which all of a group is that comes back: one with something in another one, or that has not left yet,
+                ends it.
         """
         coming: dict[SavedStorage, Place] = {}  # each once, though several groups may want it
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
             waiting = [saved for saved in group.list_saved(*_AWAY) if saved not in coming]
-            if any(saved.state not in states for saved in waiting):
+            if states is not _AWAY and not (
+                group.state is GroupState.SUBMITTED and all(saved.state in states for saved in waiting)
+            ):
                 break
             group_bytes = sum(saved.moved_bytes for saved in waiting)
             if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):

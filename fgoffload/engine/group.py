@@ -115,6 +115,8 @@ class Lane:
             site: What it is a group of.
             stats: Of the site's tag.
         """
+        for called in self.groups[self.away :]:
+            self.expect(called, 0)  # forward goes on, and backward comes to them last: they must not hold up those behind
         group = Group(Place(site, self._name), stats, position=len(self.groups))
         self.groups.append(group)
         self.end = self.away = len(self.groups)

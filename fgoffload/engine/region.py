@@ -67,7 +67,7 @@ class Saving:
         held: torch.Tensor | None = None
         if not engine.observers:
             if type(tensor) is torch.nn.Parameter:
-                held = tensor
+                held = tensor if tensor.is_leaf else tensor.detach()
             elif tensor.numel() == 0 and is_without_bytes(tensor):
                 held = tensor.detach()
         if held is None:

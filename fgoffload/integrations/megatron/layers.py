@@ -109,19 +109,18 @@ def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
         offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
         registrar.register([self], offload.chunk if chunk is None else chunk)
         outputs = original(self, *args, **kwargs)
-        if _ends_model(self):
-            offload.expect_backward()
+        offload.leave_block(self)
         return outputs
 
     return forward
 
 
-def _ends_model(block: Any) -> bool:
-    """Return whether nothing but the loss follows `block`, and then backward."""
-    is_last = getattr(block, "post_process", None)
-    if is_last is None:
-        return True  # layers of multi-token prediction, which only the last stage has, and behind its decoder
-    return is_last and not getattr(block.config, "mtp_num_layers", None)
+def _find_ending_block(model: Any) -> Any:
+    """Return the block of `model` behind which only the loss comes, and then backward; None where other stages follow."""
+    if not getattr(model, "post_process", False):
+        return None
+    multi_token = getattr(model, "mtp", None)  # behind the decoder, where this stage has it
+    return model.decoder if multi_token is None else multi_token
 
 
 def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
@@ -159,6 +158,7 @@ class _Registrar:
     def begin_forward(self, model: Any) -> None:
         """A model chunk begins a forward, or the plan of one."""
         offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
+        offload.note_ending_block(_find_ending_block(model))
         # All of the chunk together: a fraction is of all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):

@@ -95,6 +95,10 @@ class MegatronOffload:
         self._microbatches_begun: dict[int, int] = {}
         self._open: list[tuple[str, Region]] = []
         self._is_holding = False
+        self._call: ScheduleCall | None = None
+        """Of the step that a schedule is in."""
+        self._ending_block: weakref.ref[torch.nn.Module] | None = None
+        """Of the model that forward is in: the block behind which only the loss comes; None where other stages follow."""
         self._is_first_step_over = False
         self._first_groups: list[tuple[Site, Group]] = []
         """Of the first step, where what each site moved has to be known."""
@@ -202,9 +206,14 @@ class MegatronOffload:
             self._watched[chunk, layer] = found
         return found
 
-    def expect_backward(self) -> None:
-        """Forward has left the last layers of the model, and their backward comes next."""
-        if self._lane is not None:
+    def note_ending_block(self, block: torch.nn.Module | None) -> None:
+        """Forward is in a model that `block` ends, but for the loss; None where other stages follow."""
+        self._ending_block = None if block is None else weakref.ref(block)
+
+    def leave_block(self, block: torch.nn.Module) -> None:
+        """Forward has left `block`. Where it ends the model, in one of Megatron's schedules, backward comes next."""
+        ends_model = self._ending_block is not None and self._ending_block() is block
+        if ends_model and self._call is not None and self._lane is not None:
             self.engine.expect_backward(self._lane)
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
@@ -353,6 +362,7 @@ class MegatronOffload:
         Raises:
             PlanError: No plan fits the budget.
         """
+        self._call = call
         if self.measurement is not None:
             self.measurement.begin_step(call)
 
@@ -382,6 +392,7 @@ class MegatronOffload:
             PlanError: The plan names a site that no rank has, or the ranks have different plans.
         """
         microbatches = max(self._microbatches_begun.values(), default=0)
+        self._call = None
         self._microbatches_begun.clear()
         self._open.clear()
         self._lane = None

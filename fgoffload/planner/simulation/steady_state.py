@@ -1,8 +1,13 @@
 """Rounds of a schedule that repeat: found in a list of passes, left out of it, and counted in again.
 
 Between its first forwards and its last backwards a rank does the same over and over: a forward and a backward of the next
-microbatch, or of the next group of them through all chunks. When two of these rounds in a row took a rank the same time, left
+microbatch, or of the next group of them through all chunks. When some of these rounds in a row took a rank the same time, left
 the same behind on its link and in memory and counted the same, those after them do too, and need not be simulated.
+
+    [Note: How many have to be alike]
+    What a round does depends on the microbatches that are in flight when it begins: on what the host budget took of them, and
+    on when they came through the ranks behind. So a change comes around again after as many rounds as there are microbatches
+    in flight, and two rounds that are alike say nothing of it. Alike have to be those of all that time, there and back.
 
     [Note: Ranks that are not equally fast]
     All that a rank knows of its neighbours is how long it waits for them. As long as it does not have to wait for a slower one,
@@ -11,6 +16,7 @@ the same behind on its link and in memory and counted the same, those after them
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,8 +25,8 @@ from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.pass_order import PassOrder
 from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffic, Waits
 
-_FIRST_CHECK = 4
-"""Rounds that are simulated at least: two until everything is under way, and two to compare."""
+_UNTIL_UNDER_WAY = 2
+"""Rounds before the first that are compared."""
 
 _CHECK_PARTS = 4
 """Where they are not alike, rounds are compared again when a fourth more were simulated."""
@@ -39,9 +45,14 @@ class Rounds:
     count: int
     """How many there are, on the rank that has fewest."""
 
+    @property
+    def compared(self) -> int:
+        """Rounds that have to be alike. See [Note: How many have to be alike]."""
+        return 2 + math.ceil(2 * max(self.starts) / self.passes)
+
     def list_checks(self) -> Iterator[int]:
-        """Yield after how many rounds to compare the last two."""
-        number = _FIRST_CHECK
+        """Yield after how many rounds to compare the last ones."""
+        number = _UNTIL_UNDER_WAY + self.compared
         while number < self.count:
             yield number
             number += max(1, number // _CHECK_PARTS)
@@ -49,7 +60,7 @@ class Rounds:
     def list_marks(self) -> list[list[int]]:
         """Return, by rank, after how many passes to look at it: before, between and behind the rounds that are compared."""
         return [
-            [start + (number - back) * self.passes for number in self.list_checks() for back in range(3)]
+            [start + (number - back) * self.passes for number in self.list_checks() for back in range(self.compared + 1)]
             for start in self.starts
         ]
 
@@ -75,9 +86,8 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int) -> Rounds
     length = 2 * microbatches * chunks
     found = [_find_start(passes, length, microbatches) for passes in passes_by_rank]
     count = min(count for _, count in found)
-    if count <= _FIRST_CHECK:
-        return None
-    return Rounds(starts=tuple(start for start, _ in found), passes=length, microbatches=microbatches, count=count)
+    rounds = Rounds(starts=tuple(start for start, _ in found), passes=length, microbatches=microbatches, count=count)
+    return rounds if any(rounds.list_checks()) else None
 
 
 def leave_out_rounds(order: PassOrder, rounds: Rounds) -> list[LeftOut]:
@@ -90,11 +100,11 @@ def leave_out_rounds(order: PassOrder, rounds: Rounds) -> list[LeftOut]:
     left_out: list[LeftOut] = []
     count, first = rounds.count, 0
     for number in rounds.list_checks():
-        if not first <= number - 2 < count - 2:
+        if not first <= number - rounds.compared < count - rounds.compared:
             continue
         places = [start + number * rounds.passes for start in rounds.starts]
         _run_to(order, places, rounds.passes)
-        numbers = _measure_rounds(order, places, rounds.passes)
+        numbers = _measure_rounds(order, places, rounds)
         begun = max(-((start - over) // rounds.passes) for start, over in zip(rounds.starts, order.over, strict=True))
         times = int(min(count - begun, _count_alike(order, numbers))) if numbers else 0
         if times > 0:
@@ -130,17 +140,18 @@ def _run_to(order: PassOrder, places: Sequence[int], length: int) -> None:
             return
 
 
-def _measure_rounds(order: PassOrder, places: Sequence[int], length: int) -> list[dict[str, float]]:
-    """Return, by rank, what the round before its place counts; nothing where one differs from the round before it."""
+def _measure_rounds(order: PassOrder, places: Sequence[int], rounds: Rounds) -> list[dict[str, float]]:
+    """Return, by rank, what the round before its place counts; nothing where one differs from those before it."""
     found = []
     for states, place in zip(order.states, places, strict=True):
-        if place not in states:
+        marks = [place - back * rounds.passes for back in reversed(range(rounds.compared + 1))]
+        if not all(mark in states for mark in marks):
             return []
-        before, between, after = (states[place - back * length] for back in (2, 1, 0))
-        one, other = _subtract(before.totals, between.totals), _subtract(between.totals, after.totals)
-        if not (_is_close(one, other) and _is_close(before.left_behind, between.left_behind, after.left_behind)):
+        seen = [states[mark] for mark in marks]
+        counted = [_subtract(before.totals, after.totals) for before, after in itertools.pairwise(seen)]
+        if not (_is_close(*counted) and _is_close(*(state.left_behind for state in seen))):
             return []
-        found.append(other)
+        found.append(counted[-1])
     return found
 
 

@@ -9,6 +9,7 @@ and the solver: a measured layer is a `LayerModel`, of a kind of its own. `make_
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -171,7 +172,7 @@ class Profile:
         Raises:
             ConfigError: With the value and the fix.
         """
-        if self.plain_step_s is not None and self.plain_step_s <= 0:
+        if self.plain_step_s is not None and not 0 < self.plain_step_s < math.inf:
             raise ConfigError(f"plain_step_s {self.plain_step_s} is no time of a step. Give seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:

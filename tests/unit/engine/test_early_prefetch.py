@@ -147,3 +147,36 @@ def test_without_gradients_no_backward_comes():
     assert sites.lane.away == 1
     h.backward(torch.ones_like(h))
     engine.close()
+
+
+def test_what_stays_when_more_forward_follows_after_all_does_not_hold_up_what_comes_back():
+    # As where another block of the model follows: backward comes to what stays last of all.
+    misses = []
+    for expects in (False, True):
+        engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES))
+        sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
+        h = sites(torch.sin, sites(torch.sin, w * 2))
+        if expects:
+            engine.expect_backward(sites.lane)
+        for _ in range(6):
+            h = sites(torch.sin, h)
+        engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
+        h.backward(torch.ones_like(h))
+        misses.append(engine.finish_step().prefetch_misses)
+        engine.close()
+    assert misses == [1, 1]
+
+
+def test_what_is_held_when_backward_is_expected_leaves_and_comes_back_in_time():
+    engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES))
+    sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
+    h = w * 2
+    for _ in range(6):
+        h = sites(torch.sin, h, is_held=True)
+    engine.expect_backward(sites.lane)
+    assert sites.lane.away == 6
+    engine.flush()
+    engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
+    h.backward(torch.ones_like(h))
+    assert engine.finish_step().prefetch_misses == 1
+    engine.close()

@@ -16,6 +16,7 @@ from support.sites import Sites, make_engine
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason, OffloadEngine
+from fgoffload.engine.identity import StorageRef
 
 N = 128
 NBYTES = N * N * 4
@@ -280,4 +281,19 @@ def test_what_something_else_held_and_dropped_is_forgotten_over_many_steps():
         loss.backward()  # all that comes back is still held, each step by other tensors
 
     check_flat(run_step, steps=100)
+    engine.close()
+
+
+def test_a_frozen_parameter_that_the_graph_has_changed_in_place_is_not_held_with_its_graph():
+    engine = make_engine()
+
+    def run() -> StorageRef:
+        weight, parameter = torch.ones(N, N, requires_grad=True), torch.nn.Parameter(torch.zeros(N, N), requires_grad=False)
+        # A node of the graph from then on, still of the type, and saved as the output of what comes next.
+        Sites(engine)(lambda h: h.add_(weight.sum()).exp_(), parameter)
+        return StorageRef(parameter)
+
+    storage = run()
+    gc.collect()
+    assert storage.is_freed
     engine.close()

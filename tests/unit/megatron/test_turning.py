@@ -1,9 +1,14 @@
 """Where forward of the model is over, the engine hears of it once, behind all layers."""
 
+import types
+
 import pytest
+import torch
 from support.trainings import DENSE, make_config, make_trainer
 
 from fgoffload.engine import OffloadEngine
+from fgoffload.integrations.megatron.layers import _find_ending_block
+from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -26,9 +31,32 @@ def test_backward_is_expected_once_a_microbatch_behind_the_last_layer(groups, fl
         assert groups == [layers] * trainer.arguments.num_microbatches
 
 
-def test_behind_a_stage_that_is_not_the_last_no_backward_is_expected(groups):
+def test_where_layers_of_multi_token_prediction_have_a_stage_of_their_own_no_backward_is_expected_behind_them():
+    block, decoder = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    for model, expected in (
+        (types.SimpleNamespace(decoder=decoder, post_process=True), decoder),
+        (types.SimpleNamespace(decoder=decoder, mtp=block, post_process=True), block),
+        (types.SimpleNamespace(decoder=decoder, mtp=block, post_process=False), None),
+        (types.SimpleNamespace(decoder=decoder, post_process=False), None),
+    ):
+        assert _find_ending_block(model) is expected
+
+
+def test_a_block_behind_which_another_one_comes_is_not_the_end(groups):
     with make_trainer(DENSE, make_config("core_attn")) as trainer:
-        trainer.chunks[0].decoder.post_process = False
-        trainer.chunks[0].decoder.post_layer_norm = False
+        decoder = trainer.chunks[0].decoder
         trainer.run_step()
-    assert groups == []
+        found = len(groups)
+        # As in a model with an encoder: a block whose stage is the last, and that is not the model's last.
+        trainer.integration.begin_step(ScheduleCall(microbatches=1, tokens=1))
+        trainer.integration.note_ending_block(torch.nn.Linear(1, 1))
+        trainer.integration.enter_layer(0)
+        trainer.integration.leave_block(decoder)
+        assert len(groups) == found
+        trainer.integration.note_ending_block(decoder)
+        trainer.integration.leave_block(decoder)
+        assert len(groups) == found + 1
+        trainer.integration.finish_open_step()
+        trainer.integration.enter_layer(0)
+        trainer.integration.leave_block(decoder)  # outside of a schedule, which alone says what comes next
+        assert len(groups) == found + 1

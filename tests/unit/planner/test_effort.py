@@ -66,5 +66,5 @@ def test_of_a_step_with_many_microbatches_few_are_simulated(counts):
     report = plan_ranks(build_ranks(model, parallelism, get_hardware("h100")), budget_bytes=76 * GIB)
     passes = sum(len(rank.passes) for rank in report.ranks)
     assert report.solution.result.peak_bytes < 76 * GIB
-    # Four baselines and the nearest flags, of all ranks. One simulated pass by pass would be as many.
-    assert counts["run_pass"] < passes
+    # Four baselines and the nearest flags, of all ranks. Two simulated pass by pass would be as many.
+    assert counts["run_pass"] < 2 * passes

@@ -207,3 +207,21 @@ def test_rounds_are_counted_in():
     result = simulate_rank(make_stage(0), NOTHING)
     found = add_rounds(result, {"step_s": 60.0, "waits.reload_s": 2.0}, 5)
     assert (found.step_s, found.waits.reload_s, found.compute_s) == (result.step_s + 300, 10, result.compute_s)
+
+
+@pytest.mark.parametrize(("stages", "budget_bytes"), [(4, 100), (8, 300), (16, 500)])
+def test_what_the_host_budget_takes_of_some_microbatches_comes_around_again(stages, budget_bytes):
+    # Of the microbatches in flight only as many leave as the budget has room for, so that rounds differ in turns.
+    layer = make_layer({"expert_fc1": 100}, forward_s=10.0, backward_s=20.0)
+    passes = list_passes(Pipeline(stages=stages, microbatches=100), rank=0)
+    rank = make_rank(make_chunk(layer), passes=passes, link=make_link(d2h=40.0, h2d=40.0), host_budget_bytes=budget_bytes)
+    plan = offload("expert_fc1", (0,))
+    check_equal(simulate_rank(rank, plan), simulate_rank(rank, plan, detail=Detail.TIMELINE))
+
+
+def test_rounds_of_ranks_that_send_over_a_slow_network_repeat_only_after_a_while():
+    layer = make_layer({"expert_fc1": 0}, forward_s=6.0, backward_s=12.0)
+    pipeline = Pipeline(stages=3, microbatches=120)
+    ranks = [make_rank(make_chunk(layer), rank=rank, passes=list_passes(pipeline, rank=rank)) for rank in range(3)]
+    found, expected = (simulate(ranks, NOTHING, p2p_s=2.0, detail=detail) for detail in (Detail.TOTALS, Detail.TIMELINE))
+    assert found.step_s == pytest.approx(expected.step_s)

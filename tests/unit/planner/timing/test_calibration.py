@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from fgoffload import Action, OffloadPlan, Site
+from fgoffload import Action, ConfigError, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -146,3 +146,9 @@ def test_a_plain_step_is_met_unless_that_is_less_than_devices_need(forwards, pla
     needed_s = sum(min(one, two / 3) for pair, two in zip(forwards, backwards, strict=True) for one in pair)
     least_s = 0.5 + microbatches * (2.75 + sum(2 * two for two in backwards) + needed_s)
     assert found_s == pytest.approx(max(plain_step_s, least_s), rel=1e-9)
+
+
+@pytest.mark.parametrize("plain_step_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_plain_step_that_is_no_time_is_refused(plain_step_s):
+    with pytest.raises(ConfigError, match=r"is no time of a step. Give seconds above 0"):
+        make_profile(*LAYERS, plain_step_s=plain_step_s)
