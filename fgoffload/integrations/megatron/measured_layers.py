@@ -239,15 +239,14 @@ class _LayerBuilder:
         )
         output_bytes = sum(saved.size_bytes for key, saved in self._run.saved.items() if key in record.outputs)
         is_refilled = unit.form is UnitForm.REFILL
+        # Of what it is given as a view, all of the storage: Megatron's value is a view of query, key and value in one.
+        input_bytes = sum(size_bytes for key, size_bytes in record.input_bytes.items() if key not in self._run.saved)
+        own = SavedTensor(name=f"input of {unit.name}", tags=(), size_bytes=input_bytes)
         return UnitModel(
             name=unit.name,
             segments=inside,
             drops=tuple(name for key, name in self._names.items() if key in dropped),
-            keeps=tuple(
-                SavedTensor(name=f"input of {unit.name}", tags=(), size_bytes=size_bytes)
-                for key, size_bytes in record.input_bytes.items()
-                if key not in self._run.saved
-            ),
+            keeps=(own,) if input_bytes else (),
             before=self._find_end(unit.name) if is_refilled else inside[-1],
             # What ran again is copied to where others look for it: about as many bytes read and written as by the norm itself.
             extra_s=sum(segment.forward_s for segment in segments if segment.name in inside) if is_refilled else 0.0,

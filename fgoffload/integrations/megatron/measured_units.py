@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.engine.identity import get_key
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.step_records import ModuleRecord, Run
@@ -101,8 +100,8 @@ def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., Non
             around = run.current
             tensors = list(_list_tensors((args, kwargs)))
             run.modules[unit] = ModuleRecord(
-                inputs=frozenset(map(get_key, tensors)),
-                input_bytes={get_key(one): one.untyped_storage().nbytes() for one in tensors if one.requires_grad},
+                inputs=frozenset(map(run.name_storage, tensors)),
+                input_bytes={run.name_storage(one): one.untyped_storage().nbytes() for one in tensors if one.requires_grad},
                 stretches={} if around is None or around.tag != unit else {around.name: None},
             )
             run.open_modules |= {unit}
@@ -112,7 +111,7 @@ def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., Non
         if run is not None and unit in run.open_modules:
             run.open_modules -= {unit}
             record, outputs = run.modules[unit], list(_list_tensors(output))
-            record.outputs = frozenset(map(get_key, outputs))
+            record.outputs = frozenset(map(run.name_storage, outputs))
             record.input_edges = count_edges(outputs, list(_list_tensors((args, kwargs))))
 
     return begin, end

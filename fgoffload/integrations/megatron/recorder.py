@@ -15,7 +15,7 @@ import torch
 from fgoffload.engine import ActivationLedger, Device, Lane, Region, Saving
 from fgoffload.engine.device import Event
 from fgoffload.engine.geometry import get_view
-from fgoffload.engine.identity import StorageRef, get_key, has_bytes, is_of_leaf
+from fgoffload.engine.identity import StorageRef, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.saved import Handle, KeptHandle, hold
@@ -80,7 +80,7 @@ class RecordedRegion(Region):
     def enter(self, tensor: torch.Tensor) -> None:
         """Note what the site is given, and put no mark of its own: what backward takes tells where it is."""
         if has_bytes(tensor):
-            self._run.input_keys[self._tag] = get_key(tensor)
+            self._run.input_keys[self._tag] = self._run.name_storage(tensor)
         if self._inner is not None:
             self._inner.enter(tensor)
 
@@ -171,7 +171,7 @@ class StepRecorder:
         run = self._add_run(chunk, number=number)
         if inner is not None:
             run.is_leaving, run.is_sampled = True, False
-        run.input_key, run.input_bytes = get_key(hidden), hidden.untyped_storage().nbytes()
+        run.input_key, run.input_bytes = run.name_storage(hidden), hidden.untyped_storage().nbytes()
         outer, self._layer = self._layer, run
         self._switch(run.get_stretch("start"), is_backward=False)
         try:

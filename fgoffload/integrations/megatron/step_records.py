@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 from fgoffload.engine.device import Event
 from fgoffload.engine.geometry import View, choose_gathered, get_gathered_bytes
 from fgoffload.engine.identity import StorageRef
@@ -72,7 +74,7 @@ class ModuleRecord:
     inputs: frozenset[int] = frozenset()
     """Keys of the storages of its input tensors."""
     input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By key, of those that need a gradient."""
+    """By key, of those that need a gradient: a checkpoint keeps the whole of what its arguments are views of."""
     outputs: frozenset[int] = frozenset()
     """Keys of the storages of its output tensors."""
     stretches: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -97,6 +99,7 @@ class Run:
         "number",
         "open_modules",
         "saved",
+        "storages",
         "stretches",
     )
 
@@ -125,6 +128,16 @@ class Run:
         """The stretch that forward came to last."""
         self.open_modules: frozenset[str] = frozenset()
         """Those that forward is in."""
+        self.storages: dict[int, StorageRef] = {}
+        """By key, those that `name_storage` named."""
+
+    def name_storage(self, tensor: torch.Tensor) -> int:
+        """Return the key of the storage of `tensor`, which no other storage gets as long as the run is there.
+
+        A key is an address. What nobody saves is freed while forward goes on, and the next storage is often made in its place.
+        """
+        storage = StorageRef(tensor)
+        return self.storages.setdefault(storage.key, storage).key
 
     def get_stretch(self, name: str, *, tag: str | None = None) -> Stretch:
         """Return the stretch called `name`, which begins now if it is new."""

@@ -59,12 +59,40 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
     # What all layers share stays whoever runs again: other layers, and the model, hold it.
     inside = tuple(one.name for one in tensors if "layer_input" not in one.tags and not one.is_same_in_all_layers)
     yield _make_checkpoint("layer", names, inside, extra_bytes=LayerSizes(shape).hidden)
-    # Query, key and value are the checkpoint's input. The output is there once: the projection saved it, and let go of it. But
-    # with delayed scaling that saved a copy in fp8.
+    # Query, key and value are the checkpoint's input, and stay, with what they are views of. The output is there once: the
+    # projection saved it, and let go of it. But with delayed scaling that saved a copy in fp8.
     made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
     dropped = _pick(tensors, "log-sum-exp", "random state", *made)
-    yield _make_checkpoint("core_attn", ("core_attn",), dropped, extra_bytes=0)
+    rest, copied = _list_rest_of_projection(shape)
+    yield _make_checkpoint("core_attn", ("core_attn",), dropped, keeps=rest, extra_bytes=copied)
     yield from _list_mlp_checkpoints(shape, names, tensors)
+
+
+def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...], int]:
+    """Return what a checkpoint around attention keeps beside its query, key and value, and the bytes that it copies of them.
+
+    One linear returns query, key and value in one storage. Rotary embeddings and head norms make tensors of their own of query
+    and key; the value is a view. Attention copies what is not contiguous, and saves the copy, so that the storage goes with the
+    forward. A checkpoint keeps the view, and with it the storage: of that, as much as attention would have copied is counted
+    as query, key and value, and the rest here.
+
+    Source: `SelfAttention.get_query_key_value_tensors` and `Attention._checkpointed_attention_forward` of megatron-core 0.16.1,
+    `get_qkv_layout` of Transformer Engine 2.20; `tests/unit/megatron/test_saved_bytes.py` runs Megatron's with a stand-in for
+    attention. Llama 3 8B on an H200: docs/formulas.md.
+    """
+    sizes = LayerSizes(shape)
+    if shape.latent is not None:
+        # Its value is made contiguous before attention.
+        return (), 0
+    views = sizes.value
+    if not shape.rotary_channels and not shape.has_qk_norm:
+        if shape.num_query_groups == shape.num_attention_heads:
+            # All three are views, which attention reads as they lie: without a recompute it saves the storage too.
+            return (), 0
+        # The heads of a group lie side by side, and not with those of the next group: only the query is copied on its way.
+        views = sizes.key + sizes.value
+    rest = SavedTensor(name="rest of the projections' output", tags=("core_attn",), size_bytes=sizes.query_key_value - views)
+    return (rest,), views
 
 
 def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
@@ -87,8 +115,10 @@ def _is_within(tensor: SavedTensor, stretches: tuple[str, ...]) -> bool:
     return set(tensor.tags) <= set(stretches)
 
 
-def _make_checkpoint(name: str, stretches: tuple[str, ...], drops: tuple[str, ...], *, extra_bytes: int) -> UnitModel:
-    return UnitModel(name=name, segments=stretches, drops=drops, before=stretches[-1], extra_bytes=extra_bytes)
+def _make_checkpoint(
+    name: str, stretches: tuple[str, ...], drops: tuple[str, ...], *, keeps: tuple[SavedTensor, ...] = (), extra_bytes: int
+) -> UnitModel:
+    return UnitModel(name=name, segments=stretches, drops=drops, keeps=keeps, before=stretches[-1], extra_bytes=extra_bytes)
 
 
 def _list_refills(

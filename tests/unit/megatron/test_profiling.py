@@ -10,7 +10,7 @@ from fgoffload import OffloadConfig, Site, StateError
 from fgoffload.engine import CpuDevice, Lane
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
-from fgoffload.integrations.megatron.measured_units import count_edges
+from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, count_edges, watch_units
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.planner.ranks.layer_model import HostWait
@@ -272,6 +272,64 @@ def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):
     assert max(attention) == 2 * 4 * 32 * 32 * 4  # [b, n, s, s] in fp32
     assert {"expert_fc1 1", "moe_combine 1", "shared_expert 2"} <= moe["moe"]
     assert "shared_expert 1" not in moe["moe"]
+
+
+class Kernel(torch.autograd.Function):
+    """Saves what it is given, and returns a sum of it."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.save_for_backward(*tensors)
+        return torch.stack([tensor.sum() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(torch.full_like(tensor, float(one)) for tensor, one in zip(ctx.saved_tensors, gradient, strict=True))
+
+
+class CopyingAttention(torch.nn.Module):
+    """Saves copies of key and value, and the query as it is."""
+
+    def forward(self, query, key, value):
+        return Kernel.apply(query, key * 1, value.contiguous())
+
+
+def test_what_a_unit_is_given_and_nobody_saves_is_kept_where_it_runs_again_whole():
+    # What the projection returns is freed in forward, and so is the key: another storage gets the name of each soon.
+    given = torch.ones(6, 8, requires_grad=True)
+    recorder, attention = StepRecorder(CpuDevice(), memory=None), CopyingAttention()
+    watched = WatchedUnit("core_attn", attention, UnitForm.CHECKPOINT, has_shared_input=False)
+    handles = watch_units(lambda: recorder, [watched])
+    with recorder.model(0), recorder.layer(0, 0, given):
+        query, key, value = (given.repeat(1, 3) * 2).chunk(3, dim=-1)
+        query, key = query * 1, key * 1
+        with recorder.find_region(Site(chunk=0, layer=0, tag="core_attn"), Lane(chunk=0, microbatch=0)).saving():
+            attended = attention(query, key, value)
+        del query, key, value
+        others = [given.sum() * 1 for _ in range(500)]
+        (attended.sum() + Kernel.apply(*others).sum()).backward()
+    for handle in handles:
+        handle.remove()
+    facts = LayerFacts(
+        chunk=0, number=0, kind="dense", tags=("core_attn",), units=("core_attn",), watched=(watched,), wait=None
+    )
+    (layer,) = build_chunk(recorder, 0, [facts]).layers
+    unit = layer.model.find_unit("core_attn")
+    head_bytes = 6 * 8 * 4
+    # The key, and the storage of all three that the value is a view of. The query is saved anyway, and both copies go.
+    assert [one.size_bytes for one in unit.keeps] == [head_bytes + 3 * head_bytes]
+    sizes = {one.name: one.size_bytes for one in layer.model.tensors}
+    assert sorted(sizes[name] for name in unit.drops) == [head_bytes, head_bytes]
+
+
+@pytest.mark.parametrize(("groups", "kept_bytes"), [(4, 0), (2, 2 * HIDDEN_BYTES + HIDDEN_BYTES // 2)])
+def test_attention_with_groups_keeps_what_the_projections_return_where_it_runs_again(groups, kept_bytes):
+    # Megatron's local attention saves the value as it is, a view of what the linear returned. With groups it saves a key and a
+    # value for each head, and a checkpoint keeps what the linear returned, 4 + 2 + 2 heads of 4, and the key's two.
+    _, profile = measure(f"{NORMED} --group-query-attention --num-query-groups {groups}")
+    for number in range(2):
+        kept = list_units(profile, number)["core_attn"].keeps
+        assert sum(one.size_bytes for one in kept) == kept_bytes
 
 
 def test_edges_into_an_input_are_counted_through_the_graph_of_a_module():

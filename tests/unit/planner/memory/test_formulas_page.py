@@ -9,13 +9,17 @@ import pytest
 from fgoffload import default_tags
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
+from fgoffload.planner.timing.hardware import get_hardware
+from fgoffload.planner.timing.op_times import make_layer_model
 
 PAGE = Path(__file__).parents[4] / "docs" / "formulas.md"
 ROW = re.compile(r"^\| `(\w+)` \|([^|]*)\| `([^`]+)` \| (\d+|-) \|$", re.MULTILINE)
 UNTAGGED_ROW = re.compile(r"^\| ([a-z -]+) \|([^|]*)\| `([^`]+)` \|$", re.MULTILINE)
+RECOMPUTED_ROW = re.compile(r"^\| `core_attn`, ([a-z= ,]+) \| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)
 WORD = re.compile(r"dqk|dv|rq|rkv|dpos|drot|fs|[sbhfngEkte]|\d+|[-()+/]")
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = [(tag, where.strip(), formula, found) for tag, where, formula, found in ROW.findall(TEXT)]
+RECOMPUTED_ROWS = RECOMPUTED_ROW.findall(TEXT)
 UNTAGGED_ROWS = [(name, where.strip(), formula) for name, where, formula in UNTAGGED_ROW.findall(TEXT)]
 
 MEASURED = {"s": 256, "b": 2, "h": 256, "n": 4, "g": 4, "dqk": 64, "dv": 64, "drot": 64, "t": 1, "e": 1}
@@ -110,6 +114,20 @@ def test_a_formula_of_what_no_tag_saves_gives_what_the_code_gives(name, where, f
     for sizes in (MEASURED, UNEQUAL, UNEQUAL | {"e": 2}):
         tensors = list_untagged_tensors(make_shape(sizes, tag="", where=where))
         assert evaluate(formula, sizes) == sum(tensor.size_bytes for tensor in tensors if name in tensor.name)
+
+
+@pytest.mark.parametrize(("where", "kept", "copied"), RECOMPUTED_ROWS)
+def test_a_formula_of_what_attention_that_runs_again_keeps_gives_what_the_code_gives(where, kept, copied):
+    sizes = choose_sizes(UNEQUAL, "core_attn", where)
+    sizes |= {"drot": 0 if "neither" in where else sizes["drot"], "g": sizes["n"] if "g = n" in where else sizes["g"]}
+    shape = make_shape(sizes, "core_attn", where)
+    (unit,) = (one for one in make_layer_model(shape, get_hardware("h100"), kind="any").units if one.name == "core_attn")
+    assert evaluate(kept, sizes) == sum(tensor.size_bytes for tensor in unit.keeps)
+    assert evaluate(copied, sizes) == unit.extra_bytes
+
+
+def test_the_page_says_of_four_kinds_of_attention_what_they_keep():
+    assert len(RECOMPUTED_ROWS) == 4
 
 
 def test_the_page_has_a_formula_for_all_that_no_tag_saves():
