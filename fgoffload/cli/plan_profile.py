@@ -21,8 +21,8 @@ from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile, make_rank_model
 
-_FREE_FIELDS = frozenset({"name", "microbatches"})
-"""Of a model and its ranks: what may differ from what was measured."""
+_FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
+"""Of a model and its ranks: what may differ from what was measured. A fused gate saves the same, whichever it is."""
 
 
 class _Difference(NamedTuple):

@@ -99,6 +99,12 @@ def test_microbatches_may_be_others_than_the_measured_ones(capsys, arguments, pr
     assert "32 microbatches of 1 x 2048" in out
 
 
+def test_the_gate_of_the_model_may_be_another_than_the_measured_one(capsys, arguments, profile):
+    """As that of gpt-oss, for which arguments/gpt_oss_120b.sh has --swiglu: fused, both save the same."""
+    assert "--quick-geglu" not in FLAGS
+    assert plan(capsys, arguments, "--profile", str(profile), *BUDGET, "--quick-geglu")[0] == 0
+
+
 def test_what_decides_only_what_moves_may_differ_and_is_applied(arguments, profile):
     def build(*typed):
         model, parallelism = read_model_file(Path(arguments), typed=typed)

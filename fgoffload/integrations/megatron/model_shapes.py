@@ -235,6 +235,7 @@ def _make_model(values: Mapping[str, Any], parallelism: Parallelism, *, name: st
         seq_length=values["seq_length"],
         normalization=values.get("normalization", "LayerNorm"),
         is_gated=is_gated,
+        has_quick_gate=values.get("quick_geglu", False),
         has_tied_embeddings=not values.get("untie_embeddings_and_output_weights", False),
         has_linear_bias=not values.get("disable_bias_linear", False),
         has_qkv_bias=values.get("add_qkv_bias", False),
@@ -259,6 +260,11 @@ def _change_model(model: ModelShape, values: Mapping[str, Any], parallelism: Par
             raise ConfigError(f"{to_flag(name)} says what the configuration of {model.name} says. Leave it out.")
         if name in EXPERTS_FLAGS and model.experts is None:
             raise ConfigError(f"{to_flag(name)} is about experts, and {model.name} has none. Leave it out.")
+    if model.has_quick_gate and not values.get("bias_swiglu_fusion", True):
+        raise ConfigError(
+            f"--no-bias-swiglu-fusion with {model.name}, whose gate is that of --quick-geglu: what that activation saves "
+            "without fusion is not known here. Leave --no-bias-swiglu-fusion out."
+        )
     experts = None if model.experts is None else change_experts(model.experts, values)
     padded = _pad(values, model.vocab_size, parallelism)
     return dataclasses.replace(model, experts=experts, vocab_size=padded, **_find_changes(values))

@@ -183,6 +183,7 @@ def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
     layers = _get_count(document, "num_hidden_layers")
     return {
         "has_linear_bias": True,
+        "has_quick_gate": True,
         "has_attention_sinks": True,
         "experts": _make_local_experts(document),
         **_make_window(document, _find_window_layers(document) or [number % 2 == 0 for number in range(layers)]),

@@ -86,6 +86,8 @@ class ModelShape:
     """The activation of MLPs and experts is gated, as with `--swiglu`: it multiplies halves of the first linear's output."""
     has_fused_activation: bool = True
     """One kernel computes a gated activation, unless `--no-bias-swiglu-fusion`."""
+    has_quick_gate: bool = False
+    """The gate is that of `--quick-geglu`, clamped or not. What it saves is known where one kernel computes it: as any gate."""
     has_tied_embeddings: bool = False
     """Embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
     has_linear_bias: bool = False

@@ -96,7 +96,7 @@ def test_a_dense_model_has_megatrons_defaults_where_no_flag_says_otherwise():
         ("--no-bf16", {"activation_dtype_bytes": 4}),
         ("--no-bf16 --fp16", {"activation_dtype_bytes": 2}),
         ("--no-swiglu", {"is_gated": False}),
-        ("--no-swiglu --quick-geglu", {"is_gated": True}),
+        ("--no-swiglu --quick-geglu", {"is_gated": True, "has_quick_gate": True}),
         ("--no-swiglu --gated-linear-unit", {"is_gated": True}),
         ("--seq-length 256 --seq-length 512", {"seq_length": 512}),
     ],
@@ -516,6 +516,12 @@ def test_a_model_from_elsewhere_has_sequence_parallel_ranks_and_that_is_said(cap
     [
         ("--hidden-size 128", {}, "--hidden-size says what the configuration of elsewhere says. Leave it out."),
         ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is about experts, and elsewhere has none"),
+        (
+            "--no-bias-swiglu-fusion",
+            {"has_quick_gate": True},
+            "the command line: --no-bias-swiglu-fusion with elsewhere, whose gate is that of --quick-geglu: what that "
+            "activation saves without fusion is not known here. Leave --no-bias-swiglu-fusion out.",
+        ),
         ("--ep 3", {}, "the command line: expert_parallel_size 3 does not divide num_experts 8"),
         ("--pipeline-size 2", {}, "the command line: --pipeline-size is not a flag"),
     ],

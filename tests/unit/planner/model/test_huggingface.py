@@ -302,8 +302,10 @@ def test_experts_in_every_second_layer_are_counted_from_the_first(tmp_path):
     assert read(tmp_path, document).moe_layers == (False, False, True, False, True, False)
 
 
-def test_gpt_oss_has_windows_sinks_and_biases(tmp_path):
+def test_gpt_oss_has_windows_sinks_biases_and_a_quick_gate(tmp_path):
     model = read(tmp_path, GPT_OSS_120B)
+    assert model.has_quick_gate
+    assert not read(tmp_path, QWEN3_30B_A3B).has_quick_gate
     assert (model.window_tokens, model.window_layers) == (127, (True, False) * 18)
     assert (model.has_attention_sinks, model.has_linear_bias, model.kv_channels) == (True, True, 64)
     assert model.experts == ExpertsShape(num_experts=128, topk=4, ffn_hidden_size=2880, imbalance=DEFAULT_IMBALANCE)
