@@ -4,11 +4,14 @@ import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 
 from fgoffload.errors import ConfigError, OffloadError
 
 _SIZES = ("RANK", "WORLD_SIZE")
+_FIRST_SPEAKS_WITHIN_S = 30.0
+"""Longest that a process which has the same error as the first one of its machine waits to be ended by the launcher."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +32,19 @@ class Launch:
 
     @contextlib.contextmanager
     def one_voice(self) -> Iterator[None]:
-        """Let an error that every process has be shown by the first one of each machine; the others end with its code.
+        """Let an error that every process has be shown by the first one of each machine.
 
-        For what all processes do alike: reading flags and files.
+        For what all processes do alike: reading flags and files. The others stay until the launcher ends them. Where that
+        takes more than 30 seconds the first one has no error, and they show theirs.
         """
         try:
             yield
         except OffloadError:
-            if self.local_rank == 0:
-                raise
-            # As `fgoffload.cli.EXIT_ERROR`, without its line.
-            raise SystemExit(2) from None
+            if self.local_rank != 0:
+                # A launcher ends all processes as soon as one has ended: to leave now could take the word from the first one,
+                # which may still be importing.
+                time.sleep(_FIRST_SPEAKS_WITHIN_S)
+            raise
 
     def silence_library(self) -> None:
         """Leave what the library warns of to the first process."""
