@@ -354,7 +354,7 @@ def save_again(offload: megatron.MegatronOffload, attention: torch.nn.Module, fo
 
 def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, CheckpointWithoutOutputFunction
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -362,6 +362,7 @@ def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
     owners = (
         FineGrainedActivationOffloadingInterface,
         CheckpointWithoutOutput,
+        CheckpointWithoutOutputFunction,
         SequentialMLP,
         TransformerBlock,
         TransformerLayer,

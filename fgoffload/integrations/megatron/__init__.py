@@ -53,6 +53,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     """
     require_torch()
     from fgoffload.engine import OffloadEngine, find_device
+    from fgoffload.integrations.megatron.checkpoints import follow_checkpoints
     from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
     from fgoffload.integrations.megatron.dispatchers import free_inputs_of_recompute
     from fgoffload.integrations.megatron.interface import is_marked_to_stay, is_replaced, replace_interface
@@ -71,6 +72,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     try:
         replace_interface(patches, lambda: found[0])
         follow_forward(patches, lambda: found[0])
+        follow_checkpoints(patches, lambda: found[0])
         step_aside(patches, lambda: found[0])
         free_inputs_of_recompute(patches)
         engine = OffloadEngine(

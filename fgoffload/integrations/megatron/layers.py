@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.engine.identity import get_key
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron import recompute
 from fgoffload.integrations.megatron.imports import load_module
@@ -35,7 +34,6 @@ NEWER_LAYERS = (
     "megatron.core.ssm.mamba_layer:MambaLayer",
 )
 """What not all versions have, wrapped where it is there. Each of these layers has a forward of its own."""
-CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 SCHEDULE_NAMES = (
@@ -64,7 +62,6 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
         wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
         wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
-    wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_wrap_checkpoint, get_offload))
     # The overlap of expert communication runs no layer's forward, but the pieces of two microbatches in turns.
     wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
@@ -249,25 +246,6 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
             raise
 
     return forward
-
-
-def _wrap_checkpoint(get_offload: GetOffload, original: Any) -> Any:
-    def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
-        outputs = original(self, run_function, *args)
-        tensors: Iterable[Any] = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        # Outputs that are inputs too are not emptied, where there are such (since 0.19).
-        kept = {get_key(tensor) for tensor in args if isinstance(tensor, torch.Tensor)} if _retains_inputs(self) else set()
-        # Before anything can save them: Megatron empties these storages after their last use in forward.
-        get_offload().engine.keep_recomputed(
-            tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and get_key(tensor) not in kept
-        )
-        return outputs
-
-    return checkpoint
-
-
-def _retains_inputs(checkpoint: Any) -> bool:
-    return bool(getattr(checkpoint, "retain_input_tensors", False))
 
 
 def _check_config(config: Any, offload: MegatronOffload) -> None:

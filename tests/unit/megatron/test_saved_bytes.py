@@ -5,11 +5,11 @@ Those of Transformer Engine's modules need a GPU: `tests/gpu/test_megatron_bytes
 
 import contextlib
 import dataclasses
-import types
 from unittest import mock
 
 import pytest
 import torch
+from support.grouped_experts import make_experts
 from support.trainings import make_config, make_trainer
 
 from fgoffload.engine.identity import StorageRef
@@ -118,35 +118,6 @@ def test_shared_experts_save_the_bytes_of_the_formula(is_fused):
     assert measure(flags, "shared_expert", is_deterministic=True) == {"shared_expert": expected["shared_expert"]}
 
 
-def make_experts(first, *, is_fused, is_recomputed=False):
-    """Return what Megatron's grouped experts are, as far as their forward asks.
-
-    The linears of Transformer Engine need a GPU: in their place one returns `first`, and one saves what it is given.
-    """
-    config = types.SimpleNamespace(
-        fp8=None,
-        fp4=None,
-        moe_apply_probs_on_input=False,
-        use_te_activation_func=False,
-        bias_activation_fusion=is_fused,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        activation_func_clamp_value=None,
-        activation_func_fp8_input_store=False,
-        glu_linear_offset=0.0,
-    )
-    return types.SimpleNamespace(
-        config=config,
-        activation_func=torch.nn.functional.silu,
-        activation_recompute=is_recomputed,
-        offload_expert_fc1=False,
-        offload_moe_act=False,
-        linear_fc1=lambda *_: (first, None),
-        linear_fc2=lambda hidden, _: (hidden.sin(), None),
-        _apply_bias=lambda output, *_: output,
-    )
-
-
 def run_experts(dtype, *, rows=240, channels=20, **options):
     """Return the bytes of each stretch that Megatron's grouped experts save, and the gradients of what they are given."""
     grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
@@ -172,7 +143,7 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
     with support, torch.compiler.set_stance("force_eager"):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output, _ = grouped.forward(
-                make_experts(first, **options), torch.empty(rows, 1), torch.tensor([rows]), probabilities
+                make_experts(lambda *_: (first, None), **options), torch.empty(rows, 1), torch.tensor([rows]), probabilities
             )
         assert output.dtype is torch.bfloat16
         output.float().sum().backward()

@@ -1,0 +1,211 @@
+"""What runs again through Megatron's checkpoints without output: what they keep leaves, and is gone until backward."""
+
+import contextlib
+
+import pytest
+import torch
+from support.grouped_experts import make_experts
+from support.tensors import assert_same_bits, leaf
+from support.trainings import HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
+
+from fgoffload import Action
+from fgoffload.engine import is_in_backward
+from fgoffload.engine.identity import StorageRef
+from fgoffload.integrations import megatron
+from fgoffload.integrations.megatron.checkpoints import save_inputs
+from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.imports import load_module
+
+pytest.importorskip("megatron.core")
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+# Of a layer norm, which is one kernel: only of such a norm does a plan's recompute give the bits of none.
+NORMED = MIXED.replace("--normalization RMSNorm", "")
+MEGATRONS_OWN = f"{MIXED} --recompute-granularity selective --recompute-modules layernorm"
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
+RUNS = 2 * 2
+"""Layers times microbatches: how often each norm of a layer runs in the forwards of a step."""
+
+
+def train_and_look(flags, config):
+    """Train a step; return its bits, its numbers by tag, and for each norm's input whether backward began without it."""
+    inputs, gone = {tag: [] for tag in NORMS}, {tag: [] for tag in NORMS}
+
+    def note(tag, tensor):
+        if not is_in_backward():  # where the norm runs again
+            inputs[tag].append(StorageRef(tensor))
+
+    def look(gradient):
+        for tag, found in inputs.items():
+            gone[tag] += [reference.is_freed for reference in found]
+            found.clear()
+
+    def look_when_backward_begins(module, args, loss):
+        loss.register_hook(look)
+
+    with make_trainer(flags, config) as trainer:
+        model = trainer.chunks[0]
+        model.register_forward_hook(look_when_backward_begins)
+        for layer in model.decoder.layers:
+            for tag, name in NORMS.items():
+                getattr(layer, name).register_forward_pre_hook(lambda module, args, tag=tag: note(tag, args[0]))
+        result = trainer.run_step()
+        return [(result.losses, result.gradient_digests)], trainer.integration.last_step.tags, gone
+
+
+@pytest.fixture(scope="module")
+def expected(parallel):
+    return train(NORMED, steps=1)[0]
+
+
+@pytest.mark.parametrize("tags", [("attn_norm",), ("mlp_norm",), ("attn_norm", "mlp_norm")], ids=" ".join)
+def test_the_input_of_a_norm_that_runs_again_is_gone_after_forward_where_it_leaves(tags, expected, tmp_path):
+    plan = {(layer, tag): Action.RECOMPUTE_AND_OFFLOAD for layer in range(2) for tag in tags}
+    config = make_config(*tags, offload_plan=write_plan(tmp_path / "plan.json", plan))
+    found, stats, gone = train_and_look(NORMED, config)
+    assert found == expected
+    # Nothing but the input leaves: what else a norm saves, its recompute finds again.
+    assert {tag: numbers.d2h_bytes for tag, numbers in stats.items()} == dict.fromkeys(tags, RUNS * HIDDEN_BYTES)
+    assert {tag: numbers.held_elsewhere_bytes for tag, numbers in stats.items()} == dict.fromkeys(tags, 0)
+    assert {tag: gone[tag] for tag in tags} == {tag: [True] * RUNS for tag in tags}
+
+
+def test_so_it_is_where_megatrons_own_flag_lets_norms_run_again():
+    expected, _ = train(MEGATRONS_OWN, steps=1)
+    found, stats, gone = train_and_look(MEGATRONS_OWN, make_config(*NORMS))
+    assert found == expected
+    assert {tag: numbers.held_elsewhere_bytes for tag, numbers in stats.items()} == dict.fromkeys(NORMS, 0)
+    assert gone == {tag: [True] * RUNS for tag in NORMS}
+
+
+def run_grouped_experts(offload=None):
+    """Let the activation of Megatron's grouped experts run again.
+
+    Returns:
+        The gradients, and for the activation's input whether backward began without it.
+    """
+    forward = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP.forward
+    tokens, weight, probabilities = leaf(240, 16), leaf(16, 40, seed=1), leaf(240, seed=2)
+    inputs, gone = [], []
+
+    def run_fc1(hidden, _):
+        product = hidden @ weight
+        inputs.append(StorageRef(product))
+        return product, None
+
+    experts = make_experts(run_fc1, is_fused=False, is_recomputed=True, offloads_activation=offload is not None)
+    with contextlib.nullcontext() if offload is None else offload.watch():
+        output, _ = forward(experts, tokens, torch.tensor([240]), probabilities * 1)
+    output.register_hook(lambda gradient: gone.extend(reference.is_freed for reference in inputs))
+    output.sum().backward()
+    return [tokens.grad, weight.grad, probabilities.grad], gone
+
+
+@pytest.mark.skipif(not needs_cpu_support(), reason="on the CPU")
+def test_the_input_of_the_experts_activation_that_runs_again_is_gone_after_forward_where_it_leaves():
+    with apply_cpu_support():
+        expected, _ = run_grouped_experts()
+        offload = megatron.apply(make_config("moe_act"))
+        try:
+            offload.begin_microbatch(0)
+            found, gone = run_grouped_experts(offload)
+            stats = offload.engine.finish_step().tags["moe_act"]
+        finally:
+            offload.remove()
+    assert_same_bits(expected, found)
+    assert stats.d2h_bytes == (240 * 40 + 240) * 4  # gate and up, and the probabilities
+    assert stats.held_elsewhere_bytes == 0
+    assert gone == [True]
+
+
+class Saved0161(torch.autograd.Function):
+    """Saves what megatron-core 0.16.1 does: detached copies, and None where it is given None."""
+
+    @staticmethod
+    def forward(ctx, run_function, checkpoint, *args):
+        ctx.run_function = run_function
+        ctx.save_for_backward(*(arg if arg is None else detach(arg) for arg in args))
+        with torch.no_grad():
+            return run_function(*args)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [saved if saved is None else detach(saved) for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.run_function(*inputs)
+        torch.autograd.backward(output, gradient)
+        return None, None, *(None if one is None else one.grad for one in inputs)
+
+
+class SavedBetween(Saved0161):
+    """Saves what the development branch did for a day in August 2026: detached copies, and what is no tensor elsewhere."""
+
+    @staticmethod
+    def forward(ctx, run_function, checkpoint, *args):
+        output = Saved0161.forward(ctx, run_function, checkpoint, *args)
+        ctx.save_for_backward(*(detach(arg) for arg in args if arg is not None))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        first, second = Saved0161.backward(ctx, gradient)[2:]
+        return None, None, first, None, second
+
+
+class SavedSince(SavedBetween):
+    """Saves what the development branch does since: the inputs."""
+
+    @staticmethod
+    def forward(ctx, run_function, checkpoint, *args):
+        output = Saved0161.forward(ctx, run_function, checkpoint, *args)
+        ctx.save_for_backward(*(arg for arg in args if arg is not None))
+        return output
+
+
+class SavesMore(Saved0161):
+    """Saves its output too, as no version does."""
+
+    @staticmethod
+    def forward(ctx, run_function, checkpoint, *args):
+        output = Saved0161.forward(ctx, run_function, checkpoint, *args)
+        ctx.save_for_backward(*ctx.to_save, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.run_function = lambda *args, run=ctx.run_function: run(*args[:-1])
+        return Saved0161.backward(ctx, gradient)[:-1]
+
+
+def detach(tensor):
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def run_function(tensor, *others):
+    return tensor.sin() * others[-1]
+
+
+def run_checkpoint(function):
+    """Run `function` between ops, below hooks that copy what is saved; return the gradients, and whether its input was gone."""
+    x, parameter = leaf(64), torch.nn.Parameter(leaf(64, seed=1).detach())
+    hidden = x * 2
+    reference = StorageRef(hidden)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        output = function.apply(run_function, None, hidden, None, parameter)
+    del hidden
+    is_gone = reference.is_freed
+    output.sum().backward()
+    return [x.grad, parameter.grad], is_gone
+
+
+@pytest.mark.parametrize(
+    ("function", "was_gone", "is_gone"),
+    [(Saved0161, False, True), (SavedBetween, False, True), (SavedSince, True, True), (SavesMore, False, False)],
+)
+def test_whatever_a_version_saves_of_the_inputs_they_may_go_and_what_is_unknown_is_left_alone(function, was_gone, is_gone):
+    mended = type("Mended", (function,), {"forward": staticmethod(save_inputs(function.forward))})
+    expected, found_before = run_checkpoint(function)
+    found, found_after = run_checkpoint(mended)
+    assert_same_bits(expected, found)
+    assert (found_before, found_after) == (was_gone, is_gone)
