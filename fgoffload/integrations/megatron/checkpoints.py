@@ -13,7 +13,7 @@ Bits stay. Backward gets the same bytes either way, with the same `requires_grad
 the function again. Changes in place are found as before, since a detached copy counts them together with its original. An
 input that is a leaf itself, as what a pipeline stage receives, is held by whoever made it one.
 
-Source: `save_metadata` and `unpack` in torch/csrc/autograd/saved_variable.cpp, torch 2.11 to 2.13;
+Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
 `CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Megatron's development branch (0.20) saves the inputs since
 2026-08-18 (https://github.com/NVIDIA/Megatron-LM/pull/6553).
 """
