@@ -417,9 +417,9 @@ class OffloadEngine:
             lane: Where backward is.
             wanted: The group that backward has just come to, if any.
         """
-        if wanted is not None and wanted.position == lane.end - 1:
+        if wanted is not None:
             lane.expect(wanted, 0)
-            if lane.away == lane.end:
+            if wanted.position == lane.end - 1 and lane.away == lane.end:
                 lane.away -= 1
                 waiting = wanted.list_saved(*_AWAY)
                 wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)

@@ -131,8 +131,9 @@ class Lane:
         """Return whether a tensor of `group` that backward takes shows that backward has come to the group.
 
         Not where it was known already. Of a group that backward has left, what is on the host only shows that another backward
-        of the same graph has begun; ops of other branches take what they want late, and nothing of it is away. The last group
-        of a lane may have been called back while backward was behind all groups.
+        of the same graph has begun; ops of other branches take what they want late, and nothing of it is away. A group may have
+        been called back while backward was behind all groups, or in one inside of it: what it brought back counts as ahead
+        until then, and holds up what is before it.
 
         Args:
             group: In this lane.
@@ -140,7 +141,7 @@ class Lane:
         """
         if self.end > group.end_position or self.away > group.position:
             return True
-        return group.position >= self.end if is_away else group.ahead_bytes > 0 and group.position == self.end - 1
+        return group.position >= self.end if is_away else group.ahead_bytes > 0
 
     def leave(self, position: int) -> list[Group]:
         """Take note that backward has left the groups from `position` on, and return those that it left the time before.

@@ -67,8 +67,8 @@ class LaneRun:
         """Return whether that something of `group` is asked for shows that backward has come to it."""
         if self.end > self.program.groups[group].end_position or self.away > group:
             return True
-        # The last group may have been called back while backward was behind all groups.
-        return self._ahead_bytes_of[group] > 0 and group == self.end - 1
+        # It may have been called back while backward was behind all groups, or in one inside of it.
+        return self._ahead_bytes_of[group] > 0
 
     def leave(self, position: int) -> None:
         """Take note that backward has left the groups from `position` on."""

@@ -335,11 +335,10 @@ class RankRun:
         """Backward has come to `group`: call back what comes next. `OffloadEngine.approach_backward`, in numbers."""
         lane.leave(lane.program.groups[group].end_position)
         self._poll()
-        if group == lane.end - 1:
-            lane.expect(group, 0)
-            if lane.away == lane.end:
-                lane.away -= 1
-                self._call_back(lane, lane.list_away(group))
+        lane.expect(group, 0)
+        if group == lane.end - 1 and lane.away == lane.end:
+            lane.away -= 1
+            self._call_back(lane, lane.list_away(group))
         self._prefetch(lane)
 
     def _pass_layer(self, _: PassedStep, lane: LaneRun) -> None:

@@ -369,6 +369,25 @@ def test_a_storage_that_many_groups_save_counts_once_for_prefetch():
     engine.close()
 
 
+def test_a_group_around_another_no_longer_counts_as_ahead_when_backward_takes_from_it():
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=3 * NBYTES))
+    sites = Sites(engine)
+    h = sites(torch.sin, torch.ones(128, 128, requires_grad=True) * 2, tag="attn_proj")
+    around = engine.find_region(Site(chunk=0, layer=9, tag="mlp_norm"), sites.lane)
+    around.enter(h)
+    with around.saving():
+        h = h.sin().cos()
+    h = sites(torch.sin, h, tag="expert_fc1")
+    around.end()
+    # Backward is behind all groups: the last two fit, and the first does not beside them.
+    engine.pass_backward(sites.lane)
+    assert (sites.lane.away, sites.lane.ahead_bytes) == (1, 3 * NBYTES)
+    h.sum().backward()
+    tags = engine.finish_step().tags
+    assert {tag: tags[tag].prefetch_misses for tag in tags} == {"attn_proj": 0, "mlp_norm": 0, "expert_fc1": 0}
+    engine.close()
+
+
 def test_gathered_groups_count_what_moves_for_prefetch():
     w = weight()
 
