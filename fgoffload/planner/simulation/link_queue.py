@@ -11,6 +11,10 @@ import math
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.simulation.chunk_program import Mover
 
+_SAME_MOMENT = 1 + 1e-9
+"""Moments that differ by less than this factor are one. A copy that ends just when somebody looks is through, however the times
+of hundreds of rounds were added up: that a whole step and a part of it have one result depends on it."""
+
 
 class Direction(enum.Enum):
     """Which way a copy goes."""
@@ -144,11 +148,12 @@ class LinkQueue:
         if h2d.queue:
             h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
         passed_s = d2h_s if d2h_s < h2d_s else h2d_s
-        if self.now_s + passed_s > until_s:
+        event_s = self.now_s + passed_s
+        if event_s > until_s * _SAME_MOMENT:
             passed_s = until_s - self.now_s
             self.now_s = until_s
         else:
-            self.now_s += passed_s
+            self.now_s = event_s if event_s < until_s else until_s
         if d2h_s < math.inf:
             self._pass(d2h, passed_s, d2h_s, d2h_rate)
         if h2d_s < math.inf:
