@@ -44,6 +44,9 @@ from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, Resi
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """What a plan says, by chunk and number of the layer, and there by tag or unit."""
 
+_PROJECTION = "attn_proj"
+"""The stretch with which the attention half of a layer ends."""
+
 _ROUTER = "router"
 """The stretch behind which a token dispatcher gets probabilities. Layers without experts have none."""
 
@@ -277,8 +280,21 @@ class _Layer:
                 steps.add(FreeStep(freed))
             if self._base == 0 and self.resolved.groups and self.resolved.groups[0].starts_at == place:
                 steps.add(PollStep())
+            if place == self._behind_attention:
+                self._pass(steps)
+        self._pass(steps)
+
+    def _pass(self, steps: _Steps) -> None:
+        """Backward has passed the MLP of a layer of which nothing leaves, or all of it."""
         if self._base and not self.resolved.groups and not self._runs_again_as_a_whole:
             steps.add(PassedStep())
+
+    @property
+    def _behind_attention(self) -> int | None:
+        """Return the first stretch behind attention, or None where there is none."""
+        names = [segment.name for segment in self._segments]
+        place = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
+        return place if place < len(names) else None
 
     def _run_again(self, steps: _Steps, rerun: Rerun) -> None:
         for place in rerun.segments:

@@ -110,7 +110,7 @@ class PollStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassedStep:
-    """Backward has passed a layer of which nothing leaves: the engine looks, and what comes next may come back."""
+    """Backward has passed a layer of which nothing leaves, or its MLP: the engine looks, and what comes next may come back."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -170,6 +170,8 @@ class Training:
             with saving:
                 x = Stretch.apply(engine.device, segment, x, *tensors)
             del tensors
+            if tag == "attn_proj" and not self._chosen[number]:
+                engine.announce_backward(lane, x)
             # Its own group first, and then those around it.
             for ended in sorted((one for one in open_ if ENDS.get(one, one) == tag), key=lambda one: one != tag):
                 open_.pop(ended).end(is_held=holds)
