@@ -217,6 +217,8 @@ class RecomputeUnit:
     """The value of `--recompute-modules` that does the same in all layers, or None where there is none."""
     covers: tuple[str, ...] = ()
     """Tags and units of the same layer that save nothing then, and are run again with it."""
+    excludes: tuple[str, ...] = ()
+    """Units of the same layer that cannot run again by themselves beside it."""
 
 
 _MOE_TAGS = ("shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
@@ -231,19 +233,38 @@ RECOMPUTE_UNITS = (
         covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS),
     ),
     RecomputeUnit(name="attn_norm", runs="the norm before attention", recompute_module="layernorm"),
+    RecomputeUnit(
+        name="qkv_linear",
+        runs="the query-key-value projection, the norm that is fused with it, and rotary embeddings",
+        recompute_module=None,
+        excludes=("core_attn",),
+    ),
     RecomputeUnit(name="mla_up_proj", runs="the up-projections of latent attention", recompute_module="mla_up_proj"),
     RecomputeUnit(
         name="core_attn", runs="attention without its projections", recompute_module="core_attn", covers=("core_attn",)
     ),
     RecomputeUnit(name="mlp_norm", runs="the norm before the MLP", recompute_module="layernorm"),
+    RecomputeUnit(
+        name="mlp_fc1",
+        runs="the first linear of a dense MLP, the norm that is fused with it, and the activation",
+        recompute_module=None,
+        covers=("mlp_act", "mlp_fc2"),
+    ),
     RecomputeUnit(name="mlp", runs="a dense MLP", recompute_module="mlp", covers=_MLP_TAGS),
     RecomputeUnit(name="moe", runs="router, dispatch and all experts", recompute_module="moe", covers=_MOE_TAGS),
     RecomputeUnit(
         name="shared_expert", runs="the shared experts", recompute_module="shared_experts", covers=("shared_expert",)
     ),
+    RecomputeUnit(
+        name="expert_fc1",
+        runs="the first linear of the experts, and their activation",
+        recompute_module=None,
+        covers=("moe_act", "expert_fc2"),
+    ),
     RecomputeUnit(name="moe_act", runs="the activation of the experts", recompute_module="moe_act", covers=("expert_fc2",)),
 )
-"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one, and whole layers."""
+"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one. Whole layers are ours, and first
+linears with what is around them: see `first_parts.py` of the Megatron integration."""
 
 
 def find_recompute_unit(name: str) -> RecomputeUnit | None:

@@ -36,7 +36,7 @@ class LayerInputs:
         Raises:
             IntegrationError: Megatron-Core lacks one of them.
         """
-        self._get_offload = get_offload
+        self.get_offload = get_offload
         self._depth = 0
         # Since 0.18 one function, which the blocks of transformer layers and the hybrid ones import by name.
         is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
@@ -54,7 +54,7 @@ class LayerInputs:
     @contextlib.contextmanager
     def layers_from(self, number: int) -> Iterator[None]:
         """Take the checkpoints inside for those of layers, the first of them of layer `number`."""
-        self._get_offload().pass_layer(number - 1)
+        self.get_offload().pass_layer(number - 1)
         self._depth += 1
         try:
             yield
@@ -80,7 +80,7 @@ class LayerInputs:
         def checkpoint(run_function: Any, *args: Any, **kwargs: Any) -> Any:
             if self._depth == 0 or is_inert():
                 return original(run_function, *args, **kwargs)
-            offload = self._get_offload()
+            offload = self.get_offload()
             offload.enter_layer(offload.last_layer + 1)
             region = offload.find_region(TAG)
             if region is None:

@@ -498,3 +498,9 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
                     f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of it. "
                     "Keep one of them out of the plan."
                 )
+        for other in unit.excludes:
+            if planned.get(other, Action.KEEP).recomputes:
+                raise PlanError(
+                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which cannot both "
+                    "run again by themselves. Keep one of them out of the plan."
+                )

@@ -2,18 +2,22 @@
 
 Where Megatron's modules have an attribute of their own for it, that attribute is set in the layers of the plan; Megatron's
 flags set it in all layers alike. A whole layer goes through a checkpoint: Megatron's, which restores the random states of all
-its generators, or Transformer Engine's where FP8 is on, which restores the scaling too.
+its generators, or Transformer Engine's where FP8 is on, which restores the scaling too. First linears, with what is before and
+behind them, are the first parts of their modules' forward.
 
 | unit | what does it | since |
 |---|---|---|
 | `layer` | `tensor_parallel.checkpoint` or `te_checkpoint` around `TransformerLayer.forward` | 0.16.1 |
 | `attn_norm` | `TransformerLayer.recompute_input_layernorm` | 0.16.1 |
+| `qkv_linear` | `first_parts.py` around `SelfAttention.forward` | 0.16.1 |
 | `mla_up_proj` | `MLASelfAttention.recompute_up_proj` | 0.16.1 |
 | `core_attn` | `SelfAttention.checkpoint_core_attention` | 0.16.1 |
 | `mlp_norm` | `TransformerLayer.recompute_pre_mlp_layernorm` | 0.16.1 |
+| `mlp_fc1` | `first_parts.py` around `MLP.forward` | 0.16.1 |
 | `mlp` | `TransformerLayer.recompute_mlp` | 0.16.1 |
 | `moe` | `MoELayer.moe_layer_recompute` | 0.16.1 |
 | `shared_expert` | `MoELayer.shared_experts_recompute` | 0.16.1 |
+| `expert_fc1` | `first_parts.py` around `TEGroupedMLP.forward` | 0.16.1 |
 | `moe_act` | `TEGroupedMLP.activation_recompute` | 0.16.1 |
 """
 
@@ -26,6 +30,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
+from fgoffload.integrations.megatron import first_parts
 from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
@@ -51,13 +56,17 @@ def find_units(layer: Any) -> tuple[str, ...]:
     if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
         # They need linears that save their original input, which Transformer Engine refuses with delayed scaling.
         switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
-    return ("layer", *switches)
+    return ("layer", *switches, *first_parts.find_first_parts(layer))
 
 
 def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:
     """Let `unit` of `layer` run again in backward, until `patches` are removed."""
     if unit == "layer":
         wrap_method(patches, layer, "forward", functools.partial(_run_again, inputs))
+        return
+    part = first_parts.find_first_parts(layer).get(unit)
+    if part is not None:
+        first_parts.run_again(patches, inputs.get_offload, part)
         return
     switch = _find_switches(layer)[unit]
     set_attribute(patches, switch.target, switch.attribute, True)  # noqa: FBT003 - the value of Megatron's attribute

@@ -1,9 +1,9 @@
 """What the units of `fgoffload.tags.RECOMPUTE_UNITS` save in a layer, and what they cost.
 
-Two kinds, as Megatron has them. A checkpoint saves its input, and runs again right before its own backward: `layer`,
-`core_attn`, `mlp`, `moe` and `shared_expert`. The others drop what they return, which the module behind them would save; they
-run again as soon as backward reaches the end of what used it, and fill the dropped storage with a copy. What ran again is there
-twice until then.
+Two kinds. A checkpoint saves its input, and runs again right before its own backward: `layer`, `core_attn`, `mlp`, `moe` and
+`shared_expert`. The others drop what they return, which the module behind them would save; they run again as soon as backward
+reaches the end of what used it, and fill the dropped storage with a copy. What ran again is there twice until then. Of those
+`qkv_linear`, `mlp_fc1` and `expert_fc1` are ours: they run again right before the backward of what they ran for.
 
 Source: `CheckpointWithoutOutput` and `checkpoint` of megatron/core/tensor_parallel/random.py and their callers in
 transformer_layer.py, multi_latent_attention.py, attention.py and moe/, in megatron-core 0.16.1.
@@ -51,7 +51,8 @@ def make_units(
     names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
     checkpoints = _list_checkpoints(shape, names, tensors)
     refills = _list_refills(shape, names, tensors, copy_bytes_per_s)
-    found = {unit.name: unit for unit in (*checkpoints, *refills)}
+    first_parts = _list_first_parts(shape, names, tensors, copy_bytes_per_s)
+    found = {unit.name: unit for unit in (*checkpoints, *refills, *first_parts)}
     return tuple(found[unit.name] for unit in RECOMPUTE_UNITS if unit.name in found)
 
 
@@ -153,6 +154,42 @@ def _list_refills(
         # Whatever operators inside of the activation save is not saved either.
         inside = (one.name for one in tensors if one.tags == ("moe_act",) and one.name not in _ACTIVATION_INPUTS)
         yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
+
+
+def _list_first_parts(
+    shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor], copy_bytes_per_s: float
+) -> Iterator[UnitModel]:
+    """Yield first linears, with the norm that is fused with them and what is behind them, up to what saves what they made.
+
+    Source: `first_parts.py` of the Megatron integration.
+    """
+    if shape.fp8_recipe is not None:
+        return
+    sizes, experts = LayerSizes(shape), shape.experts
+
+    def make(stretches: tuple[str, ...], until: str, made: str, made_bytes: int, *kept: str) -> UnitModel:
+        inside = (one.name for one in tensors if set(one.tags) <= set(stretches) and one.name not in kept)
+        return UnitModel(
+            name=stretches[0],
+            segments=stretches,
+            drops=(*inside, *_pick(tensors, made)),
+            before=until,
+            extra_s=2 * made_bytes / copy_bytes_per_s,
+            extra_bytes=made_bytes,
+        )
+
+    # What goes in stays. Without a norm in the linear, it is what the linear saves.
+    if shape.latent is None:
+        kept = () if has_fused_attention_norm(shape) else ("output of the norm before attention",)
+        yield make(("qkv_linear",), "core_attn", "query, key and value", sizes.query_key_value, *kept)
+    if experts is None:
+        given = "output of the norm before the MLP" if "mlp_norm" in names else "residual"
+        yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", sizes.dense_inner, given)
+    else:
+        inner = sizes.expert_inner
+        yield make(
+            ("expert_fc1", "moe_act"), "expert_fc2", "activation's output", inner, "permuted tokens", "permuted probabilities"
+        )
 
 
 def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:

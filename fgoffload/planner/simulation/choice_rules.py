@@ -39,6 +39,12 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
                 f"The plan recomputes {name!r} and {covered!r} in one layer of kind {layer.kind!r}, and {covered!r} is a part "
                 f"of {name!r}. Keep one of them out of the plan."
             )
+    for other in unit.excludes:
+        if actions.get(other, Action.KEEP).recomputes:
+            raise PlanError(
+                f"The plan recomputes {name!r} and {other!r} in one layer of kind {layer.kind!r}, which cannot both run again "
+                "by themselves. Keep one of them out of the plan."
+            )
 
 
 def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags: TagRegistry) -> None:

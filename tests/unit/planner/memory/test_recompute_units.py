@@ -43,15 +43,19 @@ LATENT_BYTES = DENSE_BYTES - QUERY_KEY_VALUE + LATENT_QUERY_KEY_VALUE + COMPRESS
 
 DENSE_UNITS = {
     "layer": (DENSE_BYTES, HIDDEN),
+    "qkv_linear": (DENSE_BYTES, DENSE_BYTES - ROWS - HIDDEN - QUERY_KEY_VALUE),
     "core_attn": (DENSE_BYTES, DENSE_BYTES - LSE - RANDOM + QUERY),
+    "mlp_fc1": (DENSE_BYTES, ATTENTION + HIDDEN),
     "mlp": (DENSE_BYTES, ATTENTION + HIDDEN),
 }
 MIXTURE_UNITS = {
     "layer": (MIXTURE_BYTES, HIDDEN),
+    "qkv_linear": (MIXTURE_BYTES, MIXTURE_BYTES - ROWS - HIDDEN - QUERY_KEY_VALUE),
     "core_attn": (MIXTURE_BYTES, MIXTURE_BYTES - LSE - RANDOM + QUERY),
     "mlp_norm": (MIXTURE_BYTES, MIXTURE_BYTES - HIDDEN - ROWS),
     "moe": (MIXTURE_BYTES, ATTENTION + HIDDEN + ROWS + HIDDEN),
     "shared_expert": (MIXTURE_BYTES, MIXTURE_BYTES - SHARED),
+    "expert_fc1": (MIXTURE_BYTES, MIXTURE_BYTES - GATES - EXPERT_INNER),
     "moe_act": (MIXTURE_BYTES, MIXTURE_BYTES - EXPERT_INNER),
 }
 LATENT_UNITS = {
@@ -59,6 +63,7 @@ LATENT_UNITS = {
     "attn_norm": (LATENT_BYTES, LATENT_BYTES - HIDDEN - ROWS),
     "mla_up_proj": (LATENT_BYTES, LATENT_BYTES - LATENT_QUERY_KEY_VALUE - TABLES + CHANNELS),
     "core_attn": (LATENT_BYTES, LATENT_BYTES - LSE - RANDOM),
+    "mlp_fc1": (LATENT_BYTES, LATENT_BYTES - ROWS - HIDDEN - WIDE - INNER),
     "mlp": (LATENT_BYTES, LATENT_BYTES - ROWS - HIDDEN - WIDE - INNER),
 }
 ROTARY_UNITS = {"core_attn": (DENSE_BYTES, DENSE_BYTES - LSE - RANDOM + QUERY + KEY)}
@@ -117,17 +122,24 @@ def test_an_unfused_activation_that_runs_again_saves_what_a_fused_one_does():
         (DENSE, list(DENSE_UNITS)),
         (MIXTURE, list(MIXTURE_UNITS)),
         (MLA, list(LATENT_UNITS)),
-        (MOE, ["layer", "core_attn", "mlp_norm", "moe", "moe_act"]),
-        (dataclasses.replace(DENSE, has_fused_norms=False), ["layer", "attn_norm", "core_attn", "mlp_norm", "mlp"]),
+        (MOE, ["layer", "qkv_linear", "core_attn", "mlp_norm", "moe", "expert_fc1", "moe_act"]),
+        (
+            dataclasses.replace(DENSE, has_fused_norms=False),
+            ["layer", "attn_norm", "qkv_linear", "core_attn", "mlp_norm", "mlp_fc1", "mlp"],
+        ),
         # The dispatcher runs shared experts that overlap, and no checkpoint can be around them.
         (
             change_experts(shared_ffn_hidden_size=24, has_shared_overlap=True),
-            ["layer", "core_attn", "mlp_norm", "moe", "moe_act"],
+            ["layer", "qkv_linear", "core_attn", "mlp_norm", "moe", "expert_fc1", "moe_act"],
         ),
         # Linears cannot keep their input as it was given, which norms and activations that run again need.
         (dataclasses.replace(MIXTURE, fp8_recipe="delayed"), ["layer", "core_attn", "moe", "shared_expert"]),
         (dataclasses.replace(MLA, fp8_recipe="delayed"), ["layer", "mla_up_proj", "core_attn", "mlp"]),
-        (dataclasses.replace(MIXTURE, fp8_recipe="blockwise"), list(MIXTURE_UNITS)),
+        # What runs again for the first linear would be quantized again.
+        (
+            dataclasses.replace(MIXTURE, fp8_recipe="blockwise"),
+            ["layer", "core_attn", "mlp_norm", "moe", "shared_expert", "moe_act"],
+        ),
     ],
 )
 def test_a_layer_has_the_units_of_its_modules_in_the_order_of_the_registry(shape, names):
@@ -139,17 +151,20 @@ def test_each_unit_runs_its_stretches_again_where_megatron_asks_for_them():
     experts = ("shared_expert", "router", "dispatch", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
     assert mixture == {
         "layer": (("qkv_linear", "core_attn", "attn_proj", "mlp_norm", *experts), "moe_combine"),
+        "qkv_linear": (("qkv_linear",), "core_attn"),
         "core_attn": (("core_attn",), "core_attn"),
         # Its recompute hangs on the output of all experts, and not on the router, which is the first to need it.
         "mlp_norm": (("mlp_norm",), "moe_combine"),
         "moe": (experts, "moe_combine"),
         "shared_expert": (("shared_expert",), "shared_expert"),
+        "expert_fc1": (("expert_fc1", "moe_act"), "expert_fc2"),
         "moe_act": (("moe_act",), "expert_fc2"),
     }
     latent = {name: (unit.segments, unit.before) for name, unit in make_found(MLA).items()}
     assert latent["attn_norm"] == (("attn_norm",), "attn_proj")
     # What compresses does not run again.
     assert latent["mla_up_proj"] == (("qkv_linear",), "core_attn")
+    assert latent["mlp_fc1"] == (("mlp_fc1", "mlp_act"), "mlp_fc2")
     assert latent["mlp"] == (("mlp_fc1", "mlp_act", "mlp_fc2"), "mlp_fc2")
 
 
@@ -239,6 +254,23 @@ def test_a_dense_mlp_keeps_the_input_that_it_runs_again_from():
     assert set(apart.drops) == {"first linear's output", "activation's output"}
 
 
+def test_first_linears_keep_the_input_that_they_run_again_from():
+    dense, apart = make_found(DENSE), make_found(dataclasses.replace(DENSE, has_fused_norms=False))
+    norm = "output of the norm before attention", "statistics of the norm before attention"
+    assert set(dense["qkv_linear"].drops) == {*norm, "query, key and value"}
+    assert set(apart["qkv_linear"].drops) == {"query, key and value"}
+    assert "residual" not in dense["mlp_fc1"].drops
+    assert set(apart["mlp_fc1"].drops) == {"first linear's output", "activation's output"}
+    unfused = make_found(dataclasses.replace(MIXTURE, has_fused_activation=False))["expert_fc1"]
+    assert {"first linears' output", "activated gate", "activation's output"} < set(unfused.drops)
+    assert not {"permuted tokens", "permuted probabilities"} & set(unfused.drops)
+
+
+def test_head_norms_run_again_with_the_projection():
+    drops = make_found(dataclasses.replace(DENSE, has_qk_norm=True))["qkv_linear"].drops
+    assert {"query before its norm", "statistics of the key's norm"} < set(drops)
+
+
 def test_gathered_input_of_overlapped_shared_experts_is_dropped_with_all_experts():
     shape = dataclasses.replace(change_experts(shared_ffn_hidden_size=24, has_shared_overlap=True), tensor_parallel_size=2)
     dropped = make_found(shape)["moe"].drops
@@ -252,10 +284,12 @@ def test_what_is_filled_again_is_copied_and_there_twice():
     # Read and written. What checkpoints return is there once more, until backward is through.
     assert found == {
         "layer": (0, HIDDEN),
+        "qkv_linear": (pytest.approx(2 * QUERY_KEY_VALUE / 1e9), QUERY_KEY_VALUE),
         "core_attn": (0, KEY + VALUE),
         "mlp_norm": (pytest.approx(2 * HIDDEN / 1e9), HIDDEN),
         "moe": (0, HIDDEN),
         "shared_expert": (0, HIDDEN),
+        "expert_fc1": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
         "moe_act": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
     }
     latent = make_found(MLA)["mla_up_proj"]
@@ -330,7 +364,7 @@ def test_whatever_the_layer_units_are_made_of_what_it_has(shape):
 @given(shape=SHAPES)
 def test_whatever_the_layer_a_unit_leaves_of_the_tags_that_it_covers_only_what_it_runs_again_from(shape):
     layer = make_layer(shape)
-    inputs = {"residual", "output of the norm before the MLP", "query, key and value", "layer input"}
+    inputs = {"residual", "output of the norm before the MLP", "query, key and value", "layer input", "permuted probabilities"}
     for unit in layer.units:
         covered = set(find_recompute_unit(unit.name).covers)
         left = {one.name for one in layer.tensors if one.tags and set(one.tags) <= covered and one.name not in unit.drops}

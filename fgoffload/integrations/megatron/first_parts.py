@@ -1,0 +1,298 @@
+"""Running the first part of a module's forward again in backward: up to the submodule that saves what that part made.
+
+    forward     first part, without grad  ->  checkpoint  ->  submodule  ->  rest
+    backward    rest  ->  first part again, with grad  ->  submodule  ->  first part
+
+The checkpoint is Megatron's `CheckpointWithoutOutput`: it saves what the module was given, and empties what the first part made
+as soon as the submodule is through with it. Before the submodule's backward that is filled again. So nothing stays of the first
+part but its input, and the submodule runs once.
+
+| unit | module | up to |
+|---|---|---|
+| `qkv_linear` | `SelfAttention` | `core_attention` |
+| `mlp_fc1` | `MLP` | `linear_fc2` |
+| `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
+
+[Note: What has no gradient]
+The first part runs without grad, and what it hands to the submodule gets its gradient from the checkpoint. Whatever else it
+handed on to the rest of forward would have none, without a word. So a unit is there where the module's forward is Megatron's
+own and hands on nothing else: not with an output gate, which is made together with query and key, and not where biases of the
+experts' second linear are multiplied by probabilities that the first part has reshaped.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from fgoffload.engine import is_inert
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.methods import wrap_method
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FirstPart:
+    """The first part of one module's forward."""
+
+    unit: str
+    """The unit of `fgoffload.tags.RECOMPUTE_UNITS` that it is, and the tag of its input."""
+    module: Any
+    until: str
+    """The submodule with whose call it ends, by the name of its attribute."""
+    until_tag: str | None = None
+    """The tag of that submodule where Megatron opens its site before the call, and so without grad."""
+
+    @property
+    def submodule(self) -> Any:
+        """Return the submodule with whose call the part ends."""
+        return getattr(self.module, self.until)
+
+
+def find_first_parts(layer: Any) -> dict[str, FirstPart]:
+    """Return the first parts of a Megatron layer that can run again by themselves, by unit."""
+    if is_quantized(layer.config):
+        # What ran again would quantize again, and move on the scaling that it was quantized with.
+        return {}
+    attention, mlp = layer.self_attention, layer.mlp
+    experts = getattr(mlp, "experts", None)
+    parts = []
+    if _runs_forward_of(attention, "attention:Attention") and not getattr(layer.config, "attention_output_gate", False):
+        parts.append(FirstPart(unit="qkv_linear", module=attention, until="core_attention", until_tag="core_attn"))
+    if _runs_forward_of(mlp, "mlp:MLP"):
+        parts.append(FirstPart(unit="mlp_fc1", module=mlp, until="linear_fc2"))
+    if _runs_forward_of(experts, "moe.experts:TEGroupedMLP") and not layer.config.add_bias_linear:
+        parts.append(FirstPart(unit="expert_fc1", module=experts, until="linear_fc2"))
+    return {part.unit: part for part in parts}
+
+
+def _runs_forward_of(module: Any, path: str) -> bool:
+    """Return whether `module` runs the forward of a class of `megatron.core.transformer`, and calls its submodules in it."""
+    module_name, _, class_name = path.partition(":")
+    base = getattr(load_module(f"megatron.core.transformer.{module_name}"), class_name)
+    if not isinstance(module, base) or type(module).forward is not base.forward:
+        return False
+    # Transformer Engine's op fuser leaves the linears their weights, and calls ops of its own.
+    can_fuse = hasattr(module, "_fused_forward") and getattr(module.config, "use_transformer_engine_op_fuser", False)
+    return not can_fuse
+
+
+def run_again(patches: Patches, get_offload: GetOffload, part: FirstPart) -> None:
+    """Let `part` run again in backward, until `patches` are removed."""
+    runs = _Runs(part, get_offload)
+    wrap_method(patches, part.module, "forward", runs.wrap_module)
+    wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
+
+
+class _Arguments:
+    """What a method is called with.
+
+    Args:
+        values: By place, from 0, or by name.
+        count: How many have a place and no name.
+    """
+
+    def __init__(self, values: Mapping[Any, Any], *, count: int) -> None:
+        self.values: dict[Any, Any] = dict(values)
+        self._count = count
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Arguments":
+        """Return those of a call."""
+        return cls(dict[Any, Any](enumerate(args)) | kwargs, count=len(args))
+
+    def replace(self, values: Mapping[Any, Any]) -> "_Arguments":
+        """Return the same arguments with `values` in place of those of the same keys."""
+        return _Arguments({**self.values, **values}, count=self._count)
+
+    def call(self, method: Callable[..., Any], owner: Any) -> Any:
+        """Return what `method` of `owner` makes of them."""
+        named = dict(self.values)
+        return method(owner, *[named.pop(place) for place in range(self._count)], **named)
+
+    def find_inputs(self) -> dict[Any, torch.Tensor]:
+        """Return the tensors that need a gradient."""
+        return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
+
+    def find_made(self, given: "_Arguments") -> dict[Any, torch.Tensor]:
+        """Return the tensors that were computed from `given`: those that could have a gradient, and are not among these."""
+        known = {id(one) for one in given.values.values()}
+        tensors = {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and id(one) not in known}
+        return {key: one for key, one in tensors.items() if one.is_floating_point()}
+
+
+class _Reached(BaseException):
+    """What runs again has come to the submodule, and ends there. No error, so that nobody takes it for one on its way."""
+
+    def __init__(self, made: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.made = made
+
+
+class _Runs:
+    """The forwards of one module. At most one of them is in its first part: such modules do not nest."""
+
+    def __init__(self, part: FirstPart, get_offload: GetOffload) -> None:
+        self._part = part
+        self._get_offload = get_offload
+        self._take_over: Callable[[Any, _Arguments], Any] | None = None
+        """What the next call of the submodule does in place of its forward, given that and its arguments."""
+
+    def wrap_module(self, original: Any) -> Any:
+        """Wrap the forward of the module."""
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            given = _Arguments.of(args, kwargs)
+            inputs = given.find_inputs()
+            # The checkpoint is reentrant: without a gradient of its input, the parameters would have none.
+            if is_inert() or not inputs:
+                return original(module, *args, **kwargs)
+            # It lives as long as the checkpoint, and must not hold the input, which may leave.
+            kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
+
+            def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
+
+            self._take_over = functools.partial(self._checkpoint, given, run_again)
+            torch.set_grad_enabled(False)
+            try:
+                result = original(module, *args, **kwargs)
+                self._check_reached()
+            finally:
+                torch.set_grad_enabled(True)
+                self._take_over = None
+            return result
+
+        return forward
+
+    def wrap_submodule(self, original: Any) -> Any:
+        """Wrap the forward of the submodule."""
+
+        def forward(submodule: Any, *args: Any, **kwargs: Any) -> Any:
+            take_over, self._take_over = self._take_over, None
+            if take_over is None:
+                return original(submodule, *args, **kwargs)
+            return take_over(original, _Arguments.of(args, kwargs))
+
+        return forward
+
+    def _checkpoint(
+        self, given: _Arguments, run_again: Callable[..., tuple[torch.Tensor, ...]], original: Any, reached: _Arguments
+    ) -> Any:
+        """Run the submodule on what the first part made of `given`, behind a checkpoint; the rest of forward has grad again."""
+        made = reached.find_made(given)
+        first = [self._separate(made.values())]
+        torch.set_grad_enabled(True)
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            # In forward it has run already.
+            return first.pop() if first else run_again(*tensors)
+
+        parallel = load_module("megatron.core.tensor_parallel")
+        checkpoint = parallel.CheckpointWithoutOutput(fp8=None)
+        inputs = given.find_inputs().values()
+        offload, until_tag = self._get_offload(), self._part.until_tag
+        region = offload.find_region(self._part.unit)
+        if region is None:
+            outputs = checkpoint.checkpoint(run, *inputs)
+        else:
+            region.enter(next(iter(inputs)))
+            with region.saving():
+                outputs = checkpoint.checkpoint(run, *inputs)
+            offload.end(region)
+        arguments = reached.replace(dict(zip(made, outputs, strict=True)))
+        site = None if until_tag is None else offload.find_region(until_tag)
+        if site is None:
+            result = arguments.call(original, self._part.submodule)
+        else:
+            site.enter(outputs[0])
+            with site.saving():
+                result = arguments.call(original, self._part.submodule)
+            offload.end(site)
+        checkpoint.discard_output_and_register_recompute(_BeforeBackward(find_tensor(_as_tuple(result), {})))
+        return result
+
+    def _run_again(self, original: Any, module: Any, given: _Arguments) -> tuple[torch.Tensor, ...]:
+        """Return what the first part makes of `given`."""
+
+        def stop(_: Any, reached: _Arguments) -> NoReturn:
+            raise _Reached(self._separate(reached.find_made(given).values()))
+
+        self._take_over = stop
+        try:
+            with _closed_ranges():
+                given.call(original, module)
+            self._check_reached()
+        except _Reached as reached:
+            return reached.made
+        finally:
+            self._take_over = None
+        raise AssertionError  # `stop` has raised
+
+    def _check_reached(self) -> None:
+        """Refuse a forward that has not come to the submodule: what it returned has no gradient.
+
+        Raises:
+            StateError: With the module, and the fix.
+        """
+        if self._take_over is not None:
+            raise StateError(
+                f"The plan recomputes {self._part.unit!r}, and a forward of {type(self._part.module).__name__} did not call "
+                f"its {self._part.until}: it would have no gradient. Keep {self._part.unit!r} in the plan."
+            )
+
+    def _separate(self, made: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return `made`, with copies in place of views where the submodule would copy these itself.
+
+        It would save its copies, which nobody could empty. Transformer Engine's attention copies query, key and value where
+        they are not parts of one storage in an order that it knows. Source: `get_qkv_layout`, Transformer Engine 2.20.
+        """
+        tensors = tuple(made)
+        copies_views = any(base.__name__ == "TEDotProductAttention" for base in type(self._part.submodule).__mro__)
+        if not copies_views or not any(map(_has_own_storage, tensors)):
+            return tensors
+        return tuple(tensor.contiguous() for tensor in tensors)
+
+
+def _has_own_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+class _BeforeBackward:
+    """The backward of what made a tensor, in place of the tensor: its hooks run after all of the tensor's own.
+
+    The norm before a dense MLP may run again too, by a hook of the MLP's output, which is that of `linear_fc2`. It was put
+    there later, and has to fill what the first part of the MLP is given before that runs again.
+    """
+
+    requires_grad = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._node = torch.autograd.graph.get_gradient_edge(tensor).node
+
+    def register_hook(self, hook: Callable[[None], None]) -> None:
+        """Let `hook` run before that backward."""
+        self._node.register_prehook(lambda gradients: hook(None))
+
+
+@contextlib.contextmanager
+def _closed_ranges() -> Iterator[None]:
+    """Close the profiler's ranges that Megatron opens inside and, where that is left early, does not close."""
+    utils = load_module("megatron.core.utils")
+    open_ranges = getattr(utils, "_nvtx_range_messages", [])
+    before = len(open_ranges)
+    try:
+        yield
+    finally:
+        while len(open_ranges) > before:
+            utils.nvtx_range_pop(msg=open_ranges[-1])

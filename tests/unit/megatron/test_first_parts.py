@@ -1,0 +1,238 @@
+"""First parts of modules that run again: they run twice and what is behind them once, nothing of them stays, and bits stay."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+from support.trainings import DENSE, HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
+
+from fgoffload import Action, StateError
+from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.first_parts import FirstPart, find_first_parts, run_again
+from fgoffload.integrations.megatron.patches import Patches
+
+utils = pytest.importorskip("megatron.core.utils")
+grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+R, B = Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD
+# A layer norm: around the local RMS norm, which is made of plain ops, its own recompute sums gradients in another order.
+NORMED = DENSE.replace("--normalization RMSNorm", "")
+UNITS = {"qkv_linear": ("self_attention", "linear_qkv", "core_attention"), "mlp_fc1": ("mlp", "linear_fc1", "linear_fc2")}
+
+
+def make_planned_trainer(flags, plan, tmp_path):
+    tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
+    return make_trainer(flags, make_config(*tags, offload_plan=write_plan(tmp_path / "plan.json", plan)))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_first_part_runs_twice_and_what_is_behind_it_once(unit, tmp_path):
+    calls = []
+    owner, first, behind = UNITS[unit]
+    with make_planned_trainer(NORMED, {(0, unit): R}, tmp_path) as trainer:
+        for number, layer in enumerate(trainer.chunks[0].decoder.layers):
+            for name in (first, behind):
+                module = getattr(getattr(layer, owner), name)
+                module.register_forward_hook(lambda *_, call=(number, name): calls.append(call))
+        trainer.run_step()
+    microbatches = 2
+    assert calls.count((0, first)) == 2 * microbatches
+    assert calls.count((0, behind)) == calls.count((1, first)) == calls.count((1, behind)) == microbatches
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_the_first_part_made_is_empty_until_backward(unit, tmp_path):
+    owner, _, behind = UNITS[unit]
+    made, sizes = [], []
+    with make_planned_trainer(NORMED, {(0, unit): R}, tmp_path) as trainer:
+        model = trainer.chunks[0]
+        module = getattr(getattr(model.decoder.layers[0], owner), behind)
+
+        def note(_, args):
+            made.extend(one.untyped_storage() for one in args if isinstance(one, torch.Tensor) and one.is_floating_point())
+            sizes.append([one.nbytes() for one in made])
+
+        module.register_forward_pre_hook(note)
+        model.output_layer.register_forward_pre_hook(lambda *_: sizes.append([one.nbytes() for one in made]))
+        trainer.run_step()
+    before_it, behind_it = sizes[:2]
+    assert before_it
+    assert all(before_it)
+    assert behind_it == [0] * len(before_it)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
+    expected, _ = train(NORMED, steps=1)
+    with make_planned_trainer(NORMED, {(0, unit): B, (1, unit): R}, tmp_path) as trainer:
+        result = trainer.run_step()
+        moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
+    assert [(result.losses, result.gradient_digests)] == expected
+    assert moved == {unit: 2 * HIDDEN_BYTES}
+
+
+def test_attention_that_leaves_takes_only_what_it_made_itself(tmp_path):
+    # Query, key and value run again: what is left of the tag is the output, and what the softmax keeps.
+    expected, whole = train(NORMED, make_config("core_attn", "qkv_linear"), steps=1)
+    plan = {(layer, tag): action for layer in (0, 1) for tag, action in (("qkv_linear", B), ("core_attn", Action.OFFLOAD))}
+    with make_planned_trainer(NORMED, plan, tmp_path) as trainer:
+        result = trainer.run_step()
+        moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
+    assert [(result.losses, result.gradient_digests)] == expected
+    assert moved["qkv_linear"] == whole["qkv_linear"] == 2 * 2 * HIDDEN_BYTES
+    assert 0 < moved["core_attn"] <= whole["core_attn"] - 2 * 2 * 2 * HIDDEN_BYTES
+
+
+def test_biases_of_the_first_linear_get_their_gradients(tmp_path):
+    flags = NORMED.replace("--disable-bias-linear", "")
+    expected, _ = train(flags, steps=1)
+    with make_planned_trainer(flags, {(0, "mlp_fc1"): R, (1, "qkv_linear"): R}, tmp_path) as trainer:
+        result = trainer.run_step()
+    assert [(result.losses, result.gradient_digests)] == expected
+
+
+def test_a_layer_whose_input_needs_no_gradient_runs_once_and_trains(tmp_path):
+    def train_frozen(plan):
+        with make_planned_trainer(NORMED, plan, tmp_path) if plan else make_trainer(NORMED, None) as trainer:
+            model = trainer.chunks[0]
+            model.embedding.requires_grad_(requires_grad=False)
+            # Of the norm in front too: else its output needs a gradient.
+            model.decoder.layers[0].input_layernorm.requires_grad_(requires_grad=False)
+            result = trainer.run_step()
+        return result.losses, result.gradient_digests
+
+    assert train_frozen({(0, "qkv_linear"): R, (1, "qkv_linear"): R}) == train_frozen({})
+
+
+def test_ranges_of_the_profiler_are_closed_where_forward_is_left_early(monkeypatch, tmp_path):
+    open_ranges = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", open_ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: open_ranges.pop())
+    monkeypatch.setattr(utils, "_nvtx_enabled", True)
+    with make_planned_trainer(NORMED, {(0, "qkv_linear"): R, (1, "mlp_fc1"): R}, tmp_path) as trainer:
+        trainer.run_step()
+    assert open_ranges == utils._nvtx_range_messages == []
+
+
+# Megatron's grouped experts, with stand-ins for the linears of Transformer Engine, which need a GPU.
+
+
+class GroupedLinear(torch.nn.Module):
+    def __init__(self, experts, inputs, outputs):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(inputs, outputs) / inputs**0.5 for _ in range(experts))
+
+    def forward(self, hidden, tokens_per_expert):
+        parts = torch.split(hidden, tokens_per_expert)
+        return torch.cat([part @ weight for part, weight in zip(parts, self.weights, strict=True)]), None
+
+
+class Experts(torch.nn.Module):
+    forward = grouped.forward
+    _apply_bias = staticmethod(lambda output, *_: output)
+    activation_func = staticmethod(torch.nn.functional.silu)
+    activation_recompute = offload_expert_fc1 = offload_moe_act = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.config = types.SimpleNamespace(
+            **{"fp8": None, "fp4": None, "moe_apply_probs_on_input": False, "use_te_activation_func": False},
+            **{"bias_activation_fusion": False, "gated_linear_unit": True, "activation_func_clamp_value": None},
+            **{"activation_func": torch.nn.functional.silu, "glu_linear_offset": 0.0},
+            use_fused_weighted_squared_relu=False,
+        )
+        self.linear_fc1 = GroupedLinear(2, 8, 24)
+        self.linear_fc2 = GroupedLinear(2, 12, 8)
+
+
+NOBODY = types.SimpleNamespace(find_region=lambda tag: None)
+
+
+def run_experts(experts, tokens=(5, 11)):
+    """Return the bits of an output, and of all gradients."""
+    generator = torch.Generator().manual_seed(2)
+    tokens_per_expert = torch.tensor(tokens)
+    rows = int(tokens_per_expert.sum())
+    hidden = torch.randn(rows, 8, generator=generator, requires_grad=True)
+    probabilities = torch.rand(rows, generator=generator, requires_grad=True)
+    support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
+    with support:
+        output, _ = experts(hidden * 1, tokens_per_expert, probabilities * 1)
+        output.sin().sum().backward()
+    parameters = [parameter.grad for parameter in experts.parameters()]
+    for parameter in experts.parameters():
+        parameter.grad = None
+    return [output.detach(), hidden.grad, probabilities.grad, *parameters]
+
+
+@pytest.mark.parametrize("tokens", [(5, 11), (16, 0), (0, 0)], ids=str)
+def test_grouped_experts_compute_the_same_bits(tokens):
+    expected = run_experts(Experts(), tokens)
+    experts, calls = Experts(), []
+    experts.linear_fc1.register_forward_hook(lambda *_: calls.append("fc1"))
+    experts.linear_fc2.register_forward_hook(lambda *_: calls.append("fc2"))
+    with Patches() as patches:
+        run_again(patches, lambda: NOBODY, FirstPart(unit="expert_fc1", module=experts, until="linear_fc2"))
+        found = run_experts(experts, tokens)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert calls == ["fc1", "fc2", "fc1"]
+
+
+def test_after_removal_the_experts_run_once():
+    experts, calls = Experts(), []
+    experts.linear_fc1.register_forward_hook(lambda *_: calls.append("fc1"))
+    with Patches() as patches:
+        run_again(patches, lambda: NOBODY, FirstPart(unit="expert_fc1", module=experts, until="linear_fc2"))
+    run_experts(experts)
+    assert calls == ["fc1"]
+
+
+def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
+    class Skips(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear_fc2 = torch.nn.Identity()
+
+        def forward(self, hidden):
+            return hidden * 2
+
+    module = Skips()
+    with Patches() as patches:
+        run_again(patches, lambda: NOBODY, FirstPart(unit="mlp_fc1", module=module, until="linear_fc2"))
+        with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', and a forward of Skips did not call its linear_fc2"):
+            module(torch.ones(2, requires_grad=True))
+        assert torch.is_grad_enabled()
+        with torch.no_grad():
+            assert module(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_an_error_on_the_way_leaves_grad_mode_as_it_was(tmp_path):
+    with make_planned_trainer(NORMED, {(0, "qkv_linear"): R}, tmp_path) as trainer:
+        attention = trainer.chunks[0].decoder.layers[0].self_attention
+        handle = attention.linear_qkv.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.run_step()
+        assert torch.is_grad_enabled()
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("fields", "units"),
+    [
+        ({}, [{"qkv_linear", "mlp_fc1"}, {"qkv_linear"}]),
+        ({"attention_output_gate": True}, [{"mlp_fc1"}, set()]),
+        ({"fp8": "hybrid"}, [set(), set()]),
+    ],
+    ids=str,
+)
+def test_a_layer_has_the_first_parts_that_hand_on_nothing_else(fields, units):
+    # Experts one by one are no grouped experts.
+    with make_trainer(MIXED, None) as trainer:
+        layers = trainer.chunks[0].decoder.layers
+        for name, value in fields.items():
+            setattr(layers[0].config, name, value)
+        assert [set(find_first_parts(layer)) for layer in layers] == units
