@@ -28,7 +28,7 @@ from fgoffload.tags import default_tags, find_recompute_unit
 Actions = tuple[tuple[str, Action], ...]
 """Of one layer, by tag or unit, sorted by name. What is kept is not named."""
 
-_WIDE_COVERS = 2
+_WIDE_COVERS = 3
 """A unit that covers this many others, itself apart, is a mode: a part that held them all would have too many choices."""
 
 

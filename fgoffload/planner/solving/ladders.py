@@ -159,7 +159,8 @@ def _make_wide(mode: Mode) -> Configuration:
 def _list_ways(modes: Sequence[Mode]) -> list[Configuration]:
     """Return what a kind of layer may do, by rule of thumb: keep all; run cheap things again; move all beside; and wider ways.
 
-    Then each part alone moves, and each wider mode with and without what moves beside it.
+    Then each part alone does what is worth it, all parts run again as much as they can with copies and without, and each wider
+    mode with and without what moves beside it.
     """
     plain = modes[0]
     cheap = tuple(_pick_cheap(part) for part in plain.parts)
@@ -169,9 +170,12 @@ def _list_ways(modes: Sequence[Mode]) -> list[Configuration]:
         Configuration(mode=plain, chosen=cheap),
         Configuration(mode=plain, chosen=most),
     ]
-    for place, choice in enumerate(most):
-        if choice != cheap[place]:
-            ways.append(Configuration(mode=plain, chosen=(*cheap[:place], choice, *cheap[place + 1 :])))
+    for place, part in enumerate(plain.parts):
+        for choice in _pick_efficient(part):
+            if choice not in (part[0], cheap[place]):
+                ways.append(Configuration(mode=plain, chosen=(*cheap[:place], choice, *cheap[place + 1 :])))
+    ways.append(Configuration(mode=plain, chosen=tuple(_pick_least(part, moves=False) for part in plain.parts)))
+    ways.append(Configuration(mode=plain, chosen=tuple(_pick_least(part, moves=True) for part in plain.parts)))
     for mode in modes[1:]:
         ways.append(_make_wide(mode))
         ways.append(Configuration(mode=mode, chosen=tuple(_pick_most(part) for part in mode.parts)))
@@ -186,6 +190,25 @@ def _pick_cheap(part: Sequence[Choice]) -> Choice:
 def _pick_most(part: Sequence[Choice]) -> Choice:
     """Return what frees most of a part, copies or not, without a recompute that takes long for what it frees."""
     return min((choice for choice in part if _is_cheap(choice)), key=_list_burdens)
+
+
+def _pick_efficient(part: Sequence[Choice]) -> list[Choice]:
+    """Return the choices that no other is better than in bytes kept, recompute and copies.
+
+    Of choices that are equal in these all are there: some tensors are copied earlier, and wanted later, than others.
+    """
+    costs = {choice: (choice.kept_bytes, choice.recompute_s, choice.moved_bytes) for choice in part}
+    return [choice for choice, own in costs.items() if not any(_is_below(other, own) for other in costs.values())]
+
+
+def _is_below(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def _pick_least(part: Sequence[Choice], *, moves: bool) -> Choice:
+    """Return what frees most of a part, however long it runs again for that; with the fewest copies, or without any."""
+    able = (choice for choice in part if moves or not choice.moved_bytes)
+    return min(able, key=lambda choice: (choice.kept_bytes, choice.moved_bytes, choice.recompute_s))
 
 
 def _is_cheap(choice: Choice) -> bool:
