@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
@@ -18,8 +18,12 @@ from fgoffload.planner.solving.megatron_flags import baselines, find_nearest
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s
-from fgoffload.planner.solving.search import Found, Judge, RankSearch, SearchLimits, Verdict
+from fgoffload.planner.solving.search import Found, Judge, Knowledge, RankSearch, SearchLimits, Verdict
 from fgoffload.planner.worker_processes import map_in_processes
+
+_CHAINS = 2
+"""Runs of ranks that follow each other, and that processes may search at once. As many on any number of cores, so that a plan is
+the same; no more, since what the program of a rank is off tells the next one of its chain."""
 
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
@@ -180,14 +184,7 @@ class RankSearches:
 
     def _find_apart(self, budget_bytes: int, starts: Sequence[Sequence[State]]) -> tuple[State, ...]:
         """Return the best state of each rank by itself: first what programs say, and then more, where the step is longest."""
-        founds: dict[int, Found] = {}
-        off_bytes = 0
-        for number, search in enumerate(self._apart):
-            own = [states[self.of_ranks.index(search)] for states in starts]
-            own += self._list_neighbours(number, founds)
-            found = founds[number] = search.find_start(budget_bytes, starts=own, off_bytes=off_bytes)
-            # Neighbours in the pipeline are off by much the same.
-            off_bytes = found.off_bytes or off_bytes
+        founds = self._find_starts(budget_bytes, starts)
         left, left_passes = self._limits.simulations, self._limits.ladder_passes
         for number in sorted(founds, key=lambda one: self._get_urgency(one, founds[one], budget_bytes), reverse=True):
             search, before = self._apart[number], self._apart[number].simulations
@@ -200,6 +197,34 @@ class RankSearches:
         self._founds = founds
         by_search = {id(search): founds[number].state for number, search in enumerate(self._apart)}
         return tuple(by_search[id(search)] for search in self.of_ranks)
+
+    def _find_starts(self, budget_bytes: int, starts: Sequence[Sequence[State]]) -> dict[int, Found]:
+        """Return what each rank begins with, by number of its search."""
+        for search in self._apart:
+            search.prepare(budget_bytes)  # what each copy of this process would have to measure again
+        length = -(-len(self._apart) // _CHAINS)
+        chains = [range(first, min(first + length, len(self._apart))) for first in range(0, len(self._apart), length)]
+        founds: dict[int, Found] = {}
+        for chain in map_in_processes(functools.partial(self._find_chain, budget_bytes, starts), chains):
+            for number, (found, knowledge) in chain.items():
+                self._apart[number].learn(knowledge)
+                founds[number] = found
+        return founds
+
+    def _find_chain(
+        self, budget_bytes: int, starts: Sequence[Sequence[State]], numbers: Iterable[int]
+    ) -> dict[int, tuple[Found, Knowledge]]:
+        """Return what some ranks begin with that follow each other, and all that was found out about them."""
+        founds: dict[int, Found] = {}
+        off_bytes = 0
+        for number in numbers:
+            search = self._apart[number]
+            own = [states[self.of_ranks.index(search)] for states in starts]
+            own += self._list_neighbours(number, founds)
+            found = founds[number] = search.find_start(budget_bytes, starts=own, off_bytes=off_bytes)
+            # Neighbours in the pipeline are off by much the same.
+            off_bytes = found.off_bytes or off_bytes
+        return {number: (found, self._apart[number].knowledge) for number, found in founds.items()}
 
     def _list_neighbours(self, number: int, founds: Mapping[int, Found]) -> list[State]:
         """Return what the ranks before and behind do, as far as they were searched and have the same layers."""

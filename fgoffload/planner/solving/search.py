@@ -62,6 +62,9 @@ class Verdict:
 Judge = Callable[[OffloadPlan], Verdict]
 """Simulates a rank under a plan, alone or with its neighbours."""
 
+Knowledge = dict[object, tuple[State, Verdict]]
+"""What a judge said of states, by their actions."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
@@ -148,8 +151,8 @@ class RankSearch:
         self._points = points
         self._limits = limits
         self._deadline_s = deadline_s
-        self._verdicts: dict[object, Verdict] = {}
-        self._known: dict[object, State] = {}
+        self.knowledge: Knowledge = {}
+        """What was found out so far."""
         self._loose: dict[int, list[State]] = {}
         self._in_flight = _count_in_flight_at_peak(rank)
         self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
@@ -164,11 +167,24 @@ class RankSearch:
     def judge(self, state: State) -> Verdict:
         """Return what the judge says of `state`; the same one is asked about once."""
         key = tuple(configuration.actions for configuration in state)
-        if key not in self._verdicts:
+        if key not in self.knowledge:
             self.simulations += 1
-            self._known[key] = state
-            self._verdicts[key] = self._judge(make_plan([(self.slots, state)]))
-        return self._verdicts[key]
+            self.knowledge[key] = (state, self._judge(make_plan([(self.slots, state)])))
+        return self.knowledge[key][1]
+
+    def learn(self, knowledge: "Knowledge") -> None:
+        """Take over what a copy of this search has found out, which began with all that this one knows."""
+        self.simulations += len(knowledge) - len(self.knowledge)
+        self.knowledge = knowledge
+
+    def prepare(self, budget_bytes: int) -> None:
+        """Measure what programs need to know of the layers, where `find_start` solves any."""
+        if self._needs_programs(budget_bytes):
+            self._points()
+
+    def _needs_programs(self, budget_bytes: int) -> bool:
+        is_small = self.plans <= self._limits.exhaustive_plans
+        return not is_small and self.judge(keep_all(self.slots, self.modes)).peak_bytes > budget_bytes
 
     def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
         """Return what a better plan has less of: bytes above the budget, time, bytes that leave, rows."""
@@ -194,7 +210,7 @@ class RankSearch:
             return self._make_found(kept)
         states = [kept, *starts]
         program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
-        states += self._known.values()
+        states += [state for state, _ in self.knowledge.values()]
         best = self._repair(states, budget_bytes) if budget_bytes else self._pick(states, budget_bytes)
         if self.judge(best).peak_bytes > budget_bytes:
             best = self._pick([best, free_most(self.slots, self.modes)], budget_bytes)
@@ -289,7 +305,8 @@ class RankSearch:
         for ladder in itertools.chain(tightened, list_ladders(self.slots, self.modes)):
             if self.simulations >= most or time.monotonic() > self._deadline_s:
                 return
-            fastest_s = min((one.step_s for one in self._verdicts.values() if one.peak_bytes <= budget_bytes), default=math.inf)
+            fitting = (verdict for _, verdict in self.knowledge.values() if verdict.peak_bytes <= budget_bytes)
+            fastest_s = min((verdict.step_s for verdict in fitting), default=math.inf)
             # Higher rungs take longer: what is slow and does not fit leads to nothing.
             is_slow = functools.partial(self._takes, fastest_s)
             state = find_lowest(ladder, rungs, functools.partial(self._fits, budget_bytes), is_hopeless=is_slow)
