@@ -274,7 +274,7 @@ def test_recompute_in_backward_invents_no_sites(text):
     flags = f"{MOE} --moe-layer-freq [1]*3+[0]*1 --recompute-granularity selective --recompute-modules moe"
     with make_trainer(flags, text, make_config("core_attn")) as trainer:
         trainer.run_step()
-        sites = trainer.integration._actions
+        sites = trainer.integration.list_sites()
     assert {site.tag for site in sites} == {"core_attn"}
     assert len(sites) == 4
 

@@ -16,10 +16,11 @@ from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.model_config import list_accepted
-from fgoffload.integrations.megatron.offload import LayerSites, MegatronOffload
+from fgoffload.integrations.megatron.offload import MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.site_actions import LayerSites
 from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags, switch_off_later
 from fgoffload.integrations.megatron.waits import has_held_wait
 
@@ -180,7 +181,7 @@ class _Registrar:
             for block in new
             for index, layer in enumerate(filter(None, map(_find_layer, block.layers)))
         ]
-        offload.register_layers(
+        offload.actions.register_layers(
             chunk,
             [
                 LayerSites(
@@ -194,7 +195,7 @@ class _Registrar:
         )
         for layer, _ in found:
             number = get_number(layer)
-            for unit in offload.list_recomputed(chunk, number):
+            for unit in offload.actions.list_recomputed(chunk, number):
                 recompute.switch_on(self._patches, self._inputs, layer, unit)
             add_own_sites(self._patches, self.get_offload, layer, offload.list_sited(chunk, number))
             switch_off_later(self._patches, layer)
@@ -270,7 +271,7 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             "--overlap-moe-expert-parallel-comm runs the pieces of two microbatches in turns, and --offload-modules auto "
             "measures layer by layer. Leave one of them out, or give the tags or a plan."
         )
-    if granularity is not None and offload.recomputes:
+    if granularity is not None and offload.actions.recomputes:
         raise IntegrationError(
             f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "
             "alike. Leave Megatron's recompute flags out: the plan says all."

@@ -1,0 +1,197 @@
+"""What is done about each site of a rank, and what follows from it: which ops of a layer are watched."""
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fgoffload.errors import PlanError
+from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSites:
+    """What one layer of a model has."""
+
+    number: int
+    """In the whole model, from 0."""
+    tags: tuple[str, ...]
+    """The selected tags that have a site there, in the order of forward."""
+    fused: tuple[str, ...] = ()
+    """The selected tags whose module is fused into another."""
+    units: tuple[str, ...] = ()
+    """What can run again by itself, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
+
+
+class Watched(enum.Enum):
+    """Which ops of a layer are watched, for what they save of storages that leave: see `OffloadEngine.watch`.
+
+    Each tensor that autograd saves inside costs the host a few microseconds both ways, and a layer with experts saves over a
+    hundred: a view of the tokens and a weight for each expert.
+    """
+
+    LAYER = "all of it"
+    ATTENTION = "attention alone"
+    NOTHING = "nothing"  # nobody but the sites themselves saves what leaves
+
+
+_ALONE = frozenset({"mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"})
+"""Tags whose storages no op outside of their sites saves: the residual, the experts' tokens and what they compute."""
+
+_IN_ATTENTION = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"})
+"""Tags whose storages ops of attention save too: the rotary embedding, for one, looks at query, key and value as one."""
+
+
+class SiteActions:
+    """The action for each site of this rank, by a plan or by a fraction of all sites.
+
+    Args:
+        plan: What users planned; None where they named tags.
+        fraction: Without a plan, the part of a chunk's sites that is offloaded.
+        selected: The tags whose tensors may leave.
+    """
+
+    def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
+        self.plan = plan
+        """By which sites are offloaded; None where a fraction of them is."""
+        self.layers: set[tuple[int, int]] = set()
+        """The chunk and number of each registered layer."""
+        self.fused_tags: set[str] = set()
+        """Those whose module is fused into another in some layer."""
+        self._fraction = fraction
+        self._selected = selected
+        self._actions: dict[Site, Action] = {}
+        self._watched: dict[tuple[int, int], Watched] = {}
+        """By chunk and number of a layer, as the actions say."""
+
+    @property
+    def by_site(self) -> Mapping[Site, Action]:
+        """The actions."""
+        return self._actions
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether the plan runs anything again."""
+        return self.plan is not None and any(action.recomputes for action in self.plan.actions.values())
+
+    def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
+        """Learn what the layers of a model chunk have, and choose an action for each site.
+
+        Args:
+            chunk: The virtual pipeline stage.
+            layers: All of the chunk, in the order of forward.
+
+        Raises:
+            PlanError: The plan asks of a layer what it cannot do.
+        """
+        planned = {} if self.plan is None else {layer.number: self.plan.list_layer(chunk, layer.number) for layer in layers}
+        for layer in layers:
+            _check_layer(layer, planned.get(layer.number, {}))
+        sites = []
+        for layer in layers:
+            actions = planned.get(layer.number, {})
+            self.layers.add((chunk, layer.number))
+            tags = layer.tags
+            if actions.get("layer", Action.KEEP).recomputes and "layer_input" in self._selected:
+                tags = ("layer_input", *tags)
+            sites += [Site(chunk=chunk, layer=layer.number, tag=tag) for tag in tags]
+            units = [name for name, action in actions.items() if action.recomputes and name not in tags]
+            self._actions.update({Site(chunk=chunk, layer=layer.number, tag=name): actions[name] for name in units})
+            self.fused_tags.update(layer.fused)
+        if self.plan is not None:
+            self.set((site, self.plan.get_action(site)) for site in sites)
+        else:
+            self.set(OffloadPlan.from_fraction(sites, self._fraction).actions.items())
+        offloaded = sum(self._actions[site].offloads for site in sites)
+        logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
+
+    def use_plan(self, plan: OffloadPlan) -> None:
+        """Do as `plan` says from now on."""
+        self.plan = plan
+        planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers}
+        sites = [site for site in self._actions if site.tag in self._selected and site.tag != "layer_input"]
+        self._actions = dict.fromkeys(sites, Action.KEEP)
+        self.set(planned.items())
+
+    def set(self, actions: Iterable[tuple[Site, Action]]) -> None:
+        """Do something else about some sites."""
+        self._actions.update(actions)
+        self._watched.clear()
+
+    def offloads(self, site: Site) -> bool:
+        """Return whether what `site` saves leaves.
+
+        A site that no block listed is one of the user's own, or of a layer outside of the blocks. It is listed from now on.
+        """
+        action = self._actions.get(site)
+        if action is None:
+            if self.plan is not None:
+                action = self.plan.get_action(site)
+            else:
+                action = Action.OFFLOAD if self._fraction > 0 else Action.KEEP
+            self.set([(site, action)])
+        return action.offloads
+
+    def find_watched(self, chunk: int, layer: int) -> Watched:
+        """Return what of a layer has to be watched: all, where it has not been registered and nobody knows."""
+        if (chunk, layer) not in self.layers:
+            return Watched.LAYER
+        found = self._watched.get((chunk, layer))
+        if found is None:
+            tags = set(self.list_offloaded(chunk, layer))
+            found = Watched.LAYER if tags - _ALONE - _IN_ATTENTION else Watched.ATTENTION if tags - _ALONE else Watched.NOTHING
+            self._watched[chunk, layer] = found
+        return found
+
+    def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:
+        """Return the tags of a registered layer whose tensors leave."""
+        return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].offloads)
+
+    def list_recomputed(self, chunk: int, layer: int) -> tuple[str, ...]:
+        """Return the units of a registered layer that run again in backward."""
+        return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].recomputes)
+
+    def list_tags(self, chunk: int, layer: int) -> tuple[str, ...]:
+        """Return the tags, and the units, of a registered layer of which anything is known."""
+        return tuple(site.tag for site in self._list_layer(chunk, layer))
+
+    def _list_layer(self, chunk: int, layer: int) -> Iterator[Site]:
+        return (site for site in self._actions if site.chunk == chunk and site.layer == layer)
+
+
+def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
+    """Refuse what a plan asks of a layer and the layer cannot do.
+
+    Raises:
+        PlanError: With the site, and what can be had instead.
+    """
+    for name, action in planned.items():
+        if not action.recomputes:
+            continue
+        unit = find_recompute_unit(name)
+        if unit is None or name not in layer.units:
+            possible = ", ".join(unit.name for unit in RECOMPUTE_UNITS if unit.name in layer.units)
+            raise PlanError(
+                f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot run again by itself, as it is "
+                f"built and quantized. It can: {possible}."
+            )
+        for tag in unit.covers:
+            if planned.get(tag, Action.KEEP).offloads:
+                raise PlanError(
+                    f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which saves "
+                    "nothing then. Keep one of them out of the plan."
+                )
+            if tag != name and planned.get(tag, Action.KEEP).recomputes:
+                raise PlanError(
+                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of it. "
+                    "Keep one of them out of the plan."
+                )
+        for other in unit.excludes:
+            if planned.get(other, Action.KEEP).recomputes:
+                raise PlanError(
+                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which cannot both "
+                    "run again by themselves. Keep one of them out of the plan."
+                )
