@@ -127,11 +127,11 @@ def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
             return original(self, *args, **kwargs)
         offload = get_offload()
         offload.pass_layer(get_number(self))
-        with offload.watch_attention() as announce:
+        with offload.watch_attention():
             outputs = original(self, *args, **kwargs)
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         if isinstance(hidden, torch.Tensor):
-            announce(hidden)
+            offload.leave_attention(hidden)
         return outputs
 
     return forward

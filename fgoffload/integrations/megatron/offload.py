@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +56,7 @@ class MegatronOffload:
         self._layer = -1
         self._microbatches_begun: dict[int, int] = {}
         self._open: list[tuple[str, Region]] = []
-        self._is_holding = False
+        self._holding = _Holding(engine)
         self._call: ScheduleCall | None = None
         """Of the step that a schedule is in."""
         self._ending_block: weakref.ref[torch.nn.Module] | None = None
@@ -144,16 +145,21 @@ class MegatronOffload:
         self.engine.announce_backward(lane, hidden)
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def watch_attention(self) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Watch the attention of the layer that forward is in, where that has to be, and yield what to call with its output."""
-        lane, watched = self._lane, self._find_watched()
-        if lane is None or watched is Watched.LAYER or (self.measurement is not None and self.measurement.is_recording):
-            yield lambda hidden: None
-            return
-        with self.engine.watch(lane) if watched is Watched.ATTENTION else contextlib.nullcontext():
+    def watch_attention(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the attention of the layer that forward is in, where that has to be watched alone."""
+        if self._lane is None or self._find_watched() is not Watched.ATTENTION or self._is_recording:
+            return contextlib.nullcontext()
+        return self.engine.watch(self._lane)
+
+    def leave_attention(self, hidden: torch.Tensor) -> None:
+        """Forward has left the attention of the layer that it is in, which returned `hidden`."""
+        if self._lane is not None and self._find_watched() is not Watched.LAYER and not self._is_recording:
             # Behind attention nothing is watched, so that backward says by this mark that it has come to it.
-            yield lambda hidden: self.engine.announce_backward(lane, hidden)
+            self.engine.announce_backward(self._lane, hidden)
+
+    @property
+    def _is_recording(self) -> bool:
+        return self.measurement is not None and self.measurement.is_recording
 
     def _find_watched(self) -> Watched:
         """Return what has to be watched of the layer that forward is in."""
@@ -205,13 +211,14 @@ class MegatronOffload:
         # Inert first: a recompute in backward comes here too, when forward is somewhere else.
         if tag not in self.selected or self._lane is None or is_inert():
             return None
-        site = Site(chunk=self._chunk, layer=self._layer, tag=tag)
         if self.measurement is not None and self.measurement.is_recording:
-            return self.measurement.find_region(site, self._lane)
-        if not self.actions.offloads(site):
+            return self.measurement.find_region(Site(chunk=self._chunk, layer=self._layer, tag=tag), self._lane)
+        site = self.actions.find_offloaded(self._chunk, self._layer, tag)
+        if site is None:
             return None
-        region = self.engine.find_region(site, self._lane)
-        if region is not None and self.config.delta_offload_bytes_across_pp_ranks and not self._is_first_step_over:
+        # Not `OffloadEngine.find_region`, which would ask once more whether it is inert.
+        region = Region(self.engine, self._lane, self.engine.open_group(site, self._lane))
+        if self.config.delta_offload_bytes_across_pp_ranks and not self._is_first_step_over:
             self._first_groups.append((site, region.group))
         return region
 
@@ -232,23 +239,18 @@ class MegatronOffload:
 
     def end(self, region: Region) -> None:
         """End `region`: what it saved leaves now, or at the next flush where groups are held."""
-        region.end(is_held=self._is_holding)
+        region.end(is_held=self._holding.is_on)
 
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the groups that end inside until `flush`: their copies would be ahead of something that the host waits for."""
-        self._is_holding = True
-        try:
-            yield
-        except BaseException:
-            self._is_holding = False
-            raise
-        self.flush()
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the groups that end are held until `flush`.
+
+        Their copies would be ahead of something that the host waits for.
+        """
+        return self._holding
 
     def flush(self) -> None:
         """The host has waited: submit what was held, and hold no more."""
-        self._is_holding = False
-        self.engine.flush()
+        self._holding.flush()
 
     # Steps.
 
@@ -325,6 +327,30 @@ class MegatronOffload:
             len(kept),
             len(moved_bytes),
         )
+
+
+class _Holding:
+    """Whether groups that end are held, and the context in which they are. One for all layers, which do not nest."""
+
+    __slots__ = ("_engine", "is_on")
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self.is_on = False
+
+    def flush(self) -> None:
+        """Hold no more."""
+        self.is_on = False
+        self._engine.flush()
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.flush()
+        else:
+            self.is_on = False  # what is held is nobody's any more
 
 
 def _list_named_tags(config: OffloadConfig) -> tuple[str, ...]:

@@ -66,6 +66,9 @@ class SiteActions:
         self._actions: dict[Site, Action] = {}
         self._watched: dict[tuple[int, int], Watched] = {}
         """By chunk and number of a layer, as the actions say."""
+        self._offloaded: dict[tuple[int, int, str], Site | None] = {}
+        """By chunk, number of a layer and tag, as the actions say: the site that leaves, or None where it stays. Forward asks
+        at every call site of Megatron's, and to make a `Site` and hash it takes several times as long."""
 
     @property
     def by_site(self) -> Mapping[Site, Action]:
@@ -120,12 +123,20 @@ class SiteActions:
         """Do something else about some sites."""
         self._actions.update(actions)
         self._watched.clear()
+        self._offloaded.clear()
 
-    def offloads(self, site: Site) -> bool:
-        """Return whether what `site` saves leaves.
+    def find_offloaded(self, chunk: int, layer: int, tag: str) -> Site | None:
+        """Return the site of `tag` in a layer if what it saves leaves, or None where it stays.
 
         A site that no block listed is one of the user's own, or of a layer outside of the blocks. It is listed from now on.
         """
+        key = (chunk, layer, tag)
+        if key not in self._offloaded:
+            site = Site(chunk=chunk, layer=layer, tag=tag)
+            self._offloaded[key] = site if self._get_action(site).offloads else None
+        return self._offloaded[key]
+
+    def _get_action(self, site: Site) -> Action:
         action = self._actions.get(site)
         if action is None:
             if self.plan is not None:
@@ -133,7 +144,7 @@ class SiteActions:
             else:
                 action = Action.OFFLOAD if self._fraction > 0 else Action.KEEP
             self.set([(site, action)])
-        return action.offloads
+        return action
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
         """Return what of a layer has to be watched: all, where it has not been registered and nobody knows."""

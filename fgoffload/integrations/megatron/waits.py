@@ -78,13 +78,13 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
 def has_held_wait(layer: Any) -> bool:
     """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
     dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
-    if dispatcher is None:
-        return False
+    return dispatcher is not None and any(wait.is_needed(layer.config) for wait in _list_held_of(dispatcher.__class__))
+
+
+@functools.cache  # each forward of a layer asks
+def _list_held_of(dispatcher: type) -> list[WaitRow]:
     module = load_module(DISPATCHERS)
-    return any(
-        isinstance(dispatcher, getattr(module, wait.owner.partition(":")[2])) and wait.is_needed(layer.config)
-        for wait in _list_held()
-    )
+    return [wait for wait in _list_held() if issubclass(dispatcher, getattr(module, wait.owner.partition(":")[2]))]
 
 
 def _list_held() -> list[WaitRow]:
