@@ -13,9 +13,9 @@ gradient.
 import abc
 import contextlib
 import dataclasses
+import functools
 import mmap
 import resource
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fgoffload.engine.events import EventPool
 from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
 from fgoffload.errors import InternalError, StateError
@@ -32,7 +33,7 @@ from fgoffload.units import format_bytes
 Stream: TypeAlias = Any
 """A queue of device work: `torch.Stream`, or what another device uses for one. Hashable, compared with `==`."""
 Event: TypeAlias = Any
-"""A point in a stream: `torch.Event`, or what another device uses for one."""
+"""A point in a stream: `RecordedEvent`, or what another device uses for one."""
 
 
 class HostSlab:
@@ -199,7 +200,8 @@ class AcceleratorDevice(Device):
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
         self.h2d_stream = torch.Stream(device=self._device)
-        self._passing = _PassingEvent(self._device)
+        self._events = EventPool(functools.partial(torch.Event, device=self._device))
+        self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
 
     def current_stream(self) -> Stream:  # noqa: D102
         return torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - the public name makes two calls more of it
@@ -208,29 +210,19 @@ class AcceleratorDevice(Device):
         return stream  # type: ignore[no-any-return]
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
-        if not is_timed:
-            return stream.record_event()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record(stream)
-        return event
+        return (self._timed_events if is_timed else self._events).record(stream)
 
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
-        stream.wait_event(event)
-
-    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:  # noqa: D102
-        # A wait is for what the event stands for when it is queued, so the same event may be recorded again right after it.
-        event = self._passing.event
-        event.record(other)
-        self.wait_event(stream, event, hazard)
+        stream.wait_event(event.event)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return bool(event.query())
+        return bool(event.event.query())
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
-        event.synchronize()
+        event.event.synchronize()
 
     def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
-        return float(start.elapsed_time(end)) / 1e3
+        return float(start.event.elapsed_time(end.event)) / 1e3
 
     def owns(self, tensor: torch.Tensor) -> bool:  # noqa: D102
         return tensor.device == self._device
@@ -254,13 +246,6 @@ class AcceleratorDevice(Device):
         if self.type == "cuda":
             return _register_host(size_bytes, self._device)
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), free=lambda: None)
-
-
-class _PassingEvent(threading.local):
-    """An event for waits that are queued right after it is recorded. One a thread, so that no other records it in between."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.Event(device=device)
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:

@@ -8,7 +8,7 @@ from support.locking import is_locked
 from support.sites import Sites
 
 from fgoffload import HostMemory, StateError, TransferPolicy
-from fgoffload.engine import AcceleratorDevice, HostArena, KeptReason, OffloadEngine
+from fgoffload.engine import AcceleratorDevice, Hazard, HostArena, KeptReason, OffloadEngine
 from fgoffload.units import GIB, MIB
 
 SLACK_BYTES = 16 * MIB
@@ -69,11 +69,11 @@ def test_a_block_of_several_parts_goes_out_and_comes_back_to_the_bit(device):
     source = torch.randint(0, 256, (30 * MIB - 100,), device="cuda", dtype=torch.uint8)
     back = torch.zeros_like(source)
     written = device.record_event(device.current_stream())
-    device.d2h_stream.wait_event(written)
+    device.wait_event(device.d2h_stream, written, Hazard.SOURCE_UNWRITTEN)
     with device.on(device.d2h_stream):
         for part, stretch in block.pair(source):
             device.copy_bytes(destination=part, source=stretch, stream=device.d2h_stream)
-    device.h2d_stream.wait_event(device.record_event(device.d2h_stream))
+    device.wait_stream(device.h2d_stream, device.d2h_stream, Hazard.BLOCK_UNWRITTEN)
     with device.on(device.h2d_stream):
         for part, stretch in block.pair(back):
             device.copy_bytes(destination=stretch, source=part, stream=device.h2d_stream)

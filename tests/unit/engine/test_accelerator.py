@@ -12,8 +12,11 @@ from fgoffload.engine import AcceleratorDevice, Hazard
 class Event:
     """Knows the stream on which it was recorded last."""
 
-    def __init__(self, device: torch.device) -> None:
+    made = 0
+
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         self.stream = None
+        Event.made += 1
 
     def record(self, stream: object) -> None:
         self.stream = stream
@@ -39,7 +42,7 @@ class InterruptedDevice(AcceleratorDevice):
             thread = threading.Thread(target=self.wait_stream, args=("second", "another source", hazard))
             thread.start()
             thread.join()
-        self.waits.append((stream, event.stream))
+        self.waits.append((stream, event.event.stream))
 
 
 def test_waits_of_two_threads_at_once_are_each_for_their_own_stream():
@@ -48,9 +51,52 @@ def test_waits_of_two_threads_at_once_are_each_for_their_own_stream():
     assert device.waits == [("second", "another source"), ("first", "source")]
 
 
-def test_waits_that_pass_share_an_event_and_none_is_made_for_each(monkeypatch):
+def test_waits_that_pass_share_an_event_and_none_is_made_for_each():
     device = InterruptedDevice()
-    monkeypatch.setattr(torch, "Event", None)
+    before = Event.made
     for source in ("a", "b", "c"):
         device.wait_stream("second", source, Hazard.SOURCE_UNWRITTEN)
     assert device.waits == [("second", source) for source in ("a", "b", "c")]
+    assert Event.made == before + 1
+
+
+def test_an_event_that_somebody_holds_is_not_recorded_again():
+    # What asks it, or waits for it, later would learn of another copy than the one that it stands for.
+    device = AcceleratorDevice()
+    held = [device.record_event(f"copy {number}") for number in range(3)]
+    also_held = held[1]
+    del held[1]
+    later = [device.record_event(f"later copy {number}") for number in range(3)]
+    assert [point.event.stream for point in (held[0], also_held, held[1])] == ["copy 0", "copy 1", "copy 2"]
+    assert [point.event.stream for point in later] == [f"later copy {number}" for number in range(3)]
+
+
+def test_an_event_that_nobody_holds_is_recorded_again():
+    device = AcceleratorDevice()
+    event = device.record_event("a copy").event
+    before = Event.made
+    assert device.record_event("a later copy").event is event
+    assert Event.made == before
+
+
+def test_events_that_measure_are_kept_apart_from_those_that_do_not():
+    device = AcceleratorDevice()
+    event = device.record_event("a copy").event
+    assert device.record_event("a copy", is_timed=True).event is not event
+
+
+def test_events_that_threads_drop_and_record_at_once_are_each_held_by_one():
+    device = AcceleratorDevice()
+    mixed_up = []
+
+    def record(name: str) -> None:
+        for number in range(2000):
+            points = [device.record_event((name, number, place)) for place in range(3)]
+            mixed_up.extend(point for place, point in enumerate(points) if point.event.stream != (name, number, place))
+
+    threads = [threading.Thread(target=record, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mixed_up
