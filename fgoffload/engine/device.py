@@ -200,11 +200,23 @@ class AcceleratorDevice(Device):
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
         self.h2d_stream = torch.Stream(device=self._device)
+        self._get_address: Callable[[int], int] | None = None
+        if self.type == "cuda":
+            self._get_address = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - no public name
+        self._streams: dict[int, Stream] = {}
+        """By the driver's address, which is all that a stream is to driver and allocator: equal ones are one queue."""
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
         self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
 
     def current_stream(self) -> Stream:  # noqa: D102
-        return torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - the public name makes two calls more of it
+        if self._get_address is None:
+            return torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - the public name makes two calls more of it
+        # Each save and each take asks. The driver's address of the stream is a number; to make an object of it takes longer.
+        address = self._get_address(self._index)
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = self._streams[address] = torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - as above
+        return stream
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
         return stream  # type: ignore[no-any-return]

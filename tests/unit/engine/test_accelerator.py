@@ -100,3 +100,30 @@ def test_events_that_threads_drop_and_record_at_once_are_each_held_by_one():
     for thread in threads:
         thread.join()
     assert not mixed_up
+
+
+def test_the_current_stream_is_made_an_object_of_once(monkeypatch):
+    current = {"address": 7}
+    made = []
+
+    def make(index: int) -> object:
+        made.append((index, current["address"]))
+        return made[-1]
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current["address"], raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getStream", make)
+    device = AcceleratorDevice()
+    seen = []
+    for address in (7, 7, 0, 7, 0):
+        current["address"] = address
+        seen.append(device.current_stream())
+    assert seen == [(0, 7), (0, 7), (0, 0), (0, 7), (0, 0)]
+    assert len(made) == 2
+
+
+def test_without_addresses_torch_is_asked_for_the_current_stream_each_time(monkeypatch):
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    streams = iter(("first", "second"))
+    monkeypatch.setattr(torch._C, "_accelerator_getStream", lambda index: next(streams))
+    device = AcceleratorDevice()
+    assert [device.current_stream(), device.current_stream()] == ["first", "second"]
