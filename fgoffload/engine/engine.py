@@ -256,7 +256,7 @@ class OffloadEngine:
                 if lane.away and is_in_backward():
                     self._prefetch_early(lane, saved)
             elif is_in_backward() and lane.is_news(group, is_away=saved.state is SavedState.OFFLOADED):
-                self.approach_backward(lane, group)
+                self._approach(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
                 saved.check_unchanged("backward took it", view)
@@ -271,10 +271,7 @@ class OffloadEngine:
     def approach_backward(self, lane: Lane, group: Group) -> None:
         """Backward has come to `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
-            for ledger in self.observers:
-                ledger.reach_backward(place=group.place)
-            self._leave(lane, group.end_position)
-            self._prefetch(lane, wanted=group)
+            self._approach(lane, group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
         """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
@@ -401,6 +398,12 @@ class OffloadEngine:
         if block is None:
             stats.add_kept(KeptReason.HOST_BUDGET, saved.size_bytes)
         return block
+
+    def _approach(self, lane: Lane, group: Group) -> None:
+        for ledger in self.observers:
+            ledger.reach_backward(place=group.place)
+        self._leave(lane, group.end_position)
+        self._prefetch(lane, wanted=group)
 
     def _leave(self, lane: Lane, position: int) -> None:
         for group in lane.leave(position):

@@ -81,8 +81,6 @@ def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Ten
     if view.dtype is not buffer.dtype:
         octets = buffer.as_strided((buffer.nbytes // buffer.itemsize,), (1,)).view(torch.uint8)
         buffer = octets[: buffer.nbytes // itemsize * itemsize].view(view.dtype)
-    elif offset == 0 and view.size == buffer.size() and view.stride == buffer.stride():
-        return buffer.detach()  # the usual case: the other calls would take most of the time of a take
     # Detached, so that what autograd gets has no base of another type.
     return buffer.as_strided(view.size, view.stride, offset).detach()
 

@@ -18,7 +18,7 @@ checkpoint would take its tensors away from it, save them after all, and so undo
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,18 +31,25 @@ if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine
 
 
+# What each region asks, and each take: without the way to them through `torch` each time. None has a public name.
+_get_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
+_is_tracing: Callable[[], bool] = torch._C._is_tracing  # noqa: SLF001
+_find_forbidding_message: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # noqa: SLF001
+_find_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001
+_push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks  # noqa: SLF001
+_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
+
+
 def is_in_backward() -> bool:
     """Return whether this thread runs a node of a backward now."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name
+    return _get_graph_task() != -1
 
 
 def is_inert() -> bool:
     """Return whether a region that began here would have to leave everything alone. See [Note: When a region is inert]."""
-    if not torch.is_grad_enabled() or is_in_backward() or torch._C._is_tracing():  # noqa: SLF001 - no public name
+    if not torch.is_grad_enabled() or _get_graph_task() != -1 or _is_tracing() or _find_forbidding_message() is not None:
         return True
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # noqa: SLF001 - no public name
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001 - no public name
+    hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     return hooks is not None and not isinstance(hooks[0], (Saving, LedgerHook))
 
 
@@ -86,11 +93,11 @@ class Saving:
 
     def __enter__(self) -> None:
         """Begin to save, as `torch.autograd.graph.saved_tensors_hooks` does, without another object for each region."""
-        torch._C._autograd._push_saved_tensors_default_hooks(self, self.take_back)  # noqa: SLF001 - no public name
+        _push_hooks(self, self.take_back)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too: hooks that stay installed would reach into whatever the process does next."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001 - no public name
+        _pop_hooks()
 
 
 class Region(Saving):

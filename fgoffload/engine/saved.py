@@ -343,10 +343,13 @@ class KeptHandle:
         Raises:
             StateError: It was changed in place, or its storage is not as large as it was.
         """
-        change = find_change(self._tensor, version=self._version, nbytes=self._nbytes, place=self.place, act="backward took it")
-        if change is not None:
-            raise StateError(change)
-        return self._tensor
+        tensor, nbytes = self._tensor, self._nbytes
+        # The same question twice: here for every weight of every step, and there for a sentence.
+        if get_version(tensor) != self._version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
+            raise StateError(
+                find_change(tensor, version=self._version, nbytes=nbytes, place=self.place, act="backward took it")
+            )
+        return tensor
 
 
 def hold(tensor: torch.Tensor, place: Place) -> KeptHandle:

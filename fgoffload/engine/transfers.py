@@ -184,6 +184,8 @@ class Transfers:
             reload.version = version
         elif reload.version != version:
             raise StateError(_say_changed(saved))
+        if view == saved.whole:
+            return reload.buffer.detach()  # the usual case: the buffer was made for it
         return rebuild(view, reload.buffer, buffer_start=saved.start)
 
     def drop_reloaded(self, saved: SavedStorage) -> None:
