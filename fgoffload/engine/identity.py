@@ -10,7 +10,10 @@ def get_version(tensor: torch.Tensor) -> int:
 
     Tensors made in inference mode are not counted, and autograd never saves them: 0.
     """
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - the only name
+    try:  # to ask first whether it was would cost each save and each take, for what hardly ever comes
+        return tensor._version  # noqa: SLF001 - the only name
+    except RuntimeError:
+        return 0
 
 
 def get_key(tensor: torch.Tensor) -> int:

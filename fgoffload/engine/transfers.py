@@ -29,7 +29,7 @@ class _InFlight(NamedTuple):
 
     saved: Sequence["weakref.ref[SavedStorage]"]
     sources: Sequence[torch.Tensor]
-    streams: Set[Stream]
+    streams: set[Stream]
     d2h_done: Event
     size_bytes: int
     stats: TagStats
@@ -128,7 +128,7 @@ class Transfers:
         current = self._device.current_stream()
         start = self._watch.start(current)
         # The current stream too: it is what has run ahead of the link.
-        for stream in {current} | self._list_streams(entry):
+        for stream in {current} | _unite_streams(entry, _list_living(entry)):
             self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
         self._watch.stop(start, current, entry.stats, TimeKind.WAIT)
         self._release(entry, is_done=False)
@@ -219,28 +219,19 @@ class Transfers:
             is_done: Whether the host has seen its copies done. No stream needs to wait for them any more then: whatever the
                 host queues from now on comes later anyway.
         """
-        self._join(self._list_streams(entry), Hazard.SOURCE_STILL_USED)
+        living = _list_living(entry)
+        self._join(_unite_streams(entry, living), Hazard.SOURCE_STILL_USED)
         self._in_flight.popleft()  # only now: it may be all that holds a source that is still read, and a wait may raise
         self.in_flight_bytes -= entry.size_bytes
-        for reference in entry.saved:
-            saved = reference()
-            if saved is None or saved.d2h_done is not entry.d2h_done:
-                continue  # nobody's any more; or it was called back since, and has perhaps left again
+        for saved in living:
+            if saved.d2h_done is not entry.d2h_done:
+                continue  # it was called back since, and has perhaps left again
             if saved.state is SavedState.OFFLOADING:
                 saved.fault = saved.find_change("its copy to the host was done")
                 saved.drop_aliases()
                 saved.state = SavedState.OFFLOADED
             if is_done:
                 saved.d2h_done = None
-
-    def _list_streams(self, entry: _InFlight) -> Set[Stream]:
-        """Return the compute streams that used the sources of `entry`, before it left and since."""
-        streams = set(entry.streams)
-        for reference in entry.saved:
-            saved = reference()
-            if saved is not None:
-                streams.update(saved.streams)
-        return streams
 
     def _copy_out(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], sources: Sequence[torch.Tensor]) -> None:
         device, d2h = self._device, self._device.d2h_stream
@@ -315,6 +306,21 @@ class Transfers:
             device.wait_event(reload.owner, reload.filled, Hazard.BUFFER_STILL_FILLED)
         for stream in reload.taken_on - {reload.owner}:
             device.wait_stream(reload.owner, stream, Hazard.BUFFER_STILL_READ)
+
+
+def _list_living(entry: _InFlight) -> list[SavedStorage]:
+    """Return what of `entry` autograd still wants."""
+    return [saved for reference in entry.saved if (saved := reference()) is not None]
+
+
+def _unite_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stream]:
+    """Return the compute streams that used the sources of `entry`, before it left and since.
+
+    Args:
+        entry: In flight.
+        living: What of it autograd still wants.
+    """
+    return entry.streams.union(*(saved.streams for saved in living))
 
 
 def _say_changed(saved: SavedStorage) -> str:
