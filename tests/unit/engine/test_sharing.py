@@ -202,6 +202,25 @@ def test_a_table_that_is_called_back_each_time_leaves_once():
     engine.close()
 
 
+def test_what_was_called_back_and_has_left_again_waits_for_its_second_copy():
+    device = DelayedCpuDevice()
+    engine = make_engine(device, policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
+    x, other = leaf(64, 64), leaf(64, 64)
+    h = x * 2
+    first = Sites(engine)(torch.sin, h)
+    first_copy = device.record_event(device.d2h_stream)
+    torch.autograd.grad(first.sum(), h, retain_graph=True)  # before the copy is done, so that it is called back
+    between = Sites(engine, microbatch=1)(torch.sin, other * 2)  # gets the block, where the bytes have been written
+    second = Sites(engine, microbatch=2)(torch.cos, h)
+    del h
+    device.synchronize(first_copy)
+    engine.poll()
+    second.sum().backward()
+    assert torch.equal(x.grad, 2 * -torch.sin(x.detach() * 2))
+    del first, between, second
+    engine.close()
+
+
 def test_what_was_held_once_and_is_let_go_does_not_stay_held():
     engine = make_engine()
     x = leaf(64, 64)
