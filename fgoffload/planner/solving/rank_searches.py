@@ -22,8 +22,8 @@ from fgoffload.planner.solving.search import Found, Judge, Knowledge, RankSearch
 from fgoffload.planner.worker_processes import map_in_processes
 
 _CHAINS = 2
-"""Runs of ranks that follow each other, and that processes may search at once. As many on any number of cores, so that a plan is
-the same; no more, since what the program of a rank is off tells the next one of its chain."""
+"""Runs of ranks that follow each other, and that processes may search at once. As many on any number of cores, so that a plan
+is the same; no more, since what the program of a rank is off tells the next one of its chain."""
 
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
