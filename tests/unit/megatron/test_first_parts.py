@@ -69,9 +69,11 @@ def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
     expected, _ = train(NORMED, steps=1)
     with make_planned_trainer(NORMED, {(0, unit): B, (1, unit): R}, tmp_path) as trainer:
         result = trainer.run_step()
-        moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
+        tags = trainer.integration.last_step.tags
     assert [(result.losses, result.gradient_digests)] == expected
-    assert moved == {unit: 2 * HIDDEN_BYTES}
+    assert {tag: numbers.d2h_bytes for tag, numbers in tags.items()} == {unit: 2 * HIDDEN_BYTES}
+    # And it is gone: nobody else holds it, not even what is to run again.
+    assert tags[unit].held_elsewhere_bytes == 0
 
 
 def test_attention_that_leaves_takes_only_what_it_made_itself(tmp_path):
