@@ -16,6 +16,7 @@ from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.solving.search import THOROUGH
 from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.policy import PLANNED_SHARE
@@ -40,7 +41,7 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> Offload
     Raises:
         PlanError: No plan was found that fits.
     """
-    return solve(ranks, budget_bytes=round(budget_bytes * PLANNED_SHARE)).plan
+    return solve(ranks, budget_bytes=round(budget_bytes * PLANNED_SHARE), limits=THOROUGH).plan
 
 
 def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:

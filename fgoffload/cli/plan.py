@@ -28,7 +28,7 @@ DESCRIPTION = (
 )
 USAGE = (
     "fgoffload plan MODEL --gpu NAME [--offload-memory-budget SIZE] [--offload-host-budget SIZE] [--json FILE] [--plot FILE] "
-    "[--timeline FILE] [MEGATRON FLAGS]\n"
+    "[--timeline FILE] [--thorough] [MEGATRON FLAGS]\n"
     "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
@@ -56,7 +56,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 }
 """What people call the parallel sizes, and Megatron's flag for each."""
 
-OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep")
+OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep", "--thorough")
 """All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
 
 SWEEP_POINTS = 12
@@ -82,6 +82,7 @@ class PlanOptions:
     has_optimizer: bool | None
     """None takes what was measured, and Adam where nothing was."""
     sweeps: bool
+    is_thorough: bool
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -99,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")
     add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
     add("--optimizer", action=argparse.BooleanOptionalAction, help="with Adam's states (default: yes)")
+    add("--thorough", action="store_true", help="look about ten times as long for a faster plan")
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")
     add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
@@ -140,6 +142,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         reserve_bytes=sizes["reserve"],
         has_optimizer=options.optimizer,
         sweeps=options.sweep,
+        is_thorough=options.thorough,
         **{name: _find_output(options, name) for name in ("json", "plot", "timeline")},
     )
 
@@ -155,6 +158,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
     from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
     from fgoffload.planner.model_ranks import build_ranks
+    from fgoffload.planner.solving.search import THOROUGH
     from fgoffload.planner.worker_processes import share_work
 
     model, parallelism = _read_model(checked)
@@ -194,7 +198,16 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
             return EXIT_PLANNED
         budget_bytes = _choose_budget(checked, hardware)
         files = {"json": checked.json, "plot": checked.plot, "timeline": checked.timeline}
-        show_plan(console, subject, ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, files=files)
+        limits = THOROUGH if checked.is_thorough else None
+        show_plan(
+            console,
+            subject,
+            ranks,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            files=files,
+            limits=limits,
+        )
     return EXIT_PLANNED
 
 
@@ -220,8 +233,8 @@ def _check_device(options: argparse.Namespace) -> None:
 
 def _check_sweep(options: argparse.Namespace) -> None:
     """Refuse what belongs to one plan beside a sweep, which has many and would leave it out."""
-    for name in ("offload_memory_budget", "json", "timeline"):
-        if options.sweep and getattr(options, name) is not None:
+    for name in ("offload_memory_budget", "json", "timeline", "thorough"):
+        if options.sweep and getattr(options, name) not in (None, False):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"--sweep plans for many budgets, and {flag} is about one plan. Leave one of the two out.")
 

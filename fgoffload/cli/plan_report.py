@@ -22,6 +22,7 @@ from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import MegatronFlags, find_nearest_flags
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
+from fgoffload.planner.solving.search import SearchLimits
 from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.worker_processes import map_in_processes
@@ -73,6 +74,7 @@ def show_plan(
     budget_bytes: int,
     host_budget_bytes: int | None,
     files: Mapping[str, Path | None],
+    limits: SearchLimits | None = None,
 ) -> None:
     """Plan, print the tables, and write the files.
 
@@ -83,12 +85,13 @@ def show_plan(
         budget_bytes: Of each device.
         host_budget_bytes: Of each rank; None for no limit.
         files: By name of the option, `json`, `plot` and `timeline`: where to write, or None.
+        limits: How long to look for a plan.
 
     Raises:
         ConfigError: A file cannot be written.
         PlanError: No plan was found that fits.
     """
-    report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, limits=limits)
     console.print(build_prediction_table(report, subject))
     console.print(describe_budget(subject, budget_bytes), soft_wrap=True)
     if report.solution.plan.actions:

@@ -34,6 +34,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.solving.search import SearchLimits
 from fgoffload.planner.solving.solver import Solution, solve
 from fgoffload.planner.timing.hardware import Hardware
 
@@ -78,14 +79,20 @@ def plan(
     return plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
 
 
-def plan_ranks(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_bytes: int | None = None) -> PlanReport:
-    """Return the same for ranks that were made otherwise, from a profile for one.
+def plan_ranks(
+    ranks: Sequence[RankModel],
+    *,
+    budget_bytes: int,
+    host_budget_bytes: int | None = None,
+    limits: SearchLimits | None = None,
+) -> PlanReport:
+    """Return the same for ranks that were made otherwise, from a profile for one; `limits` say how long to look.
 
     Raises:
         ConfigError: An argument is not what it must be.
         PlanError: No plan was found that fits.
     """
-    solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, limits=limits)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
     return PlanReport(ranks=tuple(ranks), baselines=solution.baselines, solution=solution)

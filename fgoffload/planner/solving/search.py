@@ -104,6 +104,10 @@ class SearchLimits:
             raise ConfigError(f"gap {self.gap!r} is not from 0 to below 1. Give a part of the step, as in 0.001.")
 
 
+THOROUGH = SearchLimits(simulations=4000, layer_passes=200_000, ladder_passes=40_000)
+"""For whoever has minutes: about ten times as long as the default, and of W2 at 14.6 GiB a step that is 1.3% shorter."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What the search came to on one rank."""
