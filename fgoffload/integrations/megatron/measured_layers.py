@@ -30,6 +30,8 @@ class LayerFacts:
     """Those of them that are modules."""
     wait: HostWait | None
     """What the host waits for before it launches the experts."""
+    has_experts_in_turn: bool = False
+    """Whether experts run one after the other, each with its activation, and not all of them in grouped linears."""
 
 
 class _Storages:
@@ -152,6 +154,10 @@ def _build_segments(
     )
 
 
+_FIRST_PARTS = (("qkv_linear", "core_attn"), ("mlp_fc1", "mlp_fc2"), ("expert_fc1", "expert_fc2"))
+"""Units of first_parts.py, each with the tag of what they run up to."""
+
+
 class _LayerBuilder:
     """Makes the model of one layer from its microbatches."""
 
@@ -174,7 +180,20 @@ class _LayerBuilder:
             _add_extra_bytes(segment, packed_bytes)
             for segment in _build_segments(self._recorder, self._runs, self._find_wait())
         )
+        if self._facts.has_experts_in_turn:
+            segments = tuple(map(self._add_other_experts, segments))
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=self._build_units(segments))
+
+    def _add_other_experts(self, segment: Segment) -> Segment:
+        """Return a stretch with what it has beside it where experts run in turn.
+
+        Backward comes to the first linear of the last expert while all others still have what is behind theirs.
+        """
+        if segment.name != "expert_fc1":
+            return segment
+        behind = (one for one in self._build_tensors() if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
+        size_bytes = sum(one.size_bytes for one in behind)
+        return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
         """Return by key what the tensors of a run are called: by the stretch that saves them first, and their number there."""
@@ -213,6 +232,8 @@ class _LayerBuilder:
             units.insert(0, self._build_whole(segments))
         if "moe_act" in self._facts.units:
             units.append(self._build_activation())
+        parts = [(unit, until) for unit, until in _FIRST_PARTS if unit in self._facts.units]
+        units += [self._build_first_part(unit, until, segments) for unit, until in parts]
         return tuple(unit for unit in units if unit is not None and unit.drops)
 
     def _build_whole(self, segments: Sequence[Segment]) -> UnitModel:
@@ -274,6 +295,33 @@ class _LayerBuilder:
             before="expert_fc2",
             extra_bytes=output_bytes,
         )
+
+    def _build_first_part(self, unit: str, until: str, segments: Sequence[Segment]) -> UnitModel | None:
+        names = [segment.name for segment in segments]
+        if not {unit, until} <= set(names):
+            return None
+        inside = tuple(names[names.index(unit) : names.index(until)])
+        given = self._run.input_keys.get(unit)
+        handed_on = {key for key, saved in self._run.saved.items() if self._is_handed_on(key, saved, until)}
+        dropped = {
+            key for key, saved in self._run.saved.items() if saved.stretches and saved.stretches.keys() <= set(inside)
+        } - {given}
+        return UnitModel(
+            name=unit,
+            segments=inside,
+            drops=tuple(name for key, name in self._names.items() if key in dropped | handed_on),
+            before=until,
+            extra_bytes=sum(self._run.saved[key].size_bytes for key in handed_on),
+        )
+
+    def _is_handed_on(self, key: int, saved: SavedRecord, until: str) -> bool:
+        """Return whether the module of the tag `until` was given what was saved, or made it contiguous first."""
+        if next(iter(saved.tags), None) != until:
+            return False
+        record = self._run.modules.get(until)
+        if record is None:
+            return True  # a linear, which saves what it is given and nothing else
+        return key in record.inputs or (key not in record.outputs and saved.size_bytes in record.tensor_bytes)
 
     def _find_end(self, norm: str) -> str:
         """Return the stretch at whose backward Megatron fills a norm's output again: the end of what the norm is for."""

@@ -44,8 +44,8 @@ class WatchedUnit:
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
     """Return those of the `units` of a Megatron layer that are modules, with how they run again.
 
-    `layer` is all of it and needs no watching, and `moe_act` lies between two sites. Up-projections of latent attention are no
-    module, and are not offered.
+    `layer` is all of it and needs no watching. `moe_act` and first linears, with what is behind them, lie between sites.
+    Up-projections of latent attention are no module, and are not offered.
     """
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     mlp = layer.mlp
@@ -102,6 +102,7 @@ def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., Non
             run.modules[unit] = ModuleRecord(
                 inputs=frozenset(map(run.name_storage, tensors)),
                 input_bytes={run.name_storage(one): one.untyped_storage().nbytes() for one in tensors if one.requires_grad},
+                tensor_bytes=frozenset(one.numel() * one.element_size() for one in tensors if one.requires_grad),
                 stretches={} if around is None or around.tag != unit else {around.name: None},
             )
             run.open_modules |= {unit}

@@ -23,6 +23,7 @@ from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_ch
 from fgoffload.integrations.megatron.measured_units import list_watched, watch_units
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.sites import is_sequential
 from fgoffload.integrations.megatron.waits import has_held_wait
 from fgoffload.plan import Site
 from fgoffload.planner.ranks.layer_model import HostWait
@@ -104,6 +105,7 @@ class StepMeasurement:
             units=units,
             watched=tuple(watched),
             wait=_find_wait(layer),
+            has_experts_in_turn=is_sequential(getattr(layer.mlp, "experts", None)),
         )
         self._config = layer.config
         self._hooks += watch_units(lambda: self._recorder, watched)

@@ -33,7 +33,7 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
     """
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
-    is_sequential, has_pair = _is_sequential(experts), _is_pair(mlp)
+    in_turn, has_pair = is_sequential(experts), _is_pair(mlp)
     has_site = {
         "attn_norm": getattr(layer, "offload_attn_norm", False),
         "qkv_linear": getattr(attention, "offload_qkv_linear", False),
@@ -46,9 +46,9 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
         "mlp_fc2": has_pair,
         "shared_expert": getattr(mlp, "shared_experts", None) is not None,
         "router": getattr(mlp, "router", None) is not None,
-        "expert_fc1": is_sequential or getattr(experts, "offload_expert_fc1", False),
-        "moe_act": is_sequential or getattr(experts, "offload_moe_act", False),
-        "expert_fc2": is_sequential or _is_pair(experts),
+        "expert_fc1": in_turn or getattr(experts, "offload_expert_fc1", False),
+        "moe_act": in_turn or getattr(experts, "offload_moe_act", False),
+        "expert_fc2": in_turn or _is_pair(experts),
         "fused_group_mlp": getattr(experts, "offload_fused_group_mlp", False),
         "moe_combine": getattr(mlp, "token_dispatcher", None) is not None,
     }
@@ -85,7 +85,7 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
         add_region(patches, get_offload, mlp.shared_experts, methods, "shared_expert")
     if "router" in offloaded:
         add_region(patches, get_offload, mlp.router, ("forward",), "router")
-    if _is_sequential(experts):
+    if is_sequential(experts):
         add_linear_sites(patches, get_offload, experts, list(experts.local_experts), EXPERT_TAGS.select(offloaded))
     elif _is_pair(experts):
         add_linear_sites(patches, get_offload, experts, [experts], GROUPED_TAGS.select(offloaded))
@@ -113,7 +113,8 @@ def switch_off_later(patches: Patches, layer: Any) -> None:
     patches.on_remove(switch_off)
 
 
-def _is_sequential(experts: Any) -> bool:
+def is_sequential(experts: Any) -> bool:
+    """Return whether `experts` are Megatron's that run one after the other."""
     return isinstance(experts, load_module("megatron.core.transformer.moe.experts").SequentialMLP)
 
 

@@ -75,6 +75,8 @@ class ModuleRecord:
     """Keys of the storages of its input tensors."""
     input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     """By key, of those that need a gradient: a checkpoint keeps the whole of what its arguments are views of."""
+    tensor_bytes: frozenset[int] = frozenset()
+    """Of these tensors themselves: copies of views have as many."""
     outputs: frozenset[int] = frozenset()
     """Keys of the storages of its output tensors."""
     stretches: dict[str, None] = dataclasses.field(default_factory=dict)

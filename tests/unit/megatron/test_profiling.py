@@ -332,6 +332,32 @@ def test_attention_with_groups_keeps_what_the_projections_return_where_it_runs_a
         assert sum(one.size_bytes for one in kept) == kept_bytes
 
 
+def test_where_experts_run_in_turn_backward_of_a_first_linear_has_what_is_behind_the_others():
+    _, profile = measure(MOE)
+    for number in range(2):
+        layer = get_layer(profile, number)
+        stretches = {segment.name: segment for segment in layer.segments}
+        behind = sum(one.size_bytes for one in layer.tensors if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
+        assert 0 < behind <= stretches["expert_fc1"].backward_extra_bytes
+        assert stretches["expert_fc2"].backward_extra_bytes < behind
+
+
+def test_first_linears_are_offered_with_what_they_hand_on():
+    _, profile = measure(f"{NORMED} --no-bias-swiglu-fusion")
+    dense = list_units(profile, 0)
+    layer = get_layer(profile, 0)
+    sizes = {one.name: one.size_bytes for one in layer.tensors}
+    # Query and key, and what the projection returned, of which the value is a view. The norm's output is what it is given.
+    assert dense["qkv_linear"].extra_bytes == (1 + 1 + 3) * HIDDEN_BYTES
+    dropped_bytes = sum(sizes[name] for name in dense["qkv_linear"].drops)
+    assert dense["qkv_linear"].extra_bytes <= dropped_bytes < dense["qkv_linear"].extra_bytes + HIDDEN_BYTES
+    assert (dense["qkv_linear"].segments[0], dense["qkv_linear"].before) == ("qkv_linear", "core_attn")
+    names = [segment.name for segment in layer.segments]
+    inside = names[names.index("mlp_fc1") : names.index("mlp_fc2")]
+    assert (list(dense["mlp_fc1"].segments), dense["mlp_fc1"].before) == (inside, "mlp_fc2")
+    assert dense["mlp_fc1"].extra_bytes < sum(sizes[name] for name in dense["mlp_fc1"].drops)
+
+
 def test_edges_into_an_input_are_counted_through_the_graph_of_a_module():
     x = torch.ones(3, requires_grad=True) * 2
     assert count_edges([x.exp()], [x]) == 1
