@@ -10,6 +10,8 @@ from fgoffload.cli import main
 from fgoffload.engine.host_memory import SHARE
 from fgoffload.integrations.megatron import model_shapes
 from fgoffload.plan import Action, OffloadPlan
+from fgoffload.planner import planning
+from fgoffload.planner.solving.search import THOROUGH, SearchLimits
 from fgoffload.planner.timing.hardware import HARDWARE
 from fgoffload.policy import HOST_SHARE
 from fgoffload.units import TIB, format_bytes
@@ -203,6 +205,18 @@ def test_flags_after_the_file_win(capsys):
     assert float(find_row(short, "nothing")[1].split()[0]) < float(find_row(long, "nothing")[1].split()[0])
 
 
+def test_thorough_looks_longer(capsys, config, monkeypatch):
+    limits = []
+    solve = planning.solve
+    monkeypatch.setattr(planning, "solve", lambda *args, **options: limits.append(options["limits"]) or solve(*args, **options))
+    for words in ((), ("--thorough",)):
+        sizes = ("--ep", "8", "--num-gpus", "8", "--global-batch-size", "8")
+        code, _, _ = plan(capsys, config, "--gpu", "h100", "--offload-memory-budget", "70GiB", *sizes, *words)
+        assert code == 0
+    assert limits == [None, THOROUGH]
+    assert THOROUGH.simulations > SearchLimits().simulations
+
+
 def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, config, tmp_path):
     path = tmp_path / "frontier.png"
     words = ("--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "32")
@@ -250,6 +264,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--reserve", "-.5GiB"), "--reserve '-.5GiB' is not a size"),
         ((LLAMA, "--gpu", "h100", "--sweep", "--json", "plan.json"), "--sweep plans for many budgets, and --json is about"),
         ((LLAMA, "--gpu", "h100", "--sweep", "--timeline", "trace.json"), "--timeline is about one plan"),
+        ((LLAMA, "--gpu", "h100", "--sweep", "--thorough"), "--thorough is about one plan"),
         ((LLAMA, "--gpu", "h100", "--sweep", "--offload-memory-budget", "70GiB"), "--offload-memory-budget is about one plan"),
     ],
 )
