@@ -62,6 +62,20 @@ PLAN_UNITS = (
     (2, "expert_fc1", "offload"),
 )
 
+PLAN_FIRST_LINEARS = (
+    (0, "qkv_linear", "recompute"),
+    (0, "mlp_fc1", "recompute+offload"),
+    (1, "qkv_linear", "recompute+offload"),
+    (1, "core_attn", "offload"),
+    (1, "attn_proj", "offload"),
+    (1, "mlp_norm", "recompute"),
+    (1, "expert_fc1", "recompute+offload"),
+    (2, "qkv_linear", "recompute"),
+    (2, "mlp_norm", "recompute+offload"),
+    (2, "expert_fc1", "recompute"),
+    (2, "shared_expert", "offload"),
+)
+
 PLAN_DELAYED = tuple(
     row for row in PLAN_MIX if row[1:] not in (("mlp_norm", "recompute+offload"), ("moe_act", "recompute+offload"))
 )
@@ -111,6 +125,25 @@ ROWS = (
     Row("full recompute, block", f"{MIXED} {FULL} block", f"layer_input {MOE_TAGS} shared_expert"),
     Row("plan: keep, recompute, offload", MIXED, "", plan=PLAN_MIX),
     Row("plan: other units", MIXED, "", plan=PLAN_UNITS),
+    Row("plan: first linears", MIXED, "", plan=PLAN_FIRST_LINEARS),
+    Row(
+        "plan: first linears, no activation fusion, fused permutation",
+        f"{MIXED} --no-bias-swiglu-fusion --moe-permute-fusion",
+        "",
+        plan=PLAN_FIRST_LINEARS,
+    ),
+    Row(
+        "plan: first linears, groups of queries, head norms",
+        f"{MIXED} --group-query-attention --num-query-groups 2 --qk-layernorm",
+        "",
+        plan=PLAN_FIRST_LINEARS,
+    ),
+    Row(
+        "plan: first linears, packed sequences (THD)",
+        f"{MIXED} --packed-sequences --micro-batch-size 1",
+        "",
+        plan=PLAN_FIRST_LINEARS,
+    ),
     Row("plan, FP8 blockwise", f"{MIXED} --fp8-format e4m3 --fp8-recipe blockwise", "", plan=PLAN_MIX),
     Row("plan, FP8 delayed", f"{MIXED} --fp8-format hybrid --fp8-recipe delayed", "", plan=PLAN_DELAYED),
     Row("eval before, between, after", MIXED, MIXED_TAGS, evaluates_after=(0, 1, 2)),
@@ -161,6 +194,20 @@ ROWS = (
         "",
         gpus=2,
         plan=PLAN_MIX,
+    ),
+    Row(
+        "1F1B, first linears",
+        f"{MIXED} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+        "",
+        gpus=2,
+        plan=PLAN_FIRST_LINEARS,
+    ),
+    Row(
+        "tensor and sequence parallel, first linears",
+        f"{MIXED} {TWO} --tensor-model-parallel-size 2 --sequence-parallel",
+        "",
+        gpus=2,
+        plan=PLAN_FIRST_LINEARS,
     ),
     Row(
         "1F1B, FP8 blockwise",

@@ -11,14 +11,18 @@ from fgoffload import Action, OffloadPlan, Site
 
 HIDDEN, SEQ, BATCH, TOPK, EXPERT = 1024, 1024, 2, 2, 512
 TOKENS = SEQ * BATCH
-FLAGS = (
+FFN, CHANNELS = 1024, 64 * 4
+COMMON = (
     f"--num-layers 3 --hidden-size {HIDDEN} --num-attention-heads 4 --kv-channels 64 --seq-length {SEQ} "
-    f"--micro-batch-size {BATCH} --global-batch-size {BATCH} --ffn-hidden-size 1024 --swiglu --disable-bias-linear --bf16 "
+    f"--micro-batch-size {BATCH} --global-batch-size {BATCH} --ffn-hidden-size {FFN} --swiglu --disable-bias-linear --bf16 "
     "--normalization RMSNorm --transformer-impl transformer_engine --no-gradient-accumulation-fusion "
     f"--num-experts 4 --moe-router-topk {TOPK} --moe-ffn-hidden-size {EXPERT} --moe-grouped-gemm --moe-aux-loss-coeff 1e-2 "
     "--moe-token-dispatcher-type alltoall --position-embedding-type rope "
+)
+FLAGS = (
+    COMMON
     # With latent attention the norm before it is a module of its own, and has a site.
-    "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
+    + "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
 )
 INPUT_BYTES = {
     "attn_norm": TOKENS * HIDDEN * 2,
@@ -30,24 +34,52 @@ LAYERS = (0, 1)
 """Not the last one: what backward asks for next may stay."""
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+# First linears: what they hand on, and with a norm in them its output and statistics.
+NORMED_BYTES = TOKENS * (HIDDEN * 2 + 4)
+FIRST_FLAGS = f"{COMMON} --moe-layer-freq [0]*1+[1]*2"
+FIRST_BYTES = {
+    "qkv_linear": (0, NORMED_BYTES + TOKENS * 3 * CHANNELS * 2),
+    "mlp_fc1": (0, NORMED_BYTES + TOKENS * 3 * FFN * 2),  # gate and up, and their product
+    "expert_fc1": (1, TOKENS * TOPK * 3 * EXPERT * 2),
+}
+"""By unit: a layer that has it, and what it frees there."""
+
+
+def run_plans(tmp_path_factory, flags, plans):
     if not torch.cuda.is_available():  # asked here too: this fixture comes before the one of the folder
         pytest.skip("needs a CUDA GPU")
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine: pip install transformer-engine[pytorch]")
-    plans = {
-        f"{tag} {action.value}": OffloadPlan(
-            actions={Site(chunk=0, layer=layer, tag=tag): action for layer in LAYERS}
-        ).to_json()
-        for tag in INPUT_BYTES
-        for action in (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
-    }
     folder = tmp_path_factory.mktemp("memory")
-    (folder / "request.json").write_text(json.dumps({"flags": FLAGS, "plans": plans}))
+    request = {"flags": flags, "plans": {name: OffloadPlan(actions=actions).to_json() for name, actions in plans.items()}}
+    (folder / "request.json").write_text(json.dumps(request))
     script = __file__.replace("test_recompute_memory", "measure_recompute_memory")
     run_processes(script, folder, processes=1, timeout_seconds=300)
     return json.loads((folder / "result-0.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    plans = {
+        f"{tag} {action.value}": {Site(chunk=0, layer=layer, tag=tag): action for layer in LAYERS}
+        for tag in INPUT_BYTES
+        for action in (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
+    }
+    return run_plans(tmp_path_factory, FLAGS, plans)
+
+
+@pytest.fixture(scope="module")
+def first_linears(tmp_path_factory):
+    plans = {unit: {Site(chunk=0, layer=layer, tag=unit): Action.RECOMPUTE} for unit, (layer, _) in FIRST_BYTES.items()}
+    return run_plans(tmp_path_factory, FIRST_FLAGS, {"nothing": {}, **plans})
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("unit", FIRST_BYTES)
+def test_first_linears_that_run_again_free_what_they_hand_on(unit, first_linears):
+    without, again = first_linears["nothing"], first_linears[unit]
+    assert (without["losses"], without["digests"]) == (again["losses"], again["digests"])
+    assert without["allocated_bytes"] - again["allocated_bytes"] == pytest.approx(FIRST_BYTES[unit][1], abs=2 << 20)
 
 
 @pytest.mark.timeout(320)
