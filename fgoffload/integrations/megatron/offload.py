@@ -15,9 +15,10 @@ from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.site_actions import SiteActions, Watched
+from fgoffload.integrations.megatron.site_actions import SiteActions
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.units import format_bytes
+from fgoffload.watched import Watched
 
 if TYPE_CHECKING:
     from fgoffload.integrations.megatron.profiling import StepMeasurement

@@ -1,13 +1,13 @@
 """What is done about each site of a rank, and what follows from it: which ops of a layer are watched."""
 
 import dataclasses
-import enum
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
+from fgoffload.watched import Watched, find_watched
 
 logger = logging.getLogger(__name__)
 
@@ -24,25 +24,6 @@ class LayerSites:
     """The selected tags whose module is fused into another."""
     units: tuple[str, ...] = ()
     """What can run again by itself, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
-
-
-class Watched(enum.Enum):
-    """Which ops of a layer are watched, for what they save of storages that leave: see `OffloadEngine.watch`.
-
-    Each tensor that autograd saves inside costs the host a few microseconds both ways, and a layer with experts saves over a
-    hundred: a view of the tokens and a weight for each expert.
-    """
-
-    LAYER = "all of it"
-    ATTENTION = "attention alone"
-    NOTHING = "nothing"  # nobody but the sites themselves saves what leaves
-
-
-_ALONE = frozenset({"mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"})
-"""Tags whose storages no op outside of their sites saves: the residual, the experts' tokens and what they compute."""
-
-_IN_ATTENTION = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"})
-"""Tags whose storages ops of attention save too: the rotary embedding, for one, looks at query, key and value as one."""
 
 
 class SiteActions:
@@ -152,9 +133,7 @@ class SiteActions:
             return Watched.LAYER
         found = self._watched.get((chunk, layer))
         if found is None:
-            tags = set(self.list_offloaded(chunk, layer))
-            found = Watched.LAYER if tags - _ALONE - _IN_ATTENTION else Watched.ATTENTION if tags - _ALONE else Watched.NOTHING
-            self._watched[chunk, layer] = found
+            found = self._watched[chunk, layer] = find_watched(self.list_offloaded(chunk, layer))
         return found
 
     def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:

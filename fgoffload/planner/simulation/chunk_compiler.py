@@ -40,6 +40,7 @@ from fgoffload.planner.simulation.chunk_program import (
     TurnStep,
 )
 from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResidentTensor, ResolvedLayer, resolve_layer
+from fgoffload.watched import Watched, find_watched
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """What a plan says, by chunk and number of the layer, and there by tag or unit."""
@@ -201,6 +202,7 @@ class _Layer:
         self._has_copies = has_copies
         self._holder = _find_holder(resolved)
         self._dispatcher = None if self._holder is None else dispatcher
+        self._watched = self._find_watched()
         self._base = 0
         """The groups of the chunk before those of this layer."""
         self._parcels: list[tuple[LeavingTensor, int]] = []
@@ -281,13 +283,19 @@ class _Layer:
             if self._base == 0 and self.resolved.groups and self.resolved.groups[0].starts_at == place:
                 steps.add(PollStep())
             if place == self._behind_attention:
-                self._pass(steps)
-        self._pass(steps)
+                self._pass(steps, self._base + sum(group.starts_at < place for group in self.resolved.groups))
+        self._pass(steps, self._base)
 
-    def _pass(self, steps: _Steps) -> None:
-        """Backward has passed the MLP of a layer of which nothing leaves, or all of it."""
-        if self._base and not self.resolved.groups and not self._runs_again_as_a_whole:
+    def _pass(self, steps: _Steps, groups: int) -> None:
+        """Backward has passed the MLP, or all, of a layer that is not watched there; in front of that are so many groups."""
+        if groups and self._watched is not Watched.LAYER and not self._runs_again_as_a_whole:
             steps.add(PassedStep())
+
+    def _find_watched(self) -> Watched:
+        """Return which ops of the layer the engine watches: all of them where only attention would be and nothing is behind."""
+        watched = find_watched(group.tag for group in self.resolved.groups)
+        is_whole = watched is Watched.ATTENTION and self._behind_attention is None
+        return Watched.LAYER if is_whole else watched
 
     @property
     def _behind_attention(self) -> int | None:
@@ -295,6 +303,10 @@ class _Layer:
         names = [segment.name for segment in self._segments]
         place = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
         return place if place < len(names) else None
+
+    def _is_watched(self, place: int) -> bool:
+        behind = self._behind_attention
+        return self._watched is Watched.LAYER or (self._watched is Watched.ATTENTION and behind is not None and place < behind)
 
     def _run_again(self, steps: _Steps, rerun: Rerun) -> None:
         for place in rerun.segments:
@@ -316,7 +328,7 @@ class _Layer:
 
     def _take(self, steps: _Steps, place: int, unit: str | None) -> None:
         """Add who asks for something before the backward of stretch `place`: `unit` when it runs again, or the stretch."""
-        if self.resolved.groups:
+        if self._is_watched(place):
             self._let_go(steps, place, unit)
         asked: dict[int | None, list[int]] = {}
         for one, parcel in self._parcels:

@@ -21,6 +21,7 @@ from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTenso
 from fgoffload.planner.ranks.schedule import PassKind, Pipeline, list_passes
 from fgoffload.planner.simulation.simulation_result import LaneName
 from fgoffload.planner.simulation.simulator import Detail, simulate_rank
+from fgoffload.watched import Watched, find_watched
 
 TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "dispatch", "expert_fc1", "moe_act", "expert_fc2")
 ENDS = {"attn_norm": "attn_proj", "mlp_norm": "expert_fc2", "moe_act": "expert_fc2"}
@@ -135,18 +136,19 @@ class Training:
         x = torch.ones(1, requires_grad=True) * 2
         for number, layer in enumerate(self._layers):
             self._engine.poll()
-            if self._chosen[number]:
-                with self._engine.watch(lane):
-                    x = self._run_layer(lane, number, layer, x)
-                self._engine.flush()
-            else:
-                self._engine.announce_backward(lane, x)
-                x = self._run_layer(lane, number, layer, x)
+            watched = find_watched(self._chosen[number])
+            with contextlib.ExitStack() as watching:
+                if watched is not Watched.LAYER:
+                    self._engine.announce_backward(lane, x)
+                if watched is not Watched.NOTHING:
+                    watching.enter_context(self._engine.watch(lane))
+                x = self._run_layer(lane, number, layer, x, watched, watching)
+            self._engine.flush()
         if self._turns:
             self._engine.expect_backward(lane)
         self._outputs[one.microbatch] = x
 
-    def _run_layer(self, lane, number, layer, x):
+    def _run_layer(self, lane, number, layer, x, watched, watching):
         engine, open_ = self._engine, {}
         holds = any(segment.host_wait is HostWait.HOLD for segment in layer.segments)
         output = torch.zeros(layer.tensors[-1].size_bytes, dtype=torch.uint8)
@@ -170,7 +172,8 @@ class Training:
             with saving:
                 x = Stretch.apply(engine.device, segment, x, *tensors)
             del tensors
-            if tag == "attn_proj" and not self._chosen[number]:
+            if tag == "attn_proj" and watched is not Watched.LAYER:
+                watching.close()
                 engine.announce_backward(lane, x)
             # Its own group first, and then those around it.
             for ended in sorted((one for one in open_ if ENDS.get(one, one) == tag), key=lambda one: one != tag):
