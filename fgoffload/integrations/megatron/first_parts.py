@@ -23,6 +23,7 @@ experts' second linear are multiplied by probabilities that the first part has r
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -88,6 +89,14 @@ def run_again(patches: Patches, get_offload: GetOffload, part: FirstPart) -> Non
     runs = _Runs(part, get_offload)
     wrap_method(patches, part.module, "forward", runs.wrap_module)
     wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
+    reference = weakref.ref(runs)  # a model must not live on because it was patched
+
+    def note_removal() -> None:
+        runs = reference()
+        if runs is not None:
+            runs.is_removed = True
+
+    patches.on_remove(note_removal)
 
 
 class _Arguments:
@@ -141,8 +150,10 @@ class _Runs:
     def __init__(self, part: FirstPart, get_offload: GetOffload) -> None:
         self._part = part
         self._get_offload = get_offload
-        self._take_over: Callable[[Any, _Arguments], Any] | None = None
-        """What the next call of the submodule does in place of its forward, given that and its arguments."""
+        self.is_removed = False
+        """Whether the modules have their own forward again. What ran before may still have its backward to come."""
+        self._take_over: Callable[[Any, Any, _Arguments], Any] | None = None
+        """What the next call of the submodule does in place of its forward, given that, the submodule and its arguments."""
 
     def wrap_module(self, original: Any) -> Any:
         """Wrap the forward of the module."""
@@ -159,7 +170,9 @@ class _Runs:
             def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
 
-            self._take_over = functools.partial(self._checkpoint, given, run_again)
+            # Before the first part, which may draw random numbers: an adapter's dropout, for one.
+            states = load_module("megatron.core.tensor_parallel.random")._get_all_rng_states()  # noqa: SLF001 - the only name
+            self._take_over = functools.partial(self._checkpoint, given, states, run_again)
             torch.set_grad_enabled(False)
             try:
                 result = original(module, *args, **kwargs)
@@ -178,14 +191,29 @@ class _Runs:
             take_over, self._take_over = self._take_over, None
             if take_over is None:
                 return original(submodule, *args, **kwargs)
-            return take_over(original, _Arguments.of(args, kwargs))
+            return take_over(original, submodule, _Arguments.of(args, kwargs))
 
         return forward
 
     def _checkpoint(
-        self, given: _Arguments, run_again: Callable[..., tuple[torch.Tensor, ...]], original: Any, reached: _Arguments
+        self,
+        given: _Arguments,
+        states: Any,
+        run_again: Callable[..., tuple[torch.Tensor, ...]],
+        original: Any,
+        submodule: Any,
+        reached: _Arguments,
     ) -> Any:
-        """Run the submodule on what the first part made of `given`, behind a checkpoint; the rest of forward has grad again."""
+        """Run the submodule on what the first part made of `given`, behind a checkpoint; the rest of forward has grad again.
+
+        Args:
+            given: What the module was called with.
+            states: Of all random generators before the first part.
+            run_again: Makes of the inputs what the first part made of them.
+            original: The forward of the submodule.
+            submodule: That of the module that runs, which may be a copy of the part's.
+            reached: What the first part calls the submodule with.
+        """
         made = reached.find_made(given)
         first = [self._separate(made.values())]
         torch.set_grad_enabled(True)
@@ -209,24 +237,25 @@ class _Runs:
         arguments = reached.replace(dict(zip(made, outputs, strict=True)))
         site = None if until_tag is None else offload.find_region(until_tag)
         if site is None:
-            result = arguments.call(original, self._part.submodule)
+            result = arguments.call(original, submodule)
         else:
             site.enter(outputs[0])
             with site.saving():
-                result = arguments.call(original, self._part.submodule)
+                result = arguments.call(original, submodule)
             offload.end(site)
+        checkpoint.rng_states = states
         checkpoint.discard_output_and_register_recompute(_BeforeBackward(find_tensor(_as_tuple(result), {})))
         return result
 
     def _run_again(self, original: Any, module: Any, given: _Arguments) -> tuple[torch.Tensor, ...]:
         """Return what the first part makes of `given`."""
 
-        def stop(_: Any, reached: _Arguments) -> NoReturn:
+        def stop(_: Any, submodule: Any, reached: _Arguments) -> NoReturn:
             raise _Reached(self._separate(reached.find_made(given).values()))
 
         self._take_over = stop
         try:
-            with _closed_ranges():
+            with _closed_ranges(), self._wrapped(module):
                 given.call(original, module)
             self._check_reached()
         except _Reached as reached:
@@ -234,6 +263,14 @@ class _Runs:
         finally:
             self._take_over = None
         raise AssertionError  # `stop` has raised
+
+    def _wrapped(self, module: Any) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the submodule of `module` asks whether to be taken over, as it does until the removal."""
+        if not self.is_removed:
+            return contextlib.nullcontext()
+        patches = Patches()
+        wrap_method(patches, getattr(module, self._part.until), "forward", self.wrap_submodule)
+        return patches
 
     def _check_reached(self) -> None:
         """Refuse a forward that has not come to the submodule: what it returned has no gradient.

@@ -1,6 +1,7 @@
 """First parts of modules that run again: they run twice and what is behind them once, nothing of them stays, and bits stay."""
 
 import contextlib
+import copy
 import types
 
 import pytest
@@ -184,6 +185,64 @@ def test_grouped_experts_compute_the_same_bits(tokens):
     assert calls == ["fc1", "fc2", "fc1"]
 
 
+def run_modules(*, is_copied, is_removed):
+    """Return the bits of an output and of the gradients, of a module or a copy of it, with backward before removal or after."""
+    module = Halves()
+    hidden = torch.ones(3, 4, requires_grad=True)
+    support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
+    with support, contextlib.ExitStack() as stack:
+        patches = stack.enter_context(Patches())
+        run_again(patches, lambda: NOBODY, FirstPart(unit="mlp_fc1", module=module, until="linear_fc2"))
+        run = copy.deepcopy(module) if is_copied else module
+        if is_copied:
+            run.linear_fc2.weight.data.mul_(2)
+        torch.manual_seed(5)
+        output = run(hidden * 1)
+        if is_removed:
+            patches.remove()
+        output.sum().backward()
+    return [output.detach(), hidden.grad, *(parameter.grad for parameter in run.parameters())]
+
+
+class Halves(torch.nn.Module):
+    """Whose first part draws random numbers, as an adapter of the first linear may."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear_fc1, self.linear_fc2 = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, hidden):
+        inner = torch.nn.functional.dropout(self.linear_fc1(hidden), 0.5)
+        return torch.nn.functional.dropout(self.linear_fc2(inner), 0.5)
+
+
+def compute_expected(*, factor=1):
+    module = Halves()
+    module.linear_fc2.weight.data.mul_(factor)
+    hidden = torch.ones(3, 4, requires_grad=True)
+    torch.manual_seed(5)
+    output = module(hidden * 1)
+    output.sum().backward()
+    return [output.detach(), hidden.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_random_numbers_of_the_first_part_are_drawn_again_as_they_were():
+    found = run_modules(is_copied=False, is_removed=False)
+    assert all(torch.equal(one, other) for one, other in zip(found, compute_expected(), strict=True))
+
+
+def test_what_ran_before_removal_has_its_backward_after_it():
+    found = run_modules(is_copied=False, is_removed=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, compute_expected(), strict=True))
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_copy_of_a_module_runs_its_own_submodule(is_removed):
+    found = run_modules(is_copied=True, is_removed=is_removed)
+    assert all(torch.equal(one, other) for one, other in zip(found, compute_expected(factor=2), strict=True))
+
+
 def test_after_removal_the_experts_run_once():
     experts, calls = Experts(), []
     experts.linear_fc1.register_forward_hook(lambda *_: calls.append("fc1"))
@@ -203,7 +262,8 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
             return hidden * 2
 
     module = Skips()
-    with Patches() as patches:
+    support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
+    with support, Patches() as patches:
         run_again(patches, lambda: NOBODY, FirstPart(unit="mlp_fc1", module=module, until="linear_fc2"))
         with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', and a forward of Skips did not call its linear_fc2"):
             module(torch.ones(2, requires_grad=True))
