@@ -105,7 +105,9 @@ def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Se
     kept = _pick(tensors, "output of the norm before the MLP" if has_norm else "residual")
     own = ("mlp_norm", *kept)
     inside = tuple(one.name for one in tensors if _is_within(one, stretches) and one.name not in own)
-    yield _make_checkpoint("mlp" if experts is None else "moe", stretches, inside, extra_bytes=hidden)
+    # Megatron's checkpoint around an MLP that returns a bias never ends.
+    if experts is not None or not shape.has_linear_bias:
+        yield _make_checkpoint("mlp" if experts is None else "moe", stretches, inside, extra_bytes=hidden)
     # Overlapped shared experts are a part of the dispatcher, and no checkpoint can be around them.
     if experts is not None and experts.shared_ffn_hidden_size and not experts.has_shared_overlap:
         inside = tuple(one.name for one in tensors if one.tags == ("shared_expert",))
@@ -185,7 +187,7 @@ def _list_first_parts(
     if experts is None:
         given = "output of the norm before the MLP" if "mlp_norm" in names else "residual"
         yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", sizes.dense_inner, given)
-    else:
+    elif not shape.has_linear_bias:
         inner = sizes.expert_inner
         yield make(
             ("expert_fc1", "moe_act"), "expert_fc2", "activation's output", inner, "permuted tokens", "permuted probabilities"

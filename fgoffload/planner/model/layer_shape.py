@@ -190,6 +190,8 @@ class LayerShape:
     has_fused_activation: bool = True
     """One kernel computes a gated activation, of experts with the probabilities too, unless `--no-bias-swiglu-fusion`: then
     each operator keeps what it needs. Without a gate both ways keep the same."""
+    has_linear_bias: bool = False
+    """All linear layers have biases. What is saved is counted without them; some units cannot run again beside them."""
     has_hidden_dropout: bool = False
     """With `--hidden-dropout` above 0."""
     has_mtp_projection: bool = False

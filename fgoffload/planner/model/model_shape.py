@@ -341,6 +341,7 @@ def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int)
         has_qk_norm=model.has_qk_norm and model.latent is None,
         is_gated=model.is_gated,
         has_fused_activation=model.has_fused_activation or not model.is_gated,
+        has_linear_bias=model.has_linear_bias,
         has_hidden_dropout=model.has_hidden_dropout,
         has_mtp_projection=number >= model.num_layers,
         fp8_recipe=model.fp8_recipe,

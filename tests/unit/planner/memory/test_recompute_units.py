@@ -266,6 +266,12 @@ def test_first_linears_keep_the_input_that_they_run_again_from():
     assert not {"permuted tokens", "permuted probabilities"} & set(unfused.drops)
 
 
+def test_with_biases_there_are_only_the_units_that_layers_can_run_again():
+    dense, mixture = (make_found(dataclasses.replace(shape, has_linear_bias=True)) for shape in (DENSE, MIXTURE))
+    assert set(make_found(DENSE)) - set(dense) == {"mlp"}
+    assert set(make_found(MIXTURE)) - set(mixture) == {"expert_fc1"}
+
+
 def test_head_norms_run_again_with_the_projection():
     drops = make_found(dataclasses.replace(DENSE, has_qk_norm=True))["qkv_linear"].drops
     assert {"query before its norm", "statistics of the key's norm"} < set(drops)
