@@ -195,9 +195,12 @@ class _Registrar:
         )
         for layer, _ in found:
             number = get_number(layer)
-            for unit in offload.actions.list_recomputed(chunk, number):
+            recomputed = offload.actions.list_recomputed(chunk, number)
+            for unit in recomputed:
                 recompute.switch_on(self._patches, self._inputs, layer, unit)
-            add_own_sites(self._patches, self.get_offload, layer, offload.list_sited(chunk, number))
+            # A first linear that runs again has its site around what it runs again from.
+            own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
+            add_own_sites(self._patches, self.get_offload, layer, own)
             switch_off_later(self._patches, layer)
             if offload.measurement is not None:
                 offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)

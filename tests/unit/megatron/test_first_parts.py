@@ -77,6 +77,17 @@ def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
     assert tags[unit].held_elsewhere_bytes == 0
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_input_of_the_first_part_is_one_group(unit, tmp_path):
+    with make_planned_trainer(NORMED, {(0, unit): B, (1, unit): B}, tmp_path) as trainer:
+        trainer.run_step()  # what is to be wrapped is known from the first forward on
+        engine, opened = trainer.integration.engine, []
+        open_group = engine.open_group
+        engine.open_group = lambda site, lane: opened.append(site.layer) or open_group(site, lane)
+        trainer.run_step()
+    assert opened == [0, 1] * 2
+
+
 def test_attention_that_leaves_takes_only_what_it_made_itself(tmp_path):
     # Query, key and value run again: what is left of the tag is the output, and what the softmax keeps.
     expected, whole = train(NORMED, make_config("core_attn", "qkv_linear"), steps=1)
