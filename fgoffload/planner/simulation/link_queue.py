@@ -147,17 +147,18 @@ class LinkQueue:
             d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
         if h2d.queue:
             h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
-        passed_s = d2h_s if d2h_s < h2d_s else h2d_s
-        event_s = self.now_s + passed_s
+        began_s, passed_s = self.now_s, d2h_s if d2h_s < h2d_s else h2d_s
+        event_s = began_s + passed_s
         if event_s > until_s * _SAME_MOMENT:
-            passed_s = until_s - self.now_s
+            passed_s = until_s - began_s
             self.now_s = until_s
         else:
             self.now_s = event_s if event_s < until_s else until_s
+        same_s = self.now_s * _SAME_MOMENT  # both directions may have come to something
         if d2h_s < math.inf:
-            self._pass(d2h, passed_s, d2h_s, d2h_rate)
+            self._pass(d2h, d2h_s if began_s + d2h_s <= same_s else passed_s, d2h_s, d2h_rate)
         if h2d_s < math.inf:
-            self._pass(h2d, passed_s, h2d_s, h2d_rate)
+            self._pass(h2d, h2d_s if began_s + h2d_s <= same_s else passed_s, h2d_s, h2d_rate)
 
     def _pass(self, lane: _Lane, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
         """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""

@@ -66,6 +66,18 @@ def test_a_copy_that_joins_halfway_slows_the_other_from_then_on():
     assert queue.finish(out) == 12
 
 
+@settings(deadline=None)
+@given(st.floats(0.01, 100), st.integers(10**6, 10**9), st.floats(0, 0.5))
+def test_both_ways_are_through_where_they_end_at_one_moment_but_for_rounding(begun_s, size_bytes, part):
+    queue = make_queue(d2h=50e9, h2d=50e9, duplex=35e9)
+    joined_s = begun_s + part * size_bytes / 50e9
+    left = size_bytes - part * size_bytes
+    queue.submit(D2H, size_bytes, begun_s)
+    queue.submit(H2D, left, joined_s)
+    queue.advance(joined_s + left / 35e9)
+    assert len(queue.done) == 2
+
+
 def test_both_ways_are_never_faster_than_one_alone():
     queue = make_queue(d2h=10, h2d=4, duplex=7)
     out, back = queue.submit(D2H, 70, 0.0), queue.submit(H2D, 40, 0.0)
