@@ -130,10 +130,13 @@ class _Arguments:
         return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
 
     def find_made(self, given: "_Arguments") -> dict[Any, torch.Tensor]:
-        """Return the tensors that were computed from `given`: those that could have a gradient, and are not among these."""
+        """Return the tensors that were computed from `given`: those that could have a gradient, and are not among these.
+
+        Parameters were computed by nobody: a checkpoint that returned one would empty it.
+        """
         known = {id(one) for one in given.values.values()}
         tensors = {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and id(one) not in known}
-        return {key: one for key, one in tensors.items() if one.is_floating_point()}
+        return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
 
 
 class _Reached(BaseException):

@@ -122,7 +122,11 @@ def choose(monkeypatch, make_actions):
 SMALL_UNITS = ("attn_norm", "mlp_norm", "core_attn", "mlp", "shared_expert")
 
 
-@pytest.mark.parametrize("units", [SMALL_UNITS, (*SMALL_UNITS[:3], "mlp", "moe"), ("layer",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "units",
+    [SMALL_UNITS, (*SMALL_UNITS[:3], "mlp", "moe"), ("layer",), ("qkv_linear", "mlp_fc1", "attn_norm", "mlp_norm")],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("flags", [MIXED, NORMED], ids=["RMS norm", "layer norm"])
 def test_whatever_is_offered_to_run_again_keeps_every_bit(units, flags, monkeypatch):
     # All that may run again does. Around a norm of plain ops sums would change their order: such a norm must not be offered.

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from support.grouped_experts import make_experts
 from support.trainings import DENSE, HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action, StateError
@@ -153,14 +154,9 @@ class Experts(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.config = types.SimpleNamespace(
-            **{"fp8": None, "fp4": None, "moe_apply_probs_on_input": False, "use_te_activation_func": False},
-            **{"bias_activation_fusion": False, "gated_linear_unit": True, "activation_func_clamp_value": None},
-            **{"activation_func": torch.nn.functional.silu, "glu_linear_offset": 0.0},
-            use_fused_weighted_squared_relu=False,
-        )
         self.linear_fc1 = GroupedLinear(2, 8, 24)
         self.linear_fc2 = GroupedLinear(2, 12, 8)
+        self.config = make_experts(self.linear_fc1, is_fused=False).config
 
 
 NOBODY = types.SimpleNamespace(find_region=lambda tag: None)
