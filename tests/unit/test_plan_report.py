@@ -75,7 +75,7 @@ def test_what_hides_and_slows_compute_is_no_free_copy():
 
 
 def test_rows_that_run_again_say_what_they_free():
-    report = make_report(budget_bytes=35)
+    report = make_report(budget_bytes=33)
     again = [row for row in read_table(build_decision_table(report)) if Action(row["action"]).recomputes]
     assert [(row["tag or unit"], row["frees"]) for row in again] == [("moe_act", "6 B")]
 

@@ -53,8 +53,9 @@ def test_a_plan_of_deepseek_v3_and_its_prices_take_no_more_than_they_did(counts)
         own = [one for one in decisions if (one.kind, one.action) == (kind, action)]
         price_decisions(report.ranks, report.solution.plan, report.solution.result, own, budget_bytes=76 * GIB)
     priced = counts["run_pass"] - solved
-    # A fifth more than in November 2026.
-    assert solved < 90_000
+    # A twentieth more than in November 2026, when first linears that run again gave each layer more ways to be treated: 90 200,
+    # and 86 816 without them.
+    assert solved < 95_000
     # Each row is one step, of which no pass is simulated twice.
     assert priced <= len(rows) * sum(len(rank.passes) for rank in ranks)
     assert counts["simulate"] <= 8
