@@ -35,7 +35,8 @@ from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
+from fgoffload.integrations.megatron.regions import GetOffload, find_tensor, run_in_site
+from fgoffload.integrations.megatron.sites import has_op_fuser
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +78,7 @@ def _runs_forward_of(module: Any, path: str) -> bool:
     """Return whether `module` runs the forward of a class of `megatron.core.transformer`, and calls its submodules in it."""
     module_name, _, class_name = path.partition(":")
     base = getattr(load_module(f"megatron.core.transformer.{module_name}"), class_name)
-    if not isinstance(module, base) or type(module).forward is not base.forward:
-        return False
-    # Transformer Engine's op fuser leaves the linears their weights, and calls ops of its own.
-    can_fuse = hasattr(module, "_fused_forward") and getattr(module.config, "use_transformer_engine_op_fuser", False)
-    return not can_fuse
+    return isinstance(module, base) and type(module).forward is base.forward and not has_op_fuser(module)
 
 
 def run_again(patches: Patches, get_offload: GetOffload, part: FirstPart) -> None:
@@ -227,25 +224,11 @@ class _Runs:
 
         parallel = load_module("megatron.core.tensor_parallel")
         checkpoint = parallel.CheckpointWithoutOutput(fp8=None)
-        inputs = given.find_inputs().values()
-        offload, until_tag = self._get_offload(), self._part.until_tag
-        region = offload.find_region(self._part.unit)
-        if region is None:
-            outputs = checkpoint.checkpoint(run, *inputs)
-        else:
-            region.enter(next(iter(inputs)))
-            with region.saving():
-                outputs = checkpoint.checkpoint(run, *inputs)
-            offload.end(region)
+        inputs = tuple(given.find_inputs().values())
+        offload = self._get_offload()
+        outputs = run_in_site(offload, self._part.unit, inputs[0], lambda: checkpoint.checkpoint(run, *inputs))
         arguments = reached.replace(dict(zip(made, outputs, strict=True)))
-        site = None if until_tag is None else offload.find_region(until_tag)
-        if site is None:
-            result = arguments.call(original, submodule)
-        else:
-            site.enter(outputs[0])
-            with site.saving():
-                result = arguments.call(original, submodule)
-            offload.end(site)
+        result = run_in_site(offload, self._part.until_tag, outputs[0], lambda: arguments.call(original, submodule))
         checkpoint.rng_states = states
         checkpoint.discard_output_and_register_recompute(_BeforeBackward(find_tensor(_as_tuple(result), {})))
         return result

@@ -13,7 +13,7 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.offload import MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.regions import find_tensor
+from fgoffload.integrations.megatron.regions import find_tensor, run_in_site
 
 TAG = "layer_input"
 BLOCK_MODULE = "megatron.core.transformer.transformer_block"
@@ -82,14 +82,7 @@ class LayerInputs:
                 return original(run_function, *args, **kwargs)
             offload = self.get_offload()
             offload.enter_layer(offload.last_layer + 1)
-            region = offload.find_region(TAG)
-            if region is None:
-                return original(run_function, *args, **kwargs)
-            region.enter(find_tensor(args, kwargs))
             # Inside, grad mode is off and nothing is saved; the checkpoint saves its arguments when its forward is through.
-            with region.saving():
-                outputs = original(run_function, *args, **kwargs)
-            offload.end(region)
-            return outputs
+            return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(run_function, *args, **kwargs))
 
         return checkpoint

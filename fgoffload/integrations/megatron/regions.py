@@ -198,6 +198,25 @@ class _Pass:
             self._saving.__enter__()
 
 
+def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, and let what it saves for backward leave where the site of `tag` does.
+
+    Args:
+        offload: Says whether it does where forward is now.
+        tag: Of the site. None saves as without one.
+        tensor: The input of the site.
+        run: Saves, and needs nothing of it any more when it is through.
+    """
+    region = None if tag is None else offload.find_region(tag)
+    if region is None:
+        return run()
+    region.enter(tensor)
+    with region.saving():
+        result = run()
+    offload.end(region)
+    return result
+
+
 def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     """Return the first tensor of a call: the hidden states, however they are passed."""
     for value in (*args, *kwargs.values()):

@@ -119,13 +119,15 @@ def is_sequential(experts: Any) -> bool:
 
 
 def _is_pair(module: Any) -> bool:
-    """Return whether `module` calls two linears of its own, one after the other.
+    """Return whether `module` calls two linears of its own, one after the other."""
+    return not has_op_fuser(module) and all(callable(getattr(module, name, None)) for name in ("linear_fc1", "linear_fc2"))
 
-    Transformer Engine's op fuser leaves them their weights and calls ops of its own: a dense MLP that is built for it has
-    `_make_fused_impl`, and experts that can use it (0.20) have `_fused_forward`.
+
+def has_op_fuser(module: Any) -> bool:
+    """Return whether `module` leaves its linears their weights alone, and calls ops of Transformer Engine's op fuser.
+
+    A dense MLP that is built for it has `_make_fused_impl`, and experts that can use it (0.20) have `_fused_forward`.
     """
     config = getattr(module, "config", None)
     can_fuse = hasattr(module, "_fused_forward") and getattr(config, "use_transformer_engine_op_fuser", False)
-    if can_fuse or hasattr(module, "_make_fused_impl"):
-        return False
-    return all(callable(getattr(module, name, None)) for name in ("linear_fc1", "linear_fc2"))
+    return can_fuse or hasattr(module, "_make_fused_impl")
