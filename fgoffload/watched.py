@@ -1,7 +1,7 @@
 """Which ops of a Megatron layer are watched where some of its tags leave: the engine's rule, and the simulator's."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection
 
 
 class Watched(enum.Enum):
@@ -16,16 +16,27 @@ class Watched(enum.Enum):
     NOTHING = "nothing"  # nobody but the sites themselves saves what leaves
 
 
-_ALONE = frozenset({"mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"})
-"""Tags whose storages no op outside of their sites saves: the residual, the experts' tokens and what they compute."""
+_ALONE = frozenset(
+    {"attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"}
+)
+"""Tags whose storages no op outside of their sites saves: the residual, what the projections of attention multiply, the
+experts' tokens and what they compute."""
 
-_IN_ATTENTION = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"})
-"""Tags whose storages ops of attention save too: the rotary embedding, for one, looks at query, key and value as one."""
+_IN_ATTENTION = frozenset({"core_attn", "attn_proj"})
+"""Tags whose storages ops of attention save too: the projection what core attention returns, norms of query and key the storage
+that the value lies in."""
 
 
-def find_watched(tags: Iterable[str]) -> Watched:
-    """Return what of a layer has to be watched where `tags` leave."""
+def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
+    """Return what of a layer has to be watched where `tags` leave.
+
+    Args:
+        tags: Of the layer.
+        shares_router_input: Whether something else than the router saves the hidden states that it gets, as shared experts do.
+    """
     shared = set(tags) - _ALONE
+    if shares_router_input and "router" in tags:
+        return Watched.LAYER
     if shared - _IN_ATTENTION:
         return Watched.LAYER
     return Watched.ATTENTION if shared else Watched.NOTHING

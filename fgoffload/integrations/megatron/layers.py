@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.site_actions import LayerSites
-from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags, switch_off_later
+from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags, shares_router_input, switch_off_later
 from fgoffload.integrations.megatron.waits import has_held_wait
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
@@ -189,6 +189,7 @@ class _Registrar:
                     tags=(*input_tag, *find_tags(layer, offload.selected)),
                     fused=find_fused_tags(layer, offload.selected),
                     units=recompute.find_units(layer),
+                    shares_router_input=shares_router_input(layer),
                 )
                 for layer, input_tag in found
             ],

@@ -24,6 +24,8 @@ class LayerSites:
     """The selected tags whose module is fused into another."""
     units: tuple[str, ...] = ()
     """What can run again by itself, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
+    shares_router_input: bool = False
+    """Whether something else than the router saves the hidden states that it gets."""
 
 
 class SiteActions:
@@ -45,6 +47,8 @@ class SiteActions:
         self._fraction = fraction
         self._selected = selected
         self._actions: dict[Site, Action] = {}
+        self._sharing_layers: set[tuple[int, int]] = set()
+        """Those of which something else than the router saves the hidden states that it gets."""
         self._watched: dict[tuple[int, int], Watched] = {}
         """By chunk and number of a layer, as the actions say."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
@@ -78,6 +82,8 @@ class SiteActions:
         for layer in layers:
             actions = planned.get(layer.number, {})
             self.layers.add((chunk, layer.number))
+            if layer.shares_router_input:
+                self._sharing_layers.add((chunk, layer.number))
             tags = layer.tags
             if actions.get("layer", Action.KEEP).recomputes and "layer_input" in self._selected:
                 tags = ("layer_input", *tags)
@@ -133,7 +139,9 @@ class SiteActions:
             return Watched.LAYER
         found = self._watched.get((chunk, layer))
         if found is None:
-            found = self._watched[chunk, layer] = find_watched(self.list_offloaded(chunk, layer))
+            found = self._watched[chunk, layer] = find_watched(
+                self.list_offloaded(chunk, layer), shares_router_input=(chunk, layer) in self._sharing_layers
+            )
         return found
 
     def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:

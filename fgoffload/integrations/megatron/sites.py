@@ -55,6 +55,11 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
     return tuple(tag for tag, is_there in has_site.items() if is_there and tag in selected)
 
 
+def shares_router_input(layer: Any) -> bool:
+    """Return whether another module of a Megatron layer saves the hidden states that the router gets."""
+    return any(getattr(layer.mlp, name, None) is not None for name in ("shared_experts", "fc1_latent_proj"))
+
+
 def find_fused_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
     """Return those of the norms' tags `selected` that have no module of their own: the linear after them does the norm."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp

@@ -202,6 +202,7 @@ class _Layer:
         self._has_copies = has_copies
         self._holder = _find_holder(resolved)
         self._dispatcher = None if self._holder is None else dispatcher
+        self._shares_router_input = any("shared_expert" in one.tags for one in numbered.model.tensors)
         self._watched = self._find_watched()
         self._base = 0
         """The groups of the chunk before those of this layer."""
@@ -293,7 +294,8 @@ class _Layer:
 
     def _find_watched(self) -> Watched:
         """Return which ops of the layer the engine watches: all of them where only attention would be and nothing is behind."""
-        watched = find_watched(group.tag for group in self.resolved.groups)
+        tags = {group.tag for group in self.resolved.groups}
+        watched = find_watched(tags, shares_router_input=self._shares_router_input)
         is_whole = watched is Watched.ATTENTION and self._behind_attention is None
         return Watched.LAYER if is_whole else watched
 

@@ -1,7 +1,7 @@
 """Layers of which nothing leaves cost the host nothing, and say that backward is on its way."""
 
 import pytest
-from support.trainings import DENSE, MOE, make_config, make_trainer, train, write_plan
+from support.trainings import DENSE, MOE, SHARED, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action
 from fgoffload.engine import OffloadEngine
@@ -57,17 +57,19 @@ def test_what_left_is_let_go_of_in_the_layers_behind_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tags", "watched_layers", "watched_attentions"),
+    ("model", "tags", "watched_layers", "watched_attentions"),
     [
-        (("expert_fc1", "moe_act"), 0, 0),
-        (("core_attn", "attn_proj", "expert_fc1"), 0, 2),
-        (("router",), 2, 0),
+        (MOE, ("expert_fc1", "moe_act"), 0, 0),
+        (MOE, ("core_attn", "attn_proj", "expert_fc1"), 0, 2),
+        (MOE, ("attn_norm", "qkv_linear", "router"), 0, 0),
+        (SHARED, ("router",), 2, 0),
+        (SHARED, ("shared_expert",), 2, 0),
     ],
 )
 def test_of_a_layer_only_that_part_is_watched_whose_ops_share_what_leaves(
-    monkeypatch, tags, watched_layers, watched_attentions
+    monkeypatch, model, tags, watched_layers, watched_attentions
 ):
-    flags = MOE.replace("--global-batch-size 4", "--global-batch-size 2")
+    flags = model.replace("--global-batch-size 4", "--global-batch-size 2")
     before, _ = train(flags, steps=1)
     watched = list_watched(monkeypatch)
     entered: list[int] = []
@@ -85,3 +87,22 @@ def test_of_a_layer_only_that_part_is_watched_whose_ops_share_what_leaves(
     assert all(moved[tag] > 0 for tag in tags if tag != "attn_proj")
     assert sum(entered) == watched_layers
     assert len(watched) - sum(entered) == watched_attentions
+
+
+NOT_WATCHED = ("attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "expert_fc2")
+
+
+@pytest.mark.parametrize(
+    ("model", "tag"),
+    [(DENSE, tag) for tag in NOT_WATCHED[:3]]
+    + [(MOE, tag) for tag in NOT_WATCHED]
+    + [(SHARED, "router"), (SHARED, "shared_expert")],
+)
+def test_no_op_holds_what_leaves_because_nothing_watches_it(model, tag):
+    """What another op saved as well would still be there when it comes back, and be counted so."""
+    with make_trainer(model, make_config(tag)) as trainer:
+        trainer.run_step()
+        trainer.run_step()
+        stats = trainer.integration.last_step.tags[tag]
+    assert stats.h2d_bytes > 0
+    assert stats.held_elsewhere_bytes == 0

@@ -250,10 +250,10 @@ def test_a_layer_that_runs_again_as_a_whole_says_nothing_when_backward_passes_it
     ],
 )
 def test_while_backward_is_in_sites_that_stay_no_more_comes_back_than_it_has_let_go_of(combine_bytes, copies):
-    mixed = make_layer({"qkv_linear": 10, "expert_fc1": 100, "moe_combine": combine_bytes})
+    mixed = make_layer({"core_attn": 10, "expert_fc1": 100, "moe_combine": combine_bytes})
     rank = make_rank(make_chunk(FC1, mixed), passes=read_passes("F0 F1 B0 B1"))
     # Each forward takes 80 s. B0 begins at 160, and is through with the last stretch at 200.
-    plan = make_plan({(0, "expert_fc1"): O, (1, "qkv_linear"): O})
+    plan = make_plan({(0, "expert_fc1"): O, (1, "core_attn"): O})
     result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     assert list_copies(result, LaneName.H2D)[:2] == copies
     assert result.waits == Waits()
@@ -261,9 +261,9 @@ def test_while_backward_is_in_sites_that_stay_no_more_comes_back_than_it_has_let
 
 def test_a_site_that_runs_again_lets_go_of_its_input_when_it_does():
     unit = UnitModel(name="moe_act", segments=("moe_act",), drops=("expert_fc2",), before="expert_fc2")
-    layer = make_layer({"qkv_linear": 10, "mlp_norm": 20, "moe_act": 100, "expert_fc2": 30}, units=(unit,))
+    layer = make_layer({"core_attn": 10, "mlp_norm": 20, "moe_act": 100, "expert_fc2": 30}, units=(unit,))
     rank = make_rank(make_chunk(layer), passes=read_passes("F0 F1 B0 B1"))
-    plan = make_plan({(0, "qkv_linear"): O, (0, "moe_act"): R})
+    plan = make_plan({(0, "core_attn"): O, (0, "moe_act"): R})
     result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     # B0 begins at 160, where the activation takes its input and runs again, until 180. The norm is the next to take something,
     # behind the backwards of the linear and of the activation, at 260: the 10 fit into what the input was.

@@ -136,7 +136,7 @@ class Training:
         x = torch.ones(1, requires_grad=True) * 2
         for number, layer in enumerate(self._layers):
             self._engine.poll()
-            watched = find_watched(self._chosen[number])
+            watched = find_watched(self._chosen[number], shares_router_input=False)
             with contextlib.ExitStack() as watching:
                 if watched is not Watched.LAYER:
                     self._engine.announce_backward(lane, x)
