@@ -178,6 +178,8 @@ class OffloadEngine:
                 raise StateError(f"{group.place} was ended twice. End each region once.")
             group.end_position = len(lane.groups)
             group.stats.saved_tensors += group.passed_tensors
+            if group.passed_bytes:
+                group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
             if is_held:
                 group.state = GroupState.HELD
                 self._held.append(weakref.ref(group))
@@ -198,6 +200,18 @@ class OffloadEngine:
                     self._submit(group)
 
     # Hooks: what autograd calls.
+
+    def is_always_too_small(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` stays because all of its storage is smaller than what leaves, whatever else is saved of it.
+
+        Not asked of parameters, which stay anyway, nor where a filter wants to see each tensor.
+        """
+        if type(tensor) is not torch.Tensor or self._keep is not None or not has_bytes(tensor):
+            return False
+        if tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
+            return False
+        nbytes = tensor.untyped_storage().nbytes()
+        return nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel * tensor.element_size()
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""

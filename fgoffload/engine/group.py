@@ -3,6 +3,9 @@
 import enum
 import weakref
 
+import torch
+
+from fgoffload.engine.identity import get_key
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import TagStats
@@ -27,6 +30,7 @@ class Group:
         "ahead_bytes",
         "end_position",
         "moved_bytes",
+        "passed_bytes",
         "passed_tensors",
         "place",
         "position",
@@ -50,6 +54,8 @@ class Group:
         """Of what was called back before backward came to the group."""
         self.passed_tensors = 0
         """Saved past the engine, since they never move. A group is one thread's: for the tag they count when it ends."""
+        self.passed_bytes = 0
+        """Of those that are too small to move."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     def add(self, saved: SavedStorage) -> None:
@@ -90,7 +96,7 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "groups", "let_go_bytes", "place")
+    __slots__ = ("_leftover", "_name", "_passed", "ahead_bytes", "away", "end", "groups", "let_go_bytes", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
@@ -107,6 +113,8 @@ class Lane:
         self.let_go_bytes = 0
         """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
         self._leftover: list[Group] = []
+        self._passed: set[int] = set()
+        """The keys of the storages that `pass_small` has counted. Their handles keep the keys from being used again."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
         """Return a new group of `site`, behind the others.
@@ -121,6 +129,14 @@ class Lane:
         self.groups.append(group)
         self.end = self.away = len(self.groups)
         return group
+
+    def pass_small(self, group: Group, tensor: torch.Tensor) -> None:
+        """Count `tensor`, all of whose storage is too small to leave with `group` or another one; the storage once."""
+        group.passed_tensors += 1
+        key = get_key(tensor)
+        if key not in self._passed:
+            self._passed.add(key)
+            group.passed_bytes += tensor.untyped_storage().nbytes()
 
     def expect(self, group: Group, size_bytes: int) -> None:
         """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""

@@ -25,7 +25,7 @@ import torch
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import LedgerHook
-from fgoffload.engine.saved import Handle, KeptHandle
+from fgoffload.engine.saved import Handle, KeptHandle, hold
 
 if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine
@@ -77,6 +77,12 @@ class Saving:
                 held = tensor if tensor.is_leaf else tensor.detach()
             elif tensor.numel() == 0 and is_without_bytes(tensor):
                 held = tensor.detach()
+            elif engine.is_always_too_small(tensor):
+                # A router saves a handful of them, and a rotary embedding its tables.
+                if group is None:
+                    return hold(tensor, lane.place)
+                lane.pass_small(group, tensor)
+                return hold(tensor, group.place)
         if held is None:
             return engine.save(tensor, lane=lane, group=group)
         if group is None:

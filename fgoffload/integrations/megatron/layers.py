@@ -21,7 +21,13 @@ from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.site_actions import LayerSites
-from fgoffload.integrations.megatron.sites import add_own_sites, find_fused_tags, find_tags, shares_router_input, switch_off_later
+from fgoffload.integrations.megatron.sites import (
+    add_own_sites,
+    find_fused_tags,
+    find_tags,
+    shares_router_input,
+    switch_off_later,
+)
 from fgoffload.integrations.megatron.waits import has_held_wait
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"

@@ -201,6 +201,9 @@ class _FollowingEngine(OffloadEngine):
         self._smallest_bytes = min_offloaded_bytes
         self._fates: dict[int, _Fate] = {}
 
+    def is_always_too_small(self, tensor: torch.Tensor) -> bool:
+        return False  # what stays is followed too
+
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Do as always, and note whether the storage of `tensor` stays."""
         before = {} if group is None else dict(group.stats.kept_bytes)
