@@ -7,6 +7,9 @@ import torch
 
 # Before CUDA starts: with workspaces of its own for each stream cuBLAS gives the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# At 1, as Megatron wants it in some cases, all streams share one queue: few overtake another, and who leaves out a wait to see
+# that it is missed would not see it.
+os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
 
 
 @pytest.fixture(autouse=True)
