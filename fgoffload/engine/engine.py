@@ -19,11 +19,11 @@ from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.host_memory import get_default_budget_bytes
-from fgoffload.engine.identity import Contents, StorageRef, has_bytes, identify
+from fgoffload.engine.identity import Contents, StorageRef, get_key, has_bytes, identify
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import Region, Saving, add_mark, is_in_backward, is_inert
-from fgoffload.engine.saved import Handle, KeptHandle, SavedState, SavedStorage, hold
+from fgoffload.engine.region import Following, Region, Saving, add_mark, is_in_backward, is_inert
+from fgoffload.engine.saved import FollowedHandle, Handle, KeptHandle, SavedState, SavedStorage, hold
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import StayingStorages
 from fgoffload.engine.timing import EventStopWatch, NoStopWatch, StopWatch
@@ -124,6 +124,20 @@ class OffloadEngine:
         with self._lock:
             self._forget_dropped()  # no region may run inside, and do so
         return Saving(self, lane, None)
+
+    def follow(self, lane: Lane) -> "Following | contextlib.nullcontext[None]":
+        """Return a context as `watch` does, for a stretch whose ops, outside of its regions, save nothing that leaves.
+
+        What backward takes of it tells how far it has come, and how much it has let go of. Nobody looks for what shares a
+        storage with a region, which takes the host several times as long; what does all the same is held elsewhere.
+        """
+        if is_inert():
+            return contextlib.nullcontext()
+        if self.device.is_capturing():
+            raise StateError(_CAPTURING)
+        with self._lock:
+            self._forget_dropped()
+        return Following(self, lane)
 
     def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
         """When backward has the whole gradient of `tensor`, call back what it wants next of `lane`.
@@ -252,6 +266,31 @@ class OffloadEngine:
                 group.add(saved)
             return Handle(self, saved, view, lane=lane, group=group)
 
+    def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> FollowedHandle | KeptHandle:
+        """Return the handle for a tensor that autograd saves in a stretch that is only followed.
+
+        Args:
+            tensor: What it saves.
+            lane: Where forward is.
+            seen: The keys of the storages that were saved in that stretch before. Their handles keep these from being used
+                again.
+        """
+        kept = hold(tensor, lane.place)
+        with self._lock:
+            if self._find_kind_to_keep(tensor) is not None:
+                return kept
+            key = get_key(tensor)
+            if key in seen or self._staying.find_reason(key) is not None:
+                return kept
+        seen.add(key)
+        return FollowedHandle(self, kept, tensor.untyped_storage().nbytes(), lane=lane)
+
+    def follow_backward(self, lane: Lane, size_bytes: int) -> None:
+        """Backward takes a storage of `size_bytes` in a stretch that is followed."""
+        with self._lock:
+            if lane.away and is_in_backward():
+                self._prefetch_early(lane, size_bytes)
+
     def take(self, saved: SavedStorage, view: View, *, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return what `view` saw when it was saved.
 
@@ -268,7 +307,9 @@ class OffloadEngine:
                 raise StateError(saved.fault)
             if group is None:
                 if lane.away and is_in_backward():
-                    self._prefetch_early(lane, saved)
+                    is_let_go = not saved.is_let_go and saved.state is SavedState.RESIDENT
+                    saved.is_let_go = saved.is_let_go or is_let_go
+                    self._prefetch_early(lane, saved.size_bytes if is_let_go else 0)
             elif is_in_backward() and lane.is_news(group, is_away=saved.state is SavedState.OFFLOADED):
                 self._approach(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
@@ -445,16 +486,14 @@ class OffloadEngine:
             return
         self._call_back_ahead(lane, self._policy.may_prefetch)
 
-    def _prefetch_early(self, lane: Lane, saved: SavedStorage) -> None:
+    def _prefetch_early(self, lane: Lane, size_bytes: int) -> None:
         """Call back what backward wants later, as far as it fits into what backward has let go of.
 
-        Backward is in a layer of which nothing left, and takes `saved` there. The groups of layers before it would else be
-        called back when backward has come to the first of them, and that one would be waited for.
+        Backward is in a layer of which nothing left, and takes `size_bytes` there, which it still reads. The groups of layers
+        before it would else be called back when backward has come to the first of them, and that one would be waited for.
         """
-        let_go_bytes = lane.let_go_bytes  # without `saved`, which is still read
-        if not saved.is_let_go and saved.state is SavedState.RESIDENT:
-            saved.is_let_go = True
-            lane.let_go_bytes += saved.size_bytes
+        let_go_bytes = lane.let_go_bytes
+        lane.let_go_bytes += size_bytes
         if self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             self._call_back_ahead(lane, functools.partial(self._policy.may_prefetch_early, let_go_bytes=let_go_bytes))
 

@@ -25,7 +25,7 @@ import torch
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import LedgerHook
-from fgoffload.engine.saved import Handle, KeptHandle, hold
+from fgoffload.engine.saved import KeptHandle, Packed, hold
 
 if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine
@@ -66,7 +66,7 @@ class Saving:
         self.lane = lane
         self.group = group
 
-    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
+    def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle from which autograd gets the tensor back."""
         engine, lane, group = self._engine, self.lane, self.group
         # What never moves costs as little as it can: a linear of many experts saves a few dozen weights, and as many biases
@@ -90,7 +90,7 @@ class Saving:
         group.passed_tensors += 1
         return KeptHandle(held, tensor._version, None, group.place)  # noqa: SLF001 - the only name
 
-    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+    def take_back(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""
         tensor = handle.take()
         for ledger in self._engine.observers:
@@ -104,6 +104,23 @@ class Saving:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too: hooks that stay installed would reach into whatever the process does next."""
         _pop_hooks()
+
+
+class Following(Saving):
+    """A stretch of forward of which backward's progress is wanted alone: see `OffloadEngine.follow`."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self, engine: "OffloadEngine", lane: Lane) -> None:
+        super().__init__(engine, lane, None)
+        self._seen: set[int] = set()
+
+    def __call__(self, tensor: torch.Tensor) -> Packed:
+        """Return the handle from which autograd gets the tensor back."""
+        engine = self._engine
+        if engine.observers or type(tensor) is torch.nn.Parameter or engine.is_always_too_small(tensor):
+            return super().__call__(tensor)
+        return engine.save_followed(tensor, lane=self.lane, seen=self._seen)
 
 
 class Region(Saving):

@@ -352,6 +352,44 @@ class KeptHandle:
         return tensor
 
 
+class FollowedHandle:
+    """What a saved tensor is packed into, where it stays and tells how far backward has come.
+
+    Args:
+        engine: Is told when backward takes it.
+        kept: Holds the tensor.
+        size_bytes: Of its storage, which no other such handle has.
+        lane: Where it was saved.
+    """
+
+    __slots__ = ("_engine", "_kept", "_lane", "_size_bytes")
+
+    def __init__(self, engine: "OffloadEngine", kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
+        self._engine = engine
+        self._kept = kept
+        self._size_bytes = size_bytes
+        self._lane = lane
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor was saved."""
+        return self._kept.place
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor for autograd.
+
+        Raises:
+            StateError: It was changed in place, or its storage is not as large as it was.
+        """
+        size_bytes, self._size_bytes = self._size_bytes, 0  # another backward of a graph that is kept lets go of nothing more
+        self._engine.follow_backward(self._lane, size_bytes)
+        return self._kept.take()
+
+
+Packed = Handle | KeptHandle | FollowedHandle
+"""What pack hooks return."""
+
+
 def hold(tensor: torch.Tensor, place: Place) -> KeptHandle:
     """Return a handle for a tensor of any kind that was saved at `place` and stays on the device."""
     version = get_version(tensor)

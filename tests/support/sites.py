@@ -53,6 +53,11 @@ class Sites:
         with self.engine.watch(self.lane) if self.engine else contextlib.nullcontext():
             yield
 
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        with self.engine.follow(self.lane) if self.engine else contextlib.nullcontext():
+            yield
+
 
 def get_gradients(forward: Callable[[Sites], torch.Tensor], leaves: Sequence[torch.Tensor], sites: Sites) -> list[torch.Tensor]:
     """Return the gradients of `leaves` for a fixed, uneven gradient of what `forward` returns."""

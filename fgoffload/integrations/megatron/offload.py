@@ -141,6 +141,8 @@ class MegatronOffload:
         # What left of the layers before is let go of here, and not only where the next group ends, perhaps in backward.
         self.engine.poll()
         watched = self._find_watched()
+        if watched is Watched.FOLLOWED:
+            return self.engine.follow(lane)
         if watched is Watched.LAYER or (watched is Watched.ATTENTION and not has_parts):
             return self.engine.watch(lane)
         self.engine.announce_backward(lane, hidden)
@@ -154,7 +156,7 @@ class MegatronOffload:
 
     def leave_attention(self, hidden: torch.Tensor) -> None:
         """Forward has left the attention of the layer that it is in, which returned `hidden`."""
-        if self._lane is not None and self._find_watched() is not Watched.LAYER and not self._is_recording:
+        if self._lane is not None and not self._find_watched().covers_layer and not self._is_recording:
             # Behind attention nothing is watched, so that backward says by this mark that it has come to it.
             self.engine.announce_backward(self._lane, hidden)
 

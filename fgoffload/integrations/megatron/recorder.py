@@ -18,7 +18,7 @@ from fgoffload.engine.geometry import get_view
 from fgoffload.engine.identity import StorageRef, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
-from fgoffload.engine.saved import Handle, KeptHandle, hold
+from fgoffload.engine.saved import KeptHandle, Packed, hold
 from fgoffload.integrations.megatron.device_memory import DeviceMemory
 from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.plan import Site
@@ -32,7 +32,7 @@ class RecordedHandle(KeptHandle):
 
     __slots__ = ("_handle", "_saving", "stretch")
 
-    def __init__(self, handle: Handle | KeptHandle, saving: Saving | None, stretch: Stretch) -> None:  # no tensor of its own
+    def __init__(self, handle: Packed, saving: Saving | None, stretch: Stretch) -> None:  # no tensor of its own
         self._handle = handle
         self._saving = saving
         self.place = handle.place
@@ -64,7 +64,7 @@ class RecordedRegion(Region):
         """Return the handle from which autograd gets the tensor back."""
         return self._recorder.save(tensor, self._run, self._place, self._inner)
 
-    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:  # noqa: D102
+    def take_back(self, handle: Packed) -> torch.Tensor:  # noqa: D102
         return self._recorder.take(handle)
 
     def __enter__(self) -> None:
@@ -104,7 +104,7 @@ class _RecordedWatch(Saving):
         """Return the handle from which autograd gets the tensor back."""
         return self._recorder.save(tensor, self._run, Place(None, f"mb={self._run.microbatch}"), self._inner)
 
-    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+    def take_back(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`."""
         return self._recorder.take(handle)
 
@@ -237,7 +237,7 @@ class StepRecorder:
             ledger.count_save(tensor, place=place)
         return RecordedHandle(hold(tensor, place), None, stretch)
 
-    def take(self, handle: Handle | KeptHandle) -> torch.Tensor:
+    def take(self, handle: Packed) -> torch.Tensor:
         """Return a saved tensor; in backward it tells where backward is."""
         if isinstance(handle, RecordedHandle) and is_in_backward():
             task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public name

@@ -13,7 +13,7 @@ import torch
 
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
 from fgoffload.engine.region import is_in_backward
-from fgoffload.engine.saved import Handle, KeptHandle, hold
+from fgoffload.engine.saved import Handle, Packed, hold
 from fgoffload.integrations.pytorch.outputs import find_tensor
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
@@ -48,12 +48,12 @@ class UncompiledSaving(Saving):
     __slots__ = ()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
+    def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle from which autograd gets the tensor back."""
         return super().__call__(tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def take_back(self, handle: Handle | KeptHandle) -> torch.Tensor:
+    def take_back(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""
         return super().take_back(handle)
 
@@ -83,7 +83,7 @@ class SizedSaving(UncompiledSaving):
         self._size_bytes = 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, tensor: torch.Tensor) -> Handle | KeptHandle:
+    def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle from which autograd gets the tensor back."""
         if is_in_backward():
             return hold(tensor, self.lane.place)

@@ -289,7 +289,7 @@ class _Layer:
 
     def _pass(self, steps: _Steps, groups: int) -> None:
         """Backward has passed the MLP, or all, of a layer that is not watched there; in front of that are so many groups."""
-        if groups and self._watched is not Watched.LAYER and not self._runs_again_as_a_whole:
+        if groups and not self._watched.covers_layer and not self._runs_again_as_a_whole:
             steps.add(PassedStep())
 
     def _find_watched(self) -> Watched:
@@ -308,7 +308,7 @@ class _Layer:
 
     def _is_watched(self, place: int) -> bool:
         behind = self._behind_attention
-        return self._watched is Watched.LAYER or (self._watched is Watched.ATTENTION and behind is not None and place < behind)
+        return self._watched.covers_layer or (self._watched is Watched.ATTENTION and behind is not None and place < behind)
 
     def _run_again(self, steps: _Steps, rerun: Rerun) -> None:
         for place in rerun.segments:

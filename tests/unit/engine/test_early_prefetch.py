@@ -1,9 +1,10 @@
 """Calling back while backward is still in layers of which nothing left."""
 
+import pytest
 import torch
 from support.sites import Sites, check_same_bits, make_engine
 
-from fgoffload import Site, TransferPolicy
+from fgoffload import Site, StateError, TransferPolicy
 from fgoffload.engine import DelayedCpuDevice, Lane
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.stats import TagStats
@@ -179,4 +180,60 @@ def test_what_is_held_when_backward_is_expected_leaves_and_comes_back_in_time():
     engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
     h.backward(torch.ones_like(h))
     assert engine.finish_step().prefetch_misses == 1
+    engine.close()
+
+
+def run_followed(*, layers: int, prefetch_bytes: int = 2 * NBYTES, is_small: bool = False) -> int:
+    """Return the prefetch misses of a step of two sites that leave, and behind them `layers` ops that are only followed."""
+    policy = TransferPolicy(window_bytes=0, prefetch_bytes=prefetch_bytes)
+    engine = make_engine(policy=policy, min_offloaded_bytes=NBYTES // 2)
+    w = torch.ones(128, 128, requires_grad=True)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        h = w * 2
+        for _ in range(2):
+            h = sites(torch.sin, h)
+        if is_small:
+            h = h[:8] + 0
+        for _ in range(layers):
+            with sites.followed():
+                h = h.sin()
+        return h
+
+    check_same_bits(forward, [w], engine)
+    misses = engine.finish_step().prefetch_misses
+    engine.close()
+    return misses
+
+
+def test_a_stretch_that_is_followed_tells_how_far_backward_is_as_one_that_is_watched_does():
+    for layers in (0, 1, 2, 4):
+        assert run_followed(layers=layers) == run(layers=layers, prefetch_bytes=2 * NBYTES)[0]
+    assert run_followed(layers=4, prefetch_bytes=0) == 2
+
+
+def test_small_tensors_of_a_stretch_that_is_followed_tell_nothing():
+    assert run_followed(layers=4, is_small=True) == run_followed(layers=0, is_small=True) == 1
+
+
+def test_what_several_ops_of_a_stretch_that_is_followed_saved_is_let_go_of_once():
+    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20))
+    sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
+    h = sites(lambda one, other: one * other, w * 2, w * 3)
+    with sites.followed():
+        h = h * h + h.sin()
+    h.backward(torch.ones_like(h))
+    assert engine.finish_step().prefetch_misses == 2
+    engine.close()
+
+
+def test_a_change_in_place_of_what_a_followed_op_saved_is_found():
+    engine = make_engine()
+    sites, h = Sites(engine), torch.ones(128, 128, requires_grad=True) * 2
+    with sites.followed():
+        output = h.sin()
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(StateError, match="changed in place"):
+        output.sum().backward()
     engine.close()

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.usefixtures("parallel")
 STEPS = 2
 
 
-def list_watched(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def list_watched(monkeypatch: pytest.MonkeyPatch, method: str = "watch") -> list[object]:
     watched: list[object] = []
-    original = OffloadEngine.watch
-    monkeypatch.setattr(OffloadEngine, "watch", lambda self, lane: watched.append(lane) or original(self, lane))
+    original = getattr(OffloadEngine, method)
+    monkeypatch.setattr(OffloadEngine, method, lambda self, lane: watched.append(lane) or original(self, lane))
     return watched
 
 
@@ -61,7 +61,9 @@ def test_what_left_is_let_go_of_in_the_layers_behind_it(tmp_path):
     [
         (MOE, ("expert_fc1", "moe_act"), 0, 0),
         (MOE, ("core_attn", "attn_proj", "expert_fc1"), 0, 2),
-        (MOE, ("attn_norm", "qkv_linear", "router"), 0, 0),
+        (MOE, ("attn_norm", "qkv_linear"), 0, 0),
+        (MOE, ("router", "expert_fc1"), 0, 0),
+        (MOE, ("router", "core_attn"), 2, 0),
         (SHARED, ("router",), 2, 0),
         (SHARED, ("shared_expert",), 2, 0),
     ],
@@ -87,6 +89,16 @@ def test_of_a_layer_only_that_part_is_watched_whose_ops_share_what_leaves(
     assert all(moved[tag] > 0 for tag in tags if tag != "attn_proj")
     assert sum(entered) == watched_layers
     assert len(watched) - sum(entered) == watched_attentions
+
+
+def test_a_layer_whose_router_leaves_is_followed_and_not_looked_through(monkeypatch):
+    flags = MOE.replace("--global-batch-size 4", "--global-batch-size 2")
+    before, _ = train(flags, steps=1)
+    followed, watched = list_watched(monkeypatch, "follow"), list_watched(monkeypatch)
+    after, moved = train(flags, make_config("router"), steps=1)
+    assert after == before
+    assert moved["router"] > 0
+    assert (len(followed), len(watched)) == (2, 0)
 
 
 NOT_WATCHED = ("attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "expert_fc2")
