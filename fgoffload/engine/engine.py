@@ -224,8 +224,9 @@ class OffloadEngine:
             return False
         if tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
             return False
+        # As if an element were a byte: another save of the storage may be of a narrower type, and both have to go one way.
         nbytes = tensor.untyped_storage().nbytes()
-        return nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel * tensor.element_size()
+        return nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""

@@ -113,8 +113,9 @@ class Lane:
         self.let_go_bytes = 0
         """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
         self._leftover: list[Group] = []
-        self._passed: set[int] = set()
-        """The keys of the storages that `pass_small` has counted. Their handles keep the keys from being used again."""
+        self._passed: set[tuple[int, int]] = set()
+        """The keys of the storages that `pass_small` has counted, with the position of the group. Handles keep the keys from
+        being used again."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
         """Return a new group of `site`, behind the others.
@@ -131,9 +132,9 @@ class Lane:
         return group
 
     def pass_small(self, group: Group, tensor: torch.Tensor) -> None:
-        """Count `tensor`, all of whose storage is too small to leave with `group` or another one; the storage once."""
+        """Count `tensor`, all of whose storage is too small to leave with `group` or another one; a storage once a group."""
         group.passed_tensors += 1
-        key = get_key(tensor)
+        key = (get_key(tensor), group.position)
         if key not in self._passed:
             self._passed.add(key)
             group.passed_bytes += tensor.untyped_storage().nbytes()

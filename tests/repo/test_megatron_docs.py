@@ -24,7 +24,8 @@ def read_tables(text):
 
 
 def name_method(row):
-    return f"`{row.owner.partition(':')[2]}.{row.method}`"
+    module, _, owner = row.owner.partition(":")
+    return f"`{owner or module.rpartition('.')[2]}.{row.method}`"
 
 
 def list_expected():

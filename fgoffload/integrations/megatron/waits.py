@@ -25,13 +25,14 @@ class Remedy(enum.Enum):
 
     KERNEL = "a kernel writes the bytes to the host, without the copy engine"
     HOLD = "groups that end in the layer before the wait are held until it is over"
+    NONE = "nothing: where nothing leaves, or where nobody has measured what it costs"
 
 
 class WaitRow(NamedTuple):
     """One place where the host waits for the device."""
 
     owner: str
-    """The class, as `module:Class`."""
+    """The class, as `module:Class`, or the module."""
     method: str
     what: str
     """What it waits for."""
@@ -44,6 +45,7 @@ class WaitRow(NamedTuple):
 
 
 _COUNTS = "the number of tokens of each expert"
+_EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication"
 
 WAITS = (
     WaitRow(f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", _COUNTS, Remedy.KERNEL, "0.16.1"),
@@ -57,6 +59,41 @@ WAITS = (
     ),
     WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
     WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
+    WaitRow(
+        f"{_EXCHANGES}:P2PCommunicator",
+        "_communicate",
+        "the whole device and all copies under way, after each exchange between stages, with `batch_p2p_sync`",
+        Remedy.NONE,
+        "0.16.1",
+    ),
+    WaitRow(
+        f"{_EXCHANGES}:P2PCommunicator",
+        "_communicate_shapes",
+        "the same, and the shapes that stages exchange where sequence lengths differ",
+        Remedy.NONE,
+        "0.16.1",
+    ),
+    WaitRow(
+        "megatron.core.models.common.embeddings.rope_utils",
+        "_apply_rotary_pos_emb_thd",
+        "the lengths of packed sequences, in rotary embeddings that are not fused",
+        Remedy.NONE,
+        "0.16.1",
+    ),
+    WaitRow(
+        "megatron.core.optimizer.clip_grads",
+        "get_grad_norm_fp32",
+        "the norm of all gradients, behind the last backward",
+        Remedy.NONE,
+        "0.16.1",
+    ),
+    WaitRow(
+        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer",
+        "_unscale_main_grads_and_check_for_nan",
+        "whether a gradient is not finite, behind the last backward, with a loss scale",
+        Remedy.NONE,
+        "0.16.1",
+    ),
 )
 
 

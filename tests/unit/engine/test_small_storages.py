@@ -85,3 +85,44 @@ def test_a_storage_of_several_small_saves_counts_once():
     kept = engine.finish_step().tags["core_attn"].kept_bytes[KeptReason.TOO_SMALL.value]
     # The input of sine, cosine and tangent once; the tangent and the exponential's four keep what they return, and its sum.
     assert kept == 4 * 8 + 4 * 8 + 4 * 4 + 4
+
+
+def test_a_storage_counts_once_for_each_tag_that_saves_it():
+    small = leaf(8)
+    engine = make_engine(min_offloaded_bytes=LIMIT_BYTES)
+
+    def forward(sites: Sites) -> torch.Tensor:
+        h = small * 2
+        return sites(torch.sin, h) + sites(torch.cos, h, tag="attn_proj")
+
+    check_same_bits(forward, [small], engine)
+    tags = engine.finish_step().tags
+    assert [tags[tag].kept_bytes for tag in ("core_attn", "attn_proj")] == [{KeptReason.TOO_SMALL.value: 4 * 8}] * 2
+
+
+class SaveBoth(torch.autograd.Function):
+    """Saves the bytes of its input as what they are and as fp32, in either order."""
+
+    @staticmethod
+    def forward(ctx, octets, tensor, is_wide_first):
+        views = (octets.view(torch.float32), octets) if is_wide_first else (octets, octets.view(torch.float32))
+        ctx.save_for_backward(*views)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert [saved.untyped_storage().nbytes() for saved in ctx.saved_tensors]
+        return None, gradient, None
+
+
+@pytest.mark.parametrize("is_wide_first", [False, True])
+def test_of_a_storage_saved_as_two_types_no_save_holds_what_another_lets_leave(is_wide_first):
+    # 3000 bytes are enough elements of one type, and of the other only both saves together.
+    engine = make_engine(min_offloaded_numel=1000)
+    x = leaf(4)
+    sites, octets = Sites(engine), torch.arange(3000).to(torch.uint8)
+    output = sites(lambda h: SaveBoth.apply(octets, h, is_wide_first), x * 2)
+    output.sum().backward()
+    kept = engine.finish_step().tags["core_attn"]
+    assert (kept.d2h_bytes, kept.kept_bytes) == (3000, {})
+    engine.close()
