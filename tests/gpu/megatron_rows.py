@@ -40,6 +40,8 @@ class Row:
     """Layer, tag, action."""
     evaluates_after: tuple[int, ...] = ()
     """Evaluate after so many steps; 0 is before the first."""
+    attention: str = "FusedAttention"
+    """The kernel of Transformer Engine's that has to run."""
 
 
 PLAN_MIX = (
@@ -101,7 +103,7 @@ ROWS = (
     Row("packed sequences (THD)", f"{MOE} --packed-sequences --micro-batch-size 1", MOE_TAGS),
     Row("variable sequence length", f"{MOE} --variable-seq-lengths", MOE_TAGS),
     Row("dropout off", f"{MIXED} {NO_DROPOUT}", MIXED_TAGS),
-    Row("fp32", MIXED.replace("--bf16 ", ""), MIXED_TAGS),
+    Row("fp32", MIXED.replace("--bf16 ", ""), MIXED_TAGS, attention="UnfusedDotProductAttention"),  # no other one has fp32
     *(
         Row(f"FP8, {recipe}", f"{MIXED} --fp8-format {fmt} --fp8-recipe {recipe}", MIXED_TAGS)
         for recipe, fmt in (("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"))

@@ -84,6 +84,10 @@ def run_row(row: Row, out: Path) -> dict[str, str]:
         unexpected = [tag for tag in unmoved if tag not in MOVES_WITH_ANOTHER]
         is_equal = all(rank["equal"] and rank["reproduces"] for rank in ranks) and not unexpected
         result["equal"] = "yes" if is_equal else f"no: {[rank['differ'] for rank in ranks]} unmoved {unexpected}"
+        if backends != [row.attention]:
+            result["equal"] = (
+                f"no: attention ran with {' '.join(backends) or 'a kernel that nobody named'}, not {row.attention}"
+            )
     seconds = time.perf_counter() - begin
     say(
         f"{seconds:6.1f} s  {result['row']}: {result['equal']} ({result['attention']}, reproduces {result['reproduces']}, "

@@ -172,6 +172,7 @@ class _Registrar:
         """Register the layers of those of `blocks` that are new.
 
         Raises:
+            ConfigError: Tags and what Megatron recomputes exclude each other.
             IntegrationError: A model cannot be offloaded as it is.
             PlanError: The plan asks of a layer what it cannot do.
         """
@@ -263,6 +264,7 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     """Refuse what excludes offload, or what a plan does.
 
     Raises:
+        ConfigError: A tag and a module that Megatron recomputes exclude each other.
         IntegrationError: With the flag and the fix.
     """
     if getattr(config, "cpu_offloading", False):
@@ -286,6 +288,9 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "
             "alike. Leave Megatron's recompute flags out: the plan says all."
         )
+    if granularity == "selective":
+        # As the commands do before Megatron starts; who calls `apply` has no other start.
+        offload.config.check_recompute(getattr(config, "recompute_modules", None) or ("core_attn",))
     if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
         raise IntegrationError(
             "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "

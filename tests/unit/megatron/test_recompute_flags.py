@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 from support.attention import reference_attention
-from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, train
+from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train
 
-from fgoffload import ConfigError, IntegrationError, default_tags
+from fgoffload import ConfigError, IntegrationError, OffloadConfig, default_tags
 from fgoffload.integrations.megatron.arguments import parse_arguments
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -84,7 +84,16 @@ def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_b
 
 
 @pytest.mark.parametrize(("module", "tag"), [row for row in REFUSED if row[0] in MODULES and row[1] in MIXED_TAGS])
-def test_a_tag_that_is_refused_would_save_nothing(module, tag):
-    # Past the check of the flags, the first step finds out.
+def test_a_tag_that_is_refused_would_save_nothing(module, tag, monkeypatch):
+    monkeypatch.setattr(OffloadConfig, "check_recompute", lambda self, modules: None)
+    # Past the checks, the first step finds out.
     with pytest.raises(IntegrationError, match=f"--offload-modules '{tag}' saved nothing in the first step on any rank"):
         train(f"{make_flags(module)} --global-batch-size 2", make_config(tag), steps=1)  # one microbatch says it
+
+
+@pytest.mark.parametrize(("module", "tag"), [("core_attn", "core_attn"), ("mlp", "mlp_fc1")])
+def test_who_calls_apply_is_refused_at_the_first_forward(module, tag):
+    with make_trainer(f"{make_flags(module)} --global-batch-size 2", make_config(tag)) as trainer:
+        with pytest.raises(ConfigError, match=f"--recompute-modules '{module}' exclude each other"):
+            trainer.run_step()
+        assert trainer.integration.engine.arena.used_bytes == 0
