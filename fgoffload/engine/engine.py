@@ -117,13 +117,7 @@ class OffloadEngine:
         share a storage with the value that core attention keeps. Were it not watched, its save would hold the storage, and
         offloading would free nothing.
         """
-        if is_inert():
-            return contextlib.nullcontext()
-        if self.device.is_capturing():
-            raise StateError(_CAPTURING)
-        with self._lock:
-            self._forget_dropped()  # no region may run inside, and do so
-        return Saving(self, lane, None)
+        return Saving(self, lane, None) if self._may_watch() else contextlib.nullcontext()
 
     def follow(self, lane: Lane) -> "Following | contextlib.nullcontext[None]":
         """Return a context as `watch` does, for a stretch whose ops, outside of its regions, save nothing that leaves.
@@ -131,13 +125,16 @@ class OffloadEngine:
         What backward takes of it tells how far it has come, and how much it has let go of. Nobody looks for what shares a
         storage with a region, which takes the host several times as long; what does all the same is held elsewhere.
         """
+        return Following(self, lane) if self._may_watch() else contextlib.nullcontext()
+
+    def _may_watch(self) -> bool:
         if is_inert():
-            return contextlib.nullcontext()
+            return False
         if self.device.is_capturing():
             raise StateError(_CAPTURING)
         with self._lock:
-            self._forget_dropped()
-        return Following(self, lane)
+            self._forget_dropped()  # no region may run inside, and do so
+        return True
 
     def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
         """When backward has the whole gradient of `tensor`, call back what it wants next of `lane`.

@@ -26,6 +26,7 @@ class Group:
 
     __slots__ = (
         "__weakref__",
+        "_passed",
         "_saved",
         "ahead_bytes",
         "end_position",
@@ -56,12 +57,22 @@ class Group:
         """Saved past the engine, since they never move. A group is one thread's: for the tag they count when it ends."""
         self.passed_bytes = 0
         """Of those that are too small to move."""
+        self._passed: set[int] = set()
+        """The keys of the storages that `pass_small` has counted. Their handles keep these from being used again."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     def add(self, saved: SavedStorage) -> None:
         """Let `saved` move with this group."""
         if self.state is GroupState.SAVING:
             self._saved[id(saved)] = weakref.ref(saved)  # weakly: see [Note: What owns what]
+
+    def pass_small(self, tensor: torch.Tensor) -> None:
+        """Count `tensor`, all of whose storage is too small to leave with this group or another one; a storage once."""
+        self.passed_tensors += 1
+        key = get_key(tensor)
+        if key not in self._passed:
+            self._passed.add(key)
+            self.passed_bytes += tensor.untyped_storage().nbytes()
 
     def submit(self) -> list[SavedStorage]:
         """Return what the group saved and autograd still wants."""
@@ -96,7 +107,7 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "_name", "_passed", "ahead_bytes", "away", "end", "groups", "let_go_bytes", "place")
+    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "groups", "let_go_bytes", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
@@ -113,9 +124,6 @@ class Lane:
         self.let_go_bytes = 0
         """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
         self._leftover: list[Group] = []
-        self._passed: set[tuple[int, int]] = set()
-        """The keys of the storages that `pass_small` has counted, with the position of the group. Handles keep the keys from
-        being used again."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
         """Return a new group of `site`, behind the others.
@@ -130,14 +138,6 @@ class Lane:
         self.groups.append(group)
         self.end = self.away = len(self.groups)
         return group
-
-    def pass_small(self, group: Group, tensor: torch.Tensor) -> None:
-        """Count `tensor`, all of whose storage is too small to leave with `group` or another one; a storage once a group."""
-        group.passed_tensors += 1
-        key = (get_key(tensor), group.position)
-        if key not in self._passed:
-            self._passed.add(key)
-            group.passed_bytes += tensor.untyped_storage().nbytes()
 
     def expect(self, group: Group, size_bytes: int) -> None:
         """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""

@@ -81,7 +81,7 @@ class Saving:
                 # A router saves a handful of them, and a rotary embedding its tables.
                 if group is None:
                     return hold(tensor, lane.place)
-                lane.pass_small(group, tensor)
+                group.pass_small(tensor)
                 return hold(tensor, group.place)
         if held is None:
             return engine.save(tensor, lane=lane, group=group)
