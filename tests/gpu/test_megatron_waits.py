@@ -1,11 +1,14 @@
 """The few bytes that Megatron's host waits for go around the copy engine that offload keeps busy."""
 
 import time
+import types
 
 import pytest
 import torch
 
-from fgoffload.integrations.megatron.waits import write_to_host
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.waits import step_aside, write_to_host
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -55,3 +58,31 @@ def test_a_kernel_does_not_wait_behind_a_big_copy_and_the_copy_engine_does():
     # 1 GiB takes 20 ms and more; a kernel of 16 numbers and the host's calls a fraction of one.
     assert was_busy
     assert around < behind / 4
+
+
+def exchange(communicator, computed):
+    """Let an exchange between stages wait, behind a kernel on the current stream and a long one on another."""
+    copies = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(copies):
+        torch.cuda._sleep(400_000_000)  # some 200 ms
+        copied = copies.record_event()
+    torch.cuda._sleep(20_000_000)
+    computed.record()
+    communicator._communicate(tensor_send_next=None, tensor_send_prev=None, recv_prev=False, recv_next=False, tensor_shape=None)
+    was_computed, was_copied = computed.query(), copied.query()
+    torch.cuda.synchronize()
+    return was_computed, was_copied
+
+
+def test_an_exchange_between_stages_waits_for_compute_and_not_for_copies(monkeypatch):
+    module = load_module("megatron.core.pipeline_parallel.p2p_communication")
+    config = load_module("megatron.core.model_parallel_config").ModelParallelConfig()
+    communicator = object.__new__(module.P2PCommunicator)
+    communicator.__dict__.update(config=config, pp_group=None, next_rank=0, prev_rank=0)
+    monkeypatch.setattr(module, "_batched_p2p_ops", lambda **_: [types.SimpleNamespace(wait=lambda: None)])
+    assert exchange(communicator, torch.cuda.Event()) == (True, True)  # Megatron's own
+    with Patches() as patches:
+        step_aside(patches, lambda: None)
+        assert exchange(communicator, torch.cuda.Event()) == (True, False)
+    assert exchange(communicator, torch.cuda.Event()) == (True, True)

@@ -25,6 +25,7 @@ class Remedy(enum.Enum):
 
     KERNEL = "a kernel writes the bytes to the host, without the copy engine"
     HOLD = "groups that end in the layer before the wait are held until it is over"
+    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours"
     NONE = "nothing: where nothing leaves, or where nobody has measured what it costs"
 
 
@@ -63,7 +64,7 @@ WAITS = (
         f"{_EXCHANGES}:P2PCommunicator",
         "_communicate",
         "the whole device and all copies under way, after each exchange between stages, with `batch_p2p_sync`",
-        Remedy.NONE,
+        Remedy.STREAM,
         "0.16.1",
     ),
     WaitRow(
@@ -109,6 +110,7 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     """
     for wait in _list_held():
         wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload))
+    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", _wrap_exchange)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", _wrap_move)
 
 
@@ -135,6 +137,24 @@ def _wrap_held_wait(get_offload: GetOffload, original: Any) -> Any:
         return result
 
     return run
+
+
+def _wrap_exchange(original: Any) -> Any:
+    def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        if not (config.batch_p2p_comm and config.batch_p2p_sync):
+            return original(self, *args, **kwargs)
+        config.batch_p2p_sync = False
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            config.batch_p2p_sync = True
+        # Megatron waits for the whole device here, lest the host go on before the exchange is over. The current stream has been
+        # told to wait for the exchange: when that stream is done, so is the exchange. Copies may still be under way.
+        torch.cuda.current_stream().synchronize()
+        return result
+
+    return communicate
 
 
 def _wrap_move(original: Any) -> Any:

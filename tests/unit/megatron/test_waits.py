@@ -1,6 +1,7 @@
 """Where Megatron's host waits for the device: what is ahead of the wait is held, in order, and the bits stay the same."""
 
 import logging
+import types
 
 import pytest
 import torch
@@ -97,6 +98,51 @@ def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next
         torch.set_rng_state(state)
         results = [trainer.run_step() for _ in range(2)]
     assert [(result.losses, result.gradient_digests) for result in results] == expected
+
+
+class Exchange:
+    """A communicator of one stage whose requests, and what the host waits for, are written down."""
+
+    def __init__(self, monkeypatch, *, batch_p2p_sync):
+        module = load_module("megatron.core.pipeline_parallel.p2p_communication")
+        self.happened = []
+        self.config = load_module("megatron.core.model_parallel_config").ModelParallelConfig(batch_p2p_sync=batch_p2p_sync)
+        self.communicator = object.__new__(module.P2PCommunicator)
+        self.communicator.__dict__.update(config=self.config, pp_group=None, next_rank=0, prev_rank=0)
+        monkeypatch.setattr(module, "_batched_p2p_ops", lambda **_: [types.SimpleNamespace(wait=self.note("request"))])
+
+    def note(self, what):
+        return lambda *_: self.happened.append(what)
+
+    def run(self):
+        stream = types.SimpleNamespace(synchronize=self.note("stream"))
+        with pytest.MonkeyPatch.context() as patch:  # around what the trainer has replaced on a CPU
+            patch.setattr(torch.cuda, "synchronize", self.note("device"))
+            patch.setattr(torch.cuda, "current_stream", lambda: stream)
+            self.communicator._communicate(
+                tensor_send_next=None, tensor_send_prev=None, recv_prev=False, recv_next=False, tensor_shape=None
+            )
+
+
+@pytest.mark.parametrize(("batch_p2p_sync", "expected"), [(True, ["request", "stream"]), (False, ["request"])])
+def test_an_exchange_between_stages_waits_for_its_stream_and_not_for_copies(batch_p2p_sync, expected, monkeypatch):
+    exchange = Exchange(monkeypatch, batch_p2p_sync=batch_p2p_sync)
+    with make_trainer(DENSE, make_config("core_attn")):  # which wraps the waits
+        exchange.run()
+    assert exchange.happened == expected
+    assert exchange.config.batch_p2p_sync == batch_p2p_sync
+
+
+def test_an_exchange_that_fails_leaves_the_config_as_it_was(monkeypatch):
+    exchange = Exchange(monkeypatch, batch_p2p_sync=True)
+
+    def fail(**_):
+        raise RuntimeError("the link is down")
+
+    monkeypatch.setattr(load_module("megatron.core.pipeline_parallel.p2p_communication"), "_batched_p2p_ops", fail)
+    with make_trainer(DENSE, make_config("core_attn")), pytest.raises(RuntimeError, match="the link is down"):
+        exchange.run()
+    assert exchange.config.batch_p2p_sync
 
 
 def test_every_row_of_the_tables_names_a_place_that_megatron_has():
