@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fgoffload.engine.cuda_copies import find_cuda_copies
 from fgoffload.engine.events import EventPool
 from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
@@ -114,8 +115,12 @@ class Device(abc.ABC):
         Args:
             destination: Contiguous, of the type and size of `source`.
             source: Contiguous, and no bools: a copy of those need not keep every bit.
-            stream: The current one, by `on`: to switch costs the host half a copy, and who queues several does it once.
+            stream: Inside of `copying_on` for it: to switch costs the host half a copy, and who queues several does it once.
         """
+
+    def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        """Return a context for `copy_bytes` on `stream`: one in which that is the current one, where it has to be."""
+        return self.on(stream)
 
     @abc.abstractmethod
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
@@ -186,6 +191,10 @@ class CpuDevice(Device):
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), free=lambda: None)
 
 
+_NO_CONTEXT = contextlib.nullcontext()
+"""One for all: making it takes as long as a copy does elsewhere."""
+
+
 class AcceleratorDevice(Device):
     """The accelerator that `torch.accelerator` finds; CUDA first."""
 
@@ -205,6 +214,8 @@ class AcceleratorDevice(Device):
             self._get_address = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - no public name
         self._streams: dict[int, Stream] = {}
         """By the driver's address, which is all that a stream is to driver and allocator: equal ones are one queue."""
+        # The driver itself waits for copies of memory that is not locked, and torch knows what to do about them.
+        self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
         self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
 
@@ -243,7 +254,13 @@ class AcceleratorDevice(Device):
         return self.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
-        destination.copy_(source, non_blocking=True)
+        if self._copies is None:
+            destination.copy_(source, non_blocking=True)
+        else:
+            self._copies.queue(destination, source, stream)
+
+    def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+        return self.on(stream) if self._copies is None else _NO_CONTEXT
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)

@@ -151,7 +151,7 @@ class Transfers:
         for owner in {saved.owner for saved in away}:
             device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
         is_profiled = _is_profiled()
-        with device.on(h2d):
+        with device.copying_on(h2d):
             for (saved, place), buffer in zip(away.items(), buffers, strict=True):
                 if is_profiled:
                     with _name_range("reload", place):
@@ -235,7 +235,7 @@ class Transfers:
 
     def _copy_out(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], sources: Sequence[torch.Tensor]) -> None:
         device, d2h = self._device, self._device.d2h_stream
-        with device.on(d2h):
+        with device.copying_on(d2h):
             for (_, block), source in zip(leaving, sources, strict=True):
                 for part, stretch in block.pair(source):
                     device.copy_bytes(destination=part, source=stretch, stream=d2h)

@@ -66,7 +66,7 @@ class _Buffers:
         device = self.device
         index, stream = (0, device.d2h_stream) if to_host else (1, device.h2d_stream)
         on_host, on_device = self._slabs[index].buffer[:size_bytes], self._on_device[index][:size_bytes]
-        with device.on(stream):
+        with device.copying_on(stream):
             if to_host:
                 device.copy_bytes(destination=on_host, source=on_device, stream=stream)
             else:

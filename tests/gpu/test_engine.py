@@ -116,7 +116,7 @@ def test_host_memory_is_locked_at_its_exact_size():
     slab = device.allocate_host(100 * 1024 * 1024 + 4096)
     assert slab.buffer.numel() == 100 * 1024 * 1024 + 4096
     source = torch.arange(slab.buffer.numel() // 8, device="cuda").view(torch.uint8)
-    with device.on(device.d2h_stream):
+    with device.copying_on(device.d2h_stream):
         device.copy_bytes(destination=slab.buffer, source=source, stream=device.d2h_stream)
     done = device.record_event(device.d2h_stream)
     assert is_locked(slab.buffer)

@@ -1,5 +1,9 @@
 """The accelerator's device, with stand-ins for torch's streams and events, so that no accelerator is needed."""
 
+import ctypes
+import dataclasses
+import itertools
+import sys
 import threading
 import types
 
@@ -7,6 +11,7 @@ import pytest
 import torch
 
 from fgoffload.engine import AcceleratorDevice, Hazard
+from fgoffload.policy import HostMemory
 
 
 class Event:
@@ -127,3 +132,98 @@ def test_without_addresses_torch_is_asked_for_the_current_stream_each_time(monke
     monkeypatch.setattr(torch._C, "_accelerator_getStream", lambda index: next(streams))
     device = AcceleratorDevice()
     assert [device.current_stream(), device.current_stream()] == ["first", "second"]
+
+
+class Runtime:
+    """Stands for CUDA's runtime: copies at once, and keeps what it was asked."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+        def copy(destination, source, nbytes, kind, stream):
+            self.asked.append((destination, source, nbytes, kind, stream))
+            if status == 0:
+                ctypes.memmove(destination, source, nbytes)
+            return status
+
+        self.cudaMemcpyAsync = copy
+
+
+@pytest.fixture
+def use_runtime(monkeypatch):
+    """Return a function that puts a `Runtime` in the place of CUDA's."""
+
+    def use(runtime):
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: runtime)
+        monkeypatch.setattr(
+            torch.cuda, "Stream", lambda **names: types.SimpleNamespace(cuda_stream=names["stream_id"] * 16), raising=False
+        )
+        monkeypatch.setattr(
+            torch, "Stream", lambda device: Queue(stream_id=next(identifiers), device_index=0, device_type=1), raising=False
+        )
+        return runtime
+
+    identifiers = itertools.count(1)
+    return use
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    """A stream of torch."""
+
+    stream_id: int
+    device_index: int
+    device_type: int
+
+    def __enter__(self):
+        raise AssertionError("the runtime is given the stream: to make it the current one takes the host time for nothing")
+
+    def __exit__(self, *_):
+        raise AssertionError("it was entered")
+
+
+def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_on_the_stream_that_it_is_given(use_runtime):
+    runtime = use_runtime(Runtime())
+    device = AcceleratorDevice()
+    source, destination = torch.arange(24, dtype=torch.int16).view(4, 6), torch.zeros(4, 6, dtype=torch.int16)
+    for stream in (device.d2h_stream, device.h2d_stream, device.d2h_stream):
+        with device.copying_on(stream):
+            device.copy_bytes(destination=destination, source=source, stream=stream)
+    assert torch.equal(destination, source)
+    assert runtime.asked == [(destination.data_ptr(), source.data_ptr(), 48, 4, stream) for stream in (16, 32, 16)]
+
+
+def test_what_cuda_refuses_is_an_error(use_runtime, monkeypatch):
+    use_runtime(Runtime(status=700))
+    checked = []
+    monkeypatch.setattr(torch.cuda, "check_error", checked.append)
+    device = AcceleratorDevice()
+    device.copy_bytes(destination=torch.zeros(4), source=torch.ones(4), stream=device.d2h_stream)
+    assert checked == [700]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_copies_go_through_torch_where_its_sanitizer_looks_for_them(is_on, use_runtime, monkeypatch):
+    runtime = use_runtime(Runtime())
+    sanitizer = types.SimpleNamespace(cuda_sanitizer=types.SimpleNamespace(enabled=is_on))
+    monkeypatch.setitem(sys.modules, "torch.cuda._sanitizer", sanitizer)
+    device = AcceleratorDevice()
+    destination = torch.zeros(4)
+    device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
+    assert torch.equal(destination, torch.ones(4))
+    assert len(runtime.asked) == (0 if is_on else 1)
+
+
+def test_copies_of_pageable_memory_go_through_torch(use_runtime):
+    runtime = use_runtime(Runtime())
+    device = AcceleratorDevice(host_memory=HostMemory.PAGEABLE)
+    device.copy_bytes(destination=torch.zeros(4), source=torch.ones(4), stream=device.d2h_stream)
+    assert runtime.asked == []
+
+
+def test_copies_go_through_torch_where_the_runtime_has_no_name_of_its_own(use_runtime):
+    use_runtime(types.SimpleNamespace())
+    device = AcceleratorDevice()
+    destination = torch.zeros(4)
+    device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
+    assert torch.equal(destination, torch.ones(4))

@@ -258,7 +258,7 @@ def test_a_small_copy_that_the_framework_queues_after_a_hold_and_before_the_flus
         held = device.operations[before:]
         stream = device.d2h_stream if place == "d2h" else device.current_stream()
         device.join(stream, device.current_stream())
-        with device.on(stream):
+        with device.copying_on(stream):
             device.copy_bytes(destination=device.name(on_host, "on_host"), source=device.name(counts, "counts"), stream=stream)
         small = len(device.operations)
         device.synchronize(device.record_event(stream))  # as the dispatcher of a MoE layer, which needs the counts on the host
