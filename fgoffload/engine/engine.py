@@ -67,6 +67,8 @@ class OffloadEngine:
         self._policy = policy or TransferPolicy()
         self._min_offloaded_numel = min_offloaded_numel
         self._min_offloaded_bytes = min_offloaded_bytes
+        self._large_numel = max(min_offloaded_numel, min_offloaded_bytes)
+        """Elements. A tensor of so many reaches both minimum sizes, whatever its type."""
         self._keep = keep
         self.arena = HostArena(
             device,
@@ -217,9 +219,10 @@ class OffloadEngine:
 
         Not asked of parameters, which stay anyway, nor where a filter wants to see each tensor.
         """
-        if type(tensor) is not torch.Tensor or self._keep is not None or not has_bytes(tensor):
+        # What is large by itself is asked no further: `save` finds out what it is, and it is most of what is saved.
+        if type(tensor) is not torch.Tensor or tensor.numel() >= self._large_numel or self._keep is not None:
             return False
-        if tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
+        if not has_bytes(tensor) or tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
             return False
         # As if an element were a byte: another save of the storage may be of a narrower type, and both have to go one way.
         nbytes = tensor.untyped_storage().nbytes()

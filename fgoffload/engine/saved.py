@@ -14,6 +14,7 @@ not 0. Where the saves cover less than half of the stretch, they are gathered, a
 """
 
 import enum
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,6 +75,7 @@ class SavedStorage:
     __slots__ = (
         "__weakref__",
         "_aliases",
+        "_copied_views",
         "_transfers",
         "block",
         "contents",
@@ -96,7 +98,6 @@ class SavedStorage:
         "storage",
         "streams",
         "uses",
-        "views",
         "whole",
     )
 
@@ -105,6 +106,9 @@ class SavedStorage:
     ) -> None:
         self._transfers = transfers
         self._aliases: dict[View, torch.Tensor] = {}
+        """By view, what was saved, while the storage is there."""
+        self._copied_views: tuple[View, ...] = ()
+        """The views, once it is not."""
         self.place = place
         """Where it was saved first."""
         self.stats = stats
@@ -118,7 +122,6 @@ class SavedStorage:
         self.start = contents.nbytes
         self.end = 0
         """The stretch `[start, end)` of the storage that all saved views lie in, in bytes."""
-        self.views: set[View] = set()
         self.covered_bytes = 0
         """What the distinct views reach together, at most; overlapping views count twice."""
         self.gathered: tuple[View, ...] = ()
@@ -146,6 +149,11 @@ class SavedStorage:
         """Why the bytes cannot be given back any more, if so. Said when somebody wants them, since perhaps nobody does."""
 
     @property
+    def views(self) -> Collection[View]:
+        """What was saved, each view once, from the first save on."""
+        return self._aliases.keys() or self._copied_views
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the stretch that all views lie in."""
         return self.end - self.start
@@ -171,7 +179,6 @@ class SavedStorage:
         if self.state not in _ON_DEVICE or view in self._aliases:
             return
         self._aliases[view] = tensor.detach()
-        self.views.add(view)
         if view.start < self.start:
             self.start = view.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if view.end > self.end:
@@ -255,6 +262,7 @@ class SavedStorage:
 
     def drop_aliases(self) -> None:
         """Let go of the device memory: from here on the host block has the bytes."""
+        self._copied_views = tuple(self._aliases)
         self._aliases.clear()
 
     def __del__(self) -> None:

@@ -6,7 +6,7 @@ Every wait names the hazard that it prevents; the notes in `hazards.py` explain 
 import collections
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -184,7 +184,7 @@ class Transfers:
             reload.version = version
         elif reload.version != version:
             raise StateError(_say_changed(saved))
-        if view == saved.whole:
+        if view is saved.whole or view == saved.whole:
             return reload.buffer.detach()  # the usual case: the buffer was made for it
         return rebuild(view, reload.buffer, buffer_start=saved.start)
 
@@ -330,8 +330,7 @@ def _say_changed(saved: SavedStorage) -> str:
     )
 
 
-def _is_profiled() -> bool:
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
 
 
 def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:
