@@ -11,9 +11,7 @@ device below backward, both beside kernels.
 """
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib import pyplot
@@ -21,6 +19,7 @@ from matplotlib.patches import Patch
 from rich.console import Console
 
 import fgoffload
+from fgoffload.benchmark.traces import Event, is_copy, is_kernel, read_events, write_trace
 
 LANES = {"kernels": "#4c72b0", "copies to the host": "#dd8452", "copies to the device": "#55a868"}
 """What the picture shows, from the top, and its colors."""
@@ -47,22 +46,27 @@ def train_step(model: torch.nn.Module, x: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def find_lane(event: dict[str, Any]) -> str | None:
+def run_to_end(model: torch.nn.Module, x: torch.Tensor) -> None:
+    """Run a step, and wait for the device."""
+    train_step(model, x)
+    torch.cuda.synchronize()
+
+
+def find_lane(event: Event) -> str | None:
     """Return the lane of the picture that an event of the trace belongs to, or None."""
-    if event.get("cat") == "kernel":
+    if is_kernel(event):
         return "kernels"
-    if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]:
+    if is_copy(event, way="DtoH"):
         return "copies to the host"
-    if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
+    if is_copy(event, way="HtoD"):
         return "copies to the device"
     return None
 
 
 def draw(trace: Path, picture: Path, *, title: str) -> None:
     """Draw the kernels and copies of `trace` over time."""
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     lanes: dict[str, list[tuple[float, float]]] = {name: [] for name in LANES}
-    for event in events:
+    for event in read_events(trace):
         lane = find_lane(event)
         if lane is not None:
             lanes[lane].append((event["ts"] / 1e3, event["dur"] / 1e3))
@@ -104,15 +108,10 @@ def main() -> None:
         for _ in range(4):
             train_step(model, x)
             handle.stats()
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        ) as profiler:
-            train_step(model, x)
-            torch.cuda.synchronize()
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        trace = arguments.out / "trace.json"
+        write_trace(lambda: run_to_end(model, x), trace)
         Console(width=160).print(handle.stats())
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    trace = arguments.out / "trace.json"
-    profiler.export_chrome_trace(str(trace))
     title = (
         f"One step, {arguments.layers} blocks of hidden {arguments.hidden}, {arguments.tokens} tokens, bf16, "
         f"{torch.cuda.get_device_name()}"

@@ -25,6 +25,7 @@ from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks, plan_for_
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
+from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations.megatron import parallel
 from fgoffload.integrations.megatron.arguments import TrainingArguments
@@ -64,7 +65,7 @@ class Runner:
         if run.setting.system is System.PROFILE:
             return self._measure_profile()
         setting = self._plan(run.setting)
-        with self._train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
             for _ in range(self._job.warmup):
                 self._run_step(trainer)
             reset_peaks()
@@ -82,12 +83,25 @@ class Runner:
 
     def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
         """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
-        with self._train(self._plan(run.setting), Kernels.DETERMINISTIC, Update.NONE) as trainer:
+        with self.train(self._plan(run.setting), Kernels.DETERMINISTIC, Update.NONE) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps)]
         records = [
             StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
         ]
         return tuple(merge_steps(ranks) for ranks in zip(*_gather(records), strict=True))
+
+    @contextlib.contextmanager
+    def train(self, setting: Setting, kernels: Kernels, update: Update) -> Iterator[Trainer]:
+        """Hold the trainer of a setting, and leave nothing of it."""
+        arguments = self._parse_flags(setting)
+        empty_caches()
+        engine = Engine.MEGATRON if setting.system is System.MEGATRON else Engine.OURS
+        policy = TrainingPolicy(kernels=kernels, update=update, engine=engine)
+        with contextlib.closing(Trainer(arguments, self._tokens, offload=arguments.offload, policy=policy)) as trainer:
+            if setting.system is System.SAVE_ON_CPU:
+                save_on_cpu(trainer.chunks)
+            yield trainer
+        empty_caches()
 
     def _plan(self, setting: Setting) -> Setting:
         """Return `setting` with its plan, where it is one of a budget."""
@@ -130,19 +144,6 @@ class Runner:
 
     def _parse_flags(self, setting: Setting) -> TrainingArguments:
         return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
-
-    @contextlib.contextmanager
-    def _train(self, setting: Setting, kernels: Kernels, update: Update) -> Iterator[Trainer]:
-        """Hold the trainer of a setting, and leave nothing of it."""
-        arguments = self._parse_flags(setting)
-        empty_caches()
-        engine = Engine.MEGATRON if setting.system is System.MEGATRON else Engine.OURS
-        policy = TrainingPolicy(kernels=kernels, update=update, engine=engine)
-        with contextlib.closing(Trainer(arguments, self._tokens, offload=arguments.offload, policy=policy)) as trainer:
-            if setting.system is System.SAVE_ON_CPU:
-                save_on_cpu(trainer.chunks)
-            yield trainer
-        empty_caches()
 
     def _run_step(self, trainer: Trainer, *, with_digests: bool = False) -> StepResult:
         gc.collect()
@@ -236,15 +237,11 @@ def _add_activation_peak(measurement: Measurement, trainer: Trainer) -> Measurem
 
 def _write_trace(trainer: Trainer, path: Path) -> None:
     """Run one more step and write its trace: of rank 0, while all ranks run it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if not needs_cpu_support():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    if torch.distributed.get_rank() != 0:
-        trainer.run_step(with_digests=False)
-        return
-    with torch.profiler.profile(activities=activities) as profiler:
-        trainer.run_step(with_digests=False)
-    profiler.export_chrome_trace(str(path))
+    run = functools.partial(trainer.run_step, with_digests=False)
+    if torch.distributed.get_rank() == 0:
+        write_trace(run, path)
+    else:
+        run()
 
 
 def _gather(own: Any) -> list[Any]:
