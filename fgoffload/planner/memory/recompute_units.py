@@ -141,8 +141,10 @@ def _list_refills(
         )
 
     if shape.latent is not None:
-        normed = (one.name for one in tensors if one.name.startswith("normed compressed"))
-        drops = _pick(tensors, "query, key and value", "rotary tables", *normed)
+        # What the linears save of what they are given. In bf16 and without norms that is what the checkpoint keeps, too.
+        starts = ("normed compressed",) if _keeps_compressed(shape, shape.latent) else ("normed compressed", "compressed")
+        inputs = (one.name for one in tensors if one.name.startswith(starts))
+        drops = _pick(tensors, "query, key and value", "rotary tables", *inputs)
         yield make("mla_up_proj", "qkv_linear", "core_attn", sizes.query_key_value, drops)
     if shape.fp8_recipe == "delayed":
         # What is behind the others would have to save its input as it was given, which delayed scaling cannot.
@@ -195,10 +197,34 @@ def _list_first_parts(
 
 
 def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:
-    # The compressed tensors are saved in any case, but not the key's channels that rotary embeddings turn: 2sb dpos, of the
-    # whole sequence on each rank. The embedding itself is cached by its module.
-    size_bytes = BF16 * LayerSizes(shape).rows * latent.qk_pos_emb_head_dim
-    return (SavedTensor(name="rotary channels of the key", tags=("qkv_linear",), size_bytes=size_bytes),)
+    """Return what the checkpoint around the up-projections keeps that a layer does not save without it.
+
+    It keeps what it is given. The rotary embedding among that is cached by its module, and counted nowhere.
+
+    Source: `MLASelfAttention.get_query_key_value_tensors` of megatron-core 0.16.1.
+    """
+    kept = []
+    if not _keeps_compressed(shape, latent):
+        for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
+            if rank is not None:
+                # 2sb rank/t: linears in fp8 save a copy of their own, and only when they run again.
+                size_bytes = BF16 * shape.tokens * rank
+                kept.append(SavedTensor(name=f"compressed {name} in bf16", tags=("qkv_linear",), size_bytes=size_bytes))
+    # The compressed key-value is a view of what the projection returned, beside the key's channels that rotary embeddings
+    # turn: 2sb dpos/t. They are the checkpoint's too, but where ranks gather them: then as 2sb dpos, of the whole sequence on
+    # each rank, and the view reaches over all of its own but those of the last token.
+    channels = BF16 * latent.qk_pos_emb_head_dim
+    size_bytes = channels * LayerSizes(shape).rows
+    kept.append(SavedTensor(name="rotary channels of the key", tags=("qkv_linear",), size_bytes=size_bytes))
+    if shape.tensor_parallel_size > 1:
+        size_bytes = channels * (shape.tokens - 1)
+        kept.append(SavedTensor(name="rotary channels between the compressed", tags=("qkv_linear",), size_bytes=size_bytes))
+    return tuple(kept)
+
+
+def _keeps_compressed(shape: LayerShape, latent: LatentShape) -> bool:
+    """Return whether a layer saves the compressed query and key-value themselves, for a linear or a norm."""
+    return shape.fp8_recipe is None or latent.has_qk_norm
 
 
 def _pick(tensors: Iterable[SavedTensor], *names: str) -> tuple[str, ...]:

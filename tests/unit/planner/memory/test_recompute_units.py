@@ -238,9 +238,29 @@ def test_with_delayed_scaling_the_projection_keeps_a_copy_in_fp8_and_the_output_
 def test_the_rotary_channels_of_the_key_are_kept_with_the_compressed_tensors():
     (kept,) = make_found(MLA)["mla_up_proj"].keeps
     assert (kept.tags, kept.size_bytes) == (("qkv_linear",), CHANNELS)
-    # Each of two ranks has them of the whole sequence.
-    (shared,) = make_found(dataclasses.replace(MLA, tensor_parallel_size=2))["mla_up_proj"].keeps
-    assert shared.size_bytes == CHANNELS
+    # Each of two ranks has them of the whole sequence, and in what the projection returned, between those compressed, of its
+    # own half: up to the compressed key-value of the last token.
+    kept = make_found(dataclasses.replace(MLA, tensor_parallel_size=2))["mla_up_proj"].keeps
+    assert [one.size_bytes for one in kept] == [CHANNELS, CHANNELS // 2 - 2 * 4]
+    assert {one.tags for one in kept} == {("qkv_linear",)}
+
+
+def test_in_fp8_projections_that_run_again_keep_what_they_are_given_and_not_the_copies_that_linears_save():
+    shape = dataclasses.replace(MLA, fp8_recipe="delayed")
+    unit = make_found(shape)["mla_up_proj"]
+    assert {"compressed query", "compressed key-value"} < set(unit.drops)
+    assert sum(one.size_bytes for one in unit.keeps) == COMPRESSED + CHANNELS
+    # Of copies of one byte an element and a scale each, that is more than what is dropped of them.
+    layer = make_layer(shape)
+    dropped = LATENT_QUERY_KEY_VALUE + TABLES + COMPRESSED // 2 + 2 * 4
+    assert count_saved(layer, unit) == layer.saved_bytes - dropped + COMPRESSED + CHANNELS
+
+
+def test_in_fp8_norms_save_the_compressed_tensors_in_bf16_whether_or_not_projections_run_again():
+    normed = dataclasses.replace(MLA, latent=dataclasses.replace(MLA.latent, has_qk_norm=True), fp8_recipe="delayed")
+    unit = make_found(normed)["mla_up_proj"]
+    assert not {"compressed query", "compressed key-value"} & set(unit.drops)
+    assert sum(one.size_bytes for one in unit.keeps) == CHANNELS
 
 
 def test_normed_compressed_tensors_are_made_again_with_the_projections():
