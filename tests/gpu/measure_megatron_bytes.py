@@ -1,10 +1,10 @@
 """Trains a step of each of Megatron's models that it is given and writes what each tag saved.
 
 A script, since Transformer Engine keeps state for a process: `python measure_megatron_bytes.py RANK PROCESSES FOLDER` reads
-`request.json` in FOLDER and writes `result-RANK.json` there. For each training that is an error, or the bytes of each tag in
-one step: those that left and those that another tag had taken away.
+`request.json` in FOLDER and writes `result-RANK.json` there. For each training that is an error, or what `measure` returns.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -20,8 +20,13 @@ ENVIRONMENT = {
 }
 
 
-def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[str, int]:
-    """Return the bytes of each of `tags` in one step."""
+def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[str, Any]:
+    """Train one step, and in FP8 another one in which every save is looked at.
+
+    Returns:
+        `bytes`, of each of `tags` in the first step: those that left and those that another tag had taken away. `rows`, of
+        each expert in each layer of experts, as the router sent them. `storages`, in FP8: what each tag saved, for people.
+    """
     import torch
 
     from fgoffload import OffloadConfig
@@ -33,9 +38,65 @@ def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[
         # The trainer chooses deterministic algorithms. Megatron and torch look at this for every operator; attention, which
         # looked when it was built, saves the same either way.
         torch.use_deterministic_algorithms(mode=is_deterministic, warn_only=True)
+        rows = note_rows(trainer)
         trainer.run_step(with_digests=False)
         stats = trainer.integration.last_step.tags
-        return {tag: found.d2h_bytes + found.shared_bytes for tag, found in stats.items()}
+        return {
+            "bytes": {tag: found.d2h_bytes + found.shared_bytes for tag, found in stats.items()},
+            "rows": rows[:],
+            "storages": list_storages(trainer) if arguments.transformer.get("fp8") else {},
+        }
+
+
+def note_rows(trainer: Any) -> list[list[int]]:
+    """Return a list to which each forward of experts will add the rows of each expert of this rank, as they come, unpadded."""
+    found: list[list[int]] = []
+
+    def note(module: Any, inputs: tuple[Any, ...]) -> None:
+        _, tokens_per_expert, _ = inputs
+        found.append(tokens_per_expert.tolist())
+
+    for chunk in trainer.chunks:
+        for module in chunk.modules():
+            if type(module).__name__ == "TEGroupedMLP":
+                module.register_forward_pre_hook(note)
+    return found
+
+
+def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
+    """Train a step and return what each tag saves in it: a shape, its type, the bytes of its storage, and how many of them.
+
+    A storage counts once for each execution of a site. Parameters are left out, and what layers share is in it though it stays.
+    """
+    import torch
+
+    from fgoffload.engine import ActivationLedger
+    from fgoffload.engine.identity import get_key, is_of_leaf
+
+    counts: collections.Counter[tuple[str, tuple[int, ...], str, int]] = collections.Counter()
+    seen = set()
+
+    class Saves(ActivationLedger):
+        def count_save(self, tensor: torch.Tensor, *, place: object = "") -> None:
+            site, separator, _ = str(place).partition(" mb=")
+            if not separator or type(tensor) is not torch.Tensor or is_of_leaf(tensor):
+                return
+            key = (site, get_key(tensor))
+            if key not in seen:
+                seen.add(key)
+                nbytes = tensor.untyped_storage().nbytes()
+                counts[site.rpartition(".")[2], tuple(tensor.shape), str(tensor.dtype), nbytes] += 1
+
+        def count_take(self, *, place: object = "") -> None: ...
+
+        def observe(self, tensor: torch.Tensor) -> None: ...
+
+    with trainer.integration.engine.observe(Saves(parameters=())):
+        trainer.run_step(with_digests=False)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for (tag, shape, dtype, nbytes), count in counts.items():
+        found.setdefault(tag, []).append({"shape": shape, "dtype": dtype, "size_bytes": nbytes, "count": count})
+    return found
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
@@ -53,8 +114,10 @@ def main(rank: int, processes: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=processes)
     request: dict[str, Any] = json.loads((folder / "request.json").read_text())
-    results: dict[str, dict[str, int] | str] = {}
+    results: dict[str, dict[str, Any] | str] = {}
     for name, training in request["trainings"].items():
+        sys.stdout.write(f"{name}\n")  # the last one in the log is the one that hung, or ended the process
+        sys.stdout.flush()
         try:
             arguments = parse_arguments(training["flags"].split(), source="test", world_size=processes)
             if not parallel_state.model_parallel_is_initialized():

@@ -2,18 +2,27 @@
 
 No size is another's by chance: the heads together are not as wide as the hidden states, nor is an expert. A step is one
 microbatch: what all layers share is known to stay alive after it, and stays on the device from then on.
+
+With `MEGATRON_BYTES_OUT=FOLDER` all numbers are written there, one JSON file for each run of `measure_megatron_bytes.py`: of
+each training and rank the bytes of each tag, measured and predicted, and in FP8 each storage that the tag saves.
 """
 
 import dataclasses
 import importlib.util
 import json
+import os
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from support.processes import run_processes
 
-from fgoffload.planner.memory.saved_bytes import count_tag_bytes
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_saved_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
+from fgoffload.planner.timing.hardware import get_hardware
+from fgoffload.planner.timing.op_times import make_layer_model
+from fgoffload.units import format_bytes
 
 LAYERS = 3
 SHAPE = (
@@ -69,82 +78,242 @@ SIGMOID_ROUTER = RouterShape(score_function="sigmoid", has_expert_bias=True, bal
 SHARED_SHAPE = with_experts(shared_ffn_hidden_size=192)
 OVERLAP_SHAPE = with_experts(shared_ffn_hidden_size=192, has_shared_overlap=True)
 
+
+class Training(NamedTuple):
+    """What to train, its layers as the planner sees them, and which of their units Megatron's flags let run again."""
+
+    flags: str
+    layers: list[LayerShape]
+    units: tuple[str, ...] = ()
+
+
 TRAININGS = {
-    "dense": (DENSE, [DENSE_SHAPE] * LAYERS),
-    "layer norm": (
+    "dense": Training(DENSE, [DENSE_SHAPE] * LAYERS),
+    "layer norm": Training(
         DENSE.replace(RMSNORM, "--normalization LayerNorm"),
         [dataclasses.replace(DENSE_SHAPE, normalization="LayerNorm")] * LAYERS,
     ),
-    "experts": (MOE, [MOE_SHAPE] * LAYERS),
-    "layer norm, experts": (
+    "experts": Training(MOE, [MOE_SHAPE] * LAYERS),
+    "layer norm, experts": Training(
         MOE.replace(RMSNORM, "--normalization LayerNorm"),
         [dataclasses.replace(MOE_SHAPE, normalization="LayerNorm")] * LAYERS,
     ),
-    "fused permutation": (f"{MOE} --moe-permute-fusion", [with_experts(has_fused_permutation=True)] * LAYERS),
-    "no activation fusion": (
+    "fused permutation": Training(f"{MOE} --moe-permute-fusion", [with_experts(has_fused_permutation=True)] * LAYERS),
+    "no activation fusion": Training(
         f"{MIXED} --no-bias-swiglu-fusion",
         [dataclasses.replace(shape, has_fused_activation=False) for shape in (DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE)],
     ),
-    "no activation fusion, router in fp32": (
+    "no activation fusion, router in fp32": Training(
         f"{MOE} --moe-router-dtype fp32 --no-bias-swiglu-fusion",
         [dataclasses.replace(with_experts(router=RouterShape(balancing="aux_loss", dtype_bytes=4)), has_fused_activation=False)]
         * LAYERS,
     ),
-    "no balancing": (
+    "no balancing": Training(
         MOE.replace("--moe-aux-loss-coeff 1e-2", ""),
         [with_experts(router=RouterShape())] * LAYERS,
     ),
-    "router in fp32, sigmoid, bias, balanced sequences": (f"{MOE} {SIGMOID}", [with_experts(router=SIGMOID_ROUTER)] * LAYERS),
-    "dense and shared experts, query groups": (
+    "router in fp32, sigmoid, bias, balanced sequences": Training(
+        f"{MOE} {SIGMOID}", [with_experts(router=SIGMOID_ROUTER)] * LAYERS
+    ),
+    "dense and shared experts, query groups": Training(
         f"{MIXED} --group-query-attention --num-query-groups 2",
         [with_groups(shape) for shape in (DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE)],
     ),
-    "shared experts overlapped": (f"{MIXED} --moe-shared-expert-overlap", [DENSE_SHAPE, OVERLAP_SHAPE, OVERLAP_SHAPE]),
-    "latent attention": (f"{MOE} {MLA}", [with_latent()] * LAYERS),
-    "latent attention with norms": (f"{MOE} {MLA} --qk-layernorm", [with_latent(has_qk_norm=True)] * LAYERS),
-    "full recompute": (f"{MIXED} {FULL}", [DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE]),
-    "full recompute, learned positions": (
+    "shared experts overlapped": Training(f"{MIXED} --moe-shared-expert-overlap", [DENSE_SHAPE, OVERLAP_SHAPE, OVERLAP_SHAPE]),
+    "latent attention": Training(f"{MOE} {MLA}", [with_latent()] * LAYERS),
+    "latent attention with norms": Training(f"{MOE} {MLA} --qk-layernorm", [with_latent(has_qk_norm=True)] * LAYERS),
+    "full recompute": Training(f"{MIXED} {FULL}", [DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE]),
+    "full recompute, learned positions": Training(
         f"{MOE} {FULL}".replace(ROPE, "--position-embedding-type learned_absolute"),
         [dataclasses.replace(MOE_SHAPE, rotary_channels=0)] * LAYERS,
     ),
 }
 
 
-def count_step(name, **fields):
-    """Return the bytes that the formulas say for one step of a training, by tag; `fields` hold for every layer."""
-    flags, layers = TRAININGS[name]
+# FP8: rows are multiples of 16 and channels too. Of experts neither the rows are multiples of 128 nor the channels.
+
+FP8 = {
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed",
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
+GROUPS = "--group-query-attention --num-query-groups 2"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+NORMS = ("attn_norm", "mlp_norm")
+MIXED_SHAPES = [with_groups(shape) for shape in (DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE)]
+OF_ANY_RECIPE = {
+    "dense, query groups": Training(f"{DENSE} {GROUPS}", [with_groups(DENSE_SHAPE)] * LAYERS),
+    "dense and shared experts, query groups": Training(f"{MIXED} {GROUPS}", MIXED_SHAPES),
+    "shared experts overlapped": Training(f"{MIXED} --moe-shared-expert-overlap", [DENSE_SHAPE, OVERLAP_SHAPE, OVERLAP_SHAPE]),
+    "latent attention": Training(f"{MOE} {MLA}", [with_latent()] * LAYERS),
+    "latent attention with norms": Training(f"{MOE} {MLA} --qk-layernorm", [with_latent(has_qk_norm=True)] * LAYERS),
+    "full recompute": Training(f"{MIXED} {FULL}", [DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE]),
+    "recompute mla_up_proj": Training(f"{MOE} {MLA} {SELECTIVE} mla_up_proj", [with_latent()] * LAYERS, ("mla_up_proj",)),
+}
+# Megatron refuses both with delayed scaling.
+NOT_DELAYED = {
+    "recompute layernorm moe_act": Training(
+        f"{MIXED} {GROUPS} {SELECTIVE} layernorm moe_act", MIXED_SHAPES, (*NORMS, "moe_act")
+    ),
+    "recompute layernorm, latent attention": Training(f"{MOE} {MLA} {SELECTIVE} layernorm", [with_latent()] * LAYERS, NORMS),
+}
+# 416 tokens are 3.25 blocks of rows.
+OPEN_BLOCKS = {
+    "open blocks": Training(
+        f"{MIXED} {GROUPS}".replace("--seq-length 192", "--seq-length 208"),
+        [dataclasses.replace(shape, seq_length=208) for shape in MIXED_SHAPES],
+    ),
+}
+FP8_TRAININGS = {
+    f"{recipe}, {name}": training._replace(
+        flags=f"{training.flags} {FP8[recipe]}",
+        layers=[dataclasses.replace(shape, fp8_recipe=recipe) for shape in training.layers],
+    )
+    for recipe, trainings in (
+        ("delayed", OF_ANY_RECIPE),
+        ("tensorwise", OF_ANY_RECIPE | NOT_DELAYED),
+        ("blockwise", OF_ANY_RECIPE | NOT_DELAYED | OPEN_BLOCKS),
+    )
+    for name, training in trainings.items()
+}
+EXPERT_TAGS = ("expert_fc1", "moe_act", "expert_fc2")
+"""What they save in FP8 follows the routing, since each expert pads its rows."""
+
+
+def count_layer(shape, training):
+    """Return the bytes that the formulas say for one layer of `training`, by tag."""
+    if FULL in training.flags:
+        return {"layer_input": count_tag_bytes(shape)["layer_input"]}
+    tensors = list_saved_tensors(shape)
+    for unit in make_layer_model(shape, get_hardware("h100"), kind="any").units:
+        if unit.name in training.units:
+            tensors = [*(one for one in tensors if one.name not in unit.drops), *unit.keeps]
     found = {}
-    for shape in layers:
-        for tag, size_bytes in count_tag_bytes(dataclasses.replace(shape, **fields)).items():
-            if (tag == "layer_input") == (FULL in flags):
-                found[tag] = found.get(tag, 0) + size_bytes
+    for tensor in tensors:
+        for tag in tensor.tags:
+            if tag != "layer_input":
+                found[tag] = found.get(tag, 0) + tensor.size_bytes
+    if "mla_up_proj" in training.units:
+        # The checkpoint is given the rotary embedding too, [s, 1, 1, dpos] in fp32. All layers have one, and it lives on.
+        found["qkv_linear"] += 4 * shape.seq_length * shape.latent.qk_pos_emb_head_dim
     return found
 
 
-@pytest.fixture(scope="module", params=[(1, True), (1, False), (2, False)], ids=str)
-def measured(request, tmp_path_factory):
+def count_expert(shape, training, rows):
+    """Return the bytes of the tags of experts for one expert alone, which has `rows`."""
+    experts = dataclasses.replace(shape.experts, num_experts=1, topk=1)
+    alone = dataclasses.replace(shape, seq_length=rows, micro_batch_size=1, tensor_parallel_size=1, experts=experts)
+    return {tag: size_bytes for tag, size_bytes in count_layer(alone, training).items() if tag in EXPERT_TAGS}
+
+
+def count_step(training, rows=(), **fields):
+    """Return the bytes that the formulas say for one step of a training on one rank, by tag.
+
+    Args:
+        training: What is trained.
+        rows: In FP8, those of each expert in each layer of experts, as the router sends them. Without, all have as many.
+        fields: These hold for every layer.
+    """
+    found = {}
+    routed = iter(rows)
+    for shape in (dataclasses.replace(shape, **fields) for shape in training.layers):
+        layer = count_layer(shape, training)
+        if rows and shape.experts is not None and FULL not in training.flags:
+            experts = [count_expert(shape, training, count) for count in next(routed)]
+            layer |= {tag: sum(one[tag] for one in experts) for tag in EXPERT_TAGS if tag in layer}
+        for tag, size_bytes in layer.items():
+            found[tag] = found.get(tag, 0) + size_bytes
+    return found
+
+
+def measure(trainings, kind, ranks, tmp_path_factory, *, is_deterministic):
     """Return what all trainings saved on each rank, and the fields of a layer that hold for all of them."""
-    ranks, is_deterministic = request.param
-    # Asked here too: this fixture comes before the one of the folder.
+    # Asked here too: fixtures of a module come before the one of the folder.
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA GPU(s), and there are {torch.cuda.device_count()}")
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine: pip install transformer-engine[pytorch]")
     parallel = TENSOR_PARALLEL if ranks > 1 else ""
-    trainings = {
-        name: {"flags": f"{flags} {parallel}", "tags": list(count_step(name))} for name, (flags, _) in TRAININGS.items()
+    request = {
+        name: {"flags": f"{training.flags} {parallel}", "tags": list(count_step(training))}
+        for name, training in trainings.items()
     }
     folder = tmp_path_factory.mktemp("bytes")
-    (folder / "request.json").write_text(json.dumps({"trainings": trainings, "is_deterministic": is_deterministic}))
+    (folder / "request.json").write_text(json.dumps({"trainings": request, "is_deterministic": is_deterministic}))
     script = __file__.replace("test_megatron_bytes", "measure_megatron_bytes")
     run_processes(script, folder, processes=ranks, timeout_seconds=400)
     results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)]
-    return results, {"is_deterministic": is_deterministic, "tensor_parallel_size": ranks}
+    fields = {"is_deterministic": is_deterministic, "tensor_parallel_size": ranks}
+    if "MEGATRON_BYTES_OUT" in os.environ:
+        name = f"{kind}-{ranks}-{'deterministic' if is_deterministic else 'any'}.json"
+        write_results(Path(os.environ["MEGATRON_BYTES_OUT"]) / name, trainings, results, fields)
+    return results, fields
+
+
+def predict(training, found, fields):
+    """Return the bytes of each tag that the formulas say for what a rank has measured."""
+    return count_step(training, found["rows"] if training.layers[0].fp8_recipe is not None else (), **fields)
+
+
+def write_results(path, trainings, results, fields):
+    """Write the bytes of each tag, `[measured, predicted]`, and what each tag saved, by training and rank."""
+    written = {}
+    for name, training in trainings.items():
+        written[name] = found = []
+        for result in results:
+            if isinstance(result[name], str):
+                found.append({"error": result[name]})
+                continue
+            measured, predicted = result[name]["bytes"], predict(training, result[name], fields)
+            tags = {tag: [measured.get(tag, 0), predicted.get(tag, 0)] for tag in predicted | measured}
+            found.append({"bytes": tags, "rows": result[name]["rows"], "storages": result[name]["storages"]})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(written, indent=1))
+
+
+def compare(name, training, results, fields):
+    """Fail where a rank has saved other bytes than the formulas say, and say those of all tags of all ranks."""
+    lines, is_same = [], True
+    for rank, result in enumerate(results):
+        found = result[name]
+        if isinstance(found, str):
+            pytest.fail(f"{name}, rank {rank}:\n{found}")
+        measured, predicted = found["bytes"], predict(training, found, fields)
+        is_same &= measured == predicted
+        lines.append(f"{name}, rank {rank}, rows of experts {found['rows']}")
+        lines.append(f"{'tag':16} {'measured':>10} {'predicted':>10} {'more':>8}")
+        for tag in predicted | measured:
+            had, said = measured.get(tag, 0), predicted.get(tag, 0)
+            lines.append(f"{tag:16} {had:10} {said:10} {had - said:8}" + (" <" if had != said else ""))
+            if had != said:
+                lines += [
+                    f"    {one['count']} of {one['shape']} {one['dtype']}, {format_bytes(one['size_bytes'])} each"
+                    for one in found["storages"].get(tag, ())
+                ]
+    assert is_same, "\n".join(lines)
+
+
+@pytest.fixture(scope="module", params=[(1, True), (1, False), (2, False)], ids=str)
+def measured(request, tmp_path_factory):
+    ranks, is_deterministic = request.param
+    return measure(TRAININGS, "bf16", ranks, tmp_path_factory, is_deterministic=is_deterministic)
+
+
+@pytest.fixture(scope="module", params=[(1, True), (1, False), (2, False)], ids=str)
+def measured_in_fp8(request, tmp_path_factory):
+    ranks, is_deterministic = request.param
+    return measure(FP8_TRAININGS, "fp8", ranks, tmp_path_factory, is_deterministic=is_deterministic)
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_each_tag_saves_the_bytes_of_its_formula(name, measured):
     results, fields = measured
-    expected = count_step(name, **fields)
-    assert [found[name] for found in results] == [expected] * len(results)
+    compare(name, TRAININGS[name], results, fields)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", FP8_TRAININGS)
+def test_each_tag_saves_the_bytes_of_its_formula_in_fp8(name, measured_in_fp8):
+    results, fields = measured_in_fp8
+    compare(name, FP8_TRAININGS[name], results, fields)
