@@ -19,7 +19,7 @@ from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.host_memory import get_default_budget_bytes
-from fgoffload.engine.identity import Contents, StorageRef, get_key, has_bytes, identify
+from fgoffload.engine.identity import Contents, StorageRef, get_key, has_bytes, identify, is_piece
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import Following, Region, Saving, add_mark, is_in_backward, is_inert
@@ -226,7 +226,7 @@ class OffloadEngine:
             return False
         # As if an element were a byte: another save of the storage may be of a narrower type, and both have to go one way.
         nbytes = tensor.untyped_storage().nbytes()
-        return nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel
+        return (nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel) and not is_piece(tensor)
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
@@ -446,7 +446,7 @@ class OffloadEngine:
             stats.shared_bytes += saved.size_bytes
             return None
         saved.check_unchanged("it left for the host")
-        if saved.covered_bytes < self._min_offloaded_bytes or saved.covered_bytes < self._min_offloaded_numel * saved.itemsize:
+        if self._is_too_small(saved):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
         saved.choose_form()
@@ -454,6 +454,13 @@ class OffloadEngine:
         if block is None:
             stats.add_kept(KeptReason.HOST_BUDGET, saved.size_bytes)
         return block
+
+    def _is_too_small(self, saved: SavedStorage) -> bool:
+        covered_bytes = saved.covered_bytes
+        if covered_bytes >= self._min_offloaded_bytes and covered_bytes >= self._min_offloaded_numel * saved.itemsize:
+            return False
+        # A piece that stayed would hold what it is a piece of, and that the others leave would free nothing.
+        return not is_piece(saved.get_any_alias())
 
     def _approach(self, lane: Lane, group: Group) -> None:
         for ledger in self.observers:

@@ -34,6 +34,15 @@ def is_without_bytes(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0
 
 
+def is_piece(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of `tensor` is made of memory that it did not allocate, and that others may have pieces of.
+
+    Transformer Engine allocates the quantized inputs of all experts and their scales at once, and makes a storage of each: the
+    memory of all is there until the last of them goes. Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp, 2.20.
+    """
+    return not tensor.untyped_storage().resizable()
+
+
 def is_of_leaf(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is, or looks at, a leaf that gets a gradient: a parameter, or an input from outside of the graph.
 

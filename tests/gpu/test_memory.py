@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.chain import make_weights, run_chain, take_gradients
 
-from fgoffload import TransferPolicy
-from fgoffload.engine import AcceleratorDevice, ActivationLedger, KeptReason, OffloadEngine
+from fgoffload import Site, TransferPolicy
+from fgoffload.engine import AcceleratorDevice, ActivationLedger, KeptReason, Lane, OffloadEngine
 
 SIZE = 2048
 NBYTES = SIZE * SIZE * 2
@@ -159,4 +159,57 @@ def test_allocated_memory_is_flat_without_the_cyclic_collector(kind):
     kept = stats.tags["core_attn"].kept_bytes
     assert set(kept) == ({reason.value} if reason else set())
     assert len(allocated) == 1
+    engine.close()
+
+
+class Piece:
+    """A part of a tensor's memory, for torch to make a storage of that holds the tensor."""
+
+    def __init__(self, whole: torch.Tensor, start: int, size: int) -> None:
+        self._whole = whole
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "<f4",
+            "data": (whole.data_ptr() + 4 * start, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class TwoOfOneAllocation(torch.autograd.Function):
+    """Saves two storages over one allocation, as Transformer Engine's quantized inputs and their scales are."""
+
+    @staticmethod
+    def forward(ctx, h):
+        memory = torch.empty(h.numel() + 64, device="cuda")
+        data, scale = (
+            torch.as_tensor(Piece(memory, start, size), device="cuda") for start, size in ((0, h.numel()), (h.numel(), 64))
+        )
+        data.copy_(h)
+        scale.fill_(3)
+        ctx.save_for_backward(data, scale)
+        return h * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        data, scale = ctx.saved_tensors
+        return gradient * scale[0] + data
+
+
+def test_an_allocation_is_freed_when_what_is_large_of_it_leaves():
+    # Its small piece would hold all of it.
+    engine = make_engine(min_offloaded_bytes=1 << 20)
+    lane = Lane(chunk=0, microbatch=0)
+    x = torch.randn(4 << 20, device="cuda", requires_grad=True)
+    h = x * 2
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    region = engine.find_region(Site(chunk=0, layer=0, tag="core_attn"), lane)
+    with region.saving():
+        output = TwoOfOneAllocation.apply(h)
+    region.end()
+    assert torch.cuda.memory_allocated() - before == output.nbytes
+    output.sum().backward()
+    assert torch.equal(x.grad, 2 * (3 + h.detach()))
+    assert engine.finish_step().d2h_bytes == h.nbytes + 256
     engine.close()
