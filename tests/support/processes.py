@@ -1,6 +1,7 @@
 """Starts a script in several processes, one a rank, and waits for all; ends all of them when one fails or time is up."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,7 +39,8 @@ def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds:
             child.wait()
         for log in logs:
             log.close()
-    for rank, child in enumerate(children):
+    # Those that were killed above, since another failed, come last.
+    for rank, child in sorted(enumerate(children), key=lambda item: item[1].returncode == -signal.SIGKILL):
         if child.returncode != 0:
             tail = "\n".join((folder / f"log-{rank}").read_text().splitlines()[-40:])
             raise AssertionError(f"rank {rank} ended with {child.returncode}:\n{tail}")

@@ -12,9 +12,10 @@ from typing import Any
 from fgoffload.errors import IntegrationError
 
 _EXPECTED_WARNINGS = (
-    # Raised at import where those optional packages are absent. The layers that we build need neither.
+    # Raised at import where those optional packages are absent. The layers that we build need none.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "absl.logging is not installed",
     # Of the config: about defaults and about layers of Transformer Engine.
     "full scope is deprecated",
     "If you are using transformer_engine",
@@ -25,7 +26,7 @@ _EXPECTED_WARNINGS = (
     # Of torch, about how Megatron spells its collectives.
     "`torch.distributed.",
 )
-"""How the warnings of megatron-core 0.16.1 begin that no flag caused and none could end."""
+"""How the warnings of megatron-core 0.16.1 and of the development branch begin that no flag caused and none could end."""
 
 _ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
 """Warnings to Megatron's developers (torch.jit.script, modules that move), raised while its files are read."""

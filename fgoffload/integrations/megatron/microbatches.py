@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from fgoffload.integrations.megatron.data import Batches, Microbatch, TokenSource
 from fgoffload.integrations.megatron.imports import load_module
@@ -18,19 +19,34 @@ def count_microbatches(arguments: TrainingArguments, *, consumed_samples: int) -
     """
     if arguments.rampup_batch_size is None:
         return arguments.num_microbatches
-    start, increment, samples = arguments.rampup_batch_size
-    calculator = load_module("megatron.core.num_microbatches_calculator").RampupBatchsizeNumMicroBatchesCalculator(
-        global_batch_size=arguments.global_batch_size,
-        micro_batch_size=arguments.micro_batch_size,
-        data_parallel_size=arguments.data_parallel_size,
-        decrease_batch_size_if_needed=False,
-        rank=1,  # says nothing
-        start_global_batch_size=start,
-        batch_size_increment=increment,
-        ramup_samples=samples,
-    )
+    calculator = _build_calculator(arguments, *arguments.rampup_batch_size)
     calculator.update(consumed_samples, consistency_check=True)
     return int(calculator.get())
+
+
+def _build_calculator(arguments: TrainingArguments, start: int, increment: int, samples: int) -> Any:
+    """Return Megatron's calculator for a batch that ramps up from `start`, by `increment`, over so many samples."""
+    module = load_module("megatron.core.num_microbatches_calculator")
+    common = {
+        "micro_batch_size": arguments.micro_batch_size,
+        "data_parallel_size": arguments.data_parallel_size,
+        "decrease_batch_size_if_needed": False,
+        "rank": 1,  # says nothing
+    }
+    if hasattr(module, "RampupBatchsizeNumMicroBatchesCalculator"):
+        return module.RampupBatchsizeNumMicroBatchesCalculator(
+            global_batch_size=arguments.global_batch_size,
+            start_global_batch_size=start,
+            batch_size_increment=increment,
+            ramup_samples=samples,
+            **common,
+        )
+    # The development branch has steps in its place, each as `samples:batch`.
+    steps = range((arguments.global_batch_size - start) // increment + 1)
+    schedule = {math.ceil(step * samples / (len(steps) - 1)): start + step * increment for step in steps}
+    return module.StepBatchsizeNumMicroBatchesCalculator(
+        schedule=" ".join(f"{threshold}:{size}" for threshold, size in schedule.items()), **common
+    )
 
 
 def iterate_microbatches(

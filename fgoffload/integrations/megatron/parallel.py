@@ -2,7 +2,9 @@
 
 import os
 import random
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -110,10 +112,19 @@ def clear_megatron_buffers() -> None:
     parallel_state = load_module("megatron.core.parallel_state")
     if parallel_state.model_parallel_is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()
-    load_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker().clear()
+    get_router_losses().clear()
     load_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper.tracker.clear()
     if has_transformer_engine():
         load_module("megatron.core.tensor_parallel.random").FP8GlobalStateManager.reset()
+
+
+def get_router_losses() -> MutableMapping[str, Any]:
+    """Return what Megatron has noted of each loss of its routers: itself, so that clearing it empties Megatron's."""
+    utils = load_module("megatron.core.transformer.moe.moe_utils")
+    # The development branch keeps them in an object, and its function of the old name returns a copy.
+    find_tracker = getattr(utils, "get_moe_metrics_tracker", None)
+    losses: MutableMapping[str, Any] = find_tracker().metrics if find_tracker else utils.get_moe_layer_wise_logging_tracker()
+    return losses
 
 
 def _choose_backend() -> str:

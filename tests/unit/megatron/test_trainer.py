@@ -108,9 +108,9 @@ def test_nothing_of_a_training_stays_in_the_process(text: TextData) -> None:
     with make_trainer(f"{MOE} --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1", text) as trainer:
         trainer.run_step()
         assert helper.tracker
-        assert load_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker()
+        assert parallel.get_router_losses()
     assert not helper.tracker
-    assert not load_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker()
+    assert not parallel.get_router_losses()
 
 
 # What a step is fed.
@@ -168,6 +168,33 @@ def test_a_batch_that_ramps_up_counts_microbatches_of_this_rank() -> None:
     arguments = parse(f"{DENSE} --global-batch-size 12 --rampup-batch-size 4 4 24", world_size=2)
     counts = [count_microbatches(arguments, consumed_samples=samples) for samples in (0, 11, 12, 23, 24, 25, 1000)]
     assert counts == [2, 2, 4, 4, 6, 6, 6]
+
+
+class StepCalculator:
+    """The development branch's calculator, as far as a step asks it: batches from numbers of sequences on."""
+
+    def __init__(self, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank, schedule, seq_length=None):
+        assert seq_length is None  # with it, steps would be counted in tokens
+        self._steps = [tuple(map(int, step.split(":"))) for step in schedule.split()]
+        self._sequences = micro_batch_size * data_parallel_size
+
+    def update(self, consumed_samples, consistency_check):
+        self._batch = [batch for begin, batch in self._steps if begin <= consumed_samples][-1]
+
+    def get(self):
+        return self._batch // self._sequences
+
+
+@pytest.mark.parametrize("ramp", ["4 4 24", "4 2 7", "2 2 3", "10 2 5"])
+def test_a_batch_ramps_up_alike_where_megatron_has_steps_in_place_of_a_ramp(ramp, monkeypatch) -> None:
+    arguments = parse(f"{DENSE} --global-batch-size 12 --rampup-batch-size {ramp}", world_size=2)
+    counts = []
+    for _ in range(2):
+        counts.append([count_microbatches(arguments, consumed_samples=samples) for samples in range(40)])
+        module = load_module("megatron.core.num_microbatches_calculator")
+        monkeypatch.delattr(module, "RampupBatchsizeNumMicroBatchesCalculator", raising=False)
+        monkeypatch.setattr(module, "StepBatchsizeNumMicroBatchesCalculator", StepCalculator, raising=False)
+    assert counts[0] == counts[1]
 
 
 def test_another_length_of_a_split_needs_no_name() -> None:
