@@ -13,10 +13,16 @@ SHARED = "--moe-shared-expert-intermediate-size 256"
 MLA = "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
 DENSE, MOE = SHAPE, f"{SHAPE} {EXPERTS} {ALLTOALL}"
 MIXED = f"{MOE} {SHARED} --moe-layer-freq [0]*1+[1]*2"
+LATENT = f"{MIXED} {MLA}"
+FOUR_LAYERS = "--num-layers 4 --moe-layer-freq [0]*1+[1]*3"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 TWO = "--global-batch-size 8"
+PIPELINE = "--pipeline-model-parallel-size 2"
+VIRTUAL = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
+UNEVEN = f"{PIPELINE} --decoder-first-pipeline-num-layers 2"
+BLOCKWISE, DELAYED = "--fp8-format e4m3 --fp8-recipe blockwise", "--fp8-format hybrid --fp8-recipe delayed"
 
 ATTENTION_TAGS = "qkv_linear core_attn attn_proj"
 MLP_TAGS = "mlp_fc1 mlp_act mlp_fc2"
@@ -24,8 +30,11 @@ EXPERT_TAGS = "mlp_norm router expert_fc1 moe_act expert_fc2 moe_combine"
 DENSE_TAGS = f"{ATTENTION_TAGS} {MLP_TAGS}"
 MOE_TAGS = f"{ATTENTION_TAGS} {EXPERT_TAGS}"
 MIXED_TAGS = f"{MOE_TAGS} {MLP_TAGS} shared_expert"
-MOVES_WITH_ANOTHER = ("attn_proj", "router", "shared_expert", "expert_fc2", "moe_combine", "mlp_norm")
-"""Tags that may move nothing of their own, since another tag saves the same storage and comes first, or a recompute owns it."""
+LATENT_TAGS = f"attn_norm {MIXED_TAGS}"
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""What Megatron recomputes: `--recompute-modules`."""
+METHODS = ("block", "uniform")
+"""Of full recompute: `--recompute-method`. In rows of `block` one layer runs again, and the others do not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +47,47 @@ class Row:
     gpus: int = 1
     plan: tuple[tuple[int, str, str], ...] = ()
     """Layer, tag, action."""
+    layers_by_chunk: int | None = None
+    """Layers that the first chunks of all ranks have together, in an interleaved pipeline; None without one."""
     evaluates_after: tuple[int, ...] = ()
     """Evaluate after so many steps; 0 is before the first."""
     attention: str = "FusedAttention"
     """The kernel of Transformer Engine's that has to run."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Of each generation of Megatron-Core that cannot take the row: how its version begins, and why."""
+
+    def find_refusal(self, version: str) -> str | None:
+        """Return why Megatron-Core of this version cannot take the row, or None where it can."""
+        return next((reason for start, reason in self.refused if version.startswith(start)), None)
+
+    def find_chunk(self, layer: int) -> int:
+        """Return in which chunk of its rank a layer is, from 0."""
+        return 0 if self.layers_by_chunk is None else layer // self.layers_by_chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Impossible:
+    """Tags that can move nothing under a recompute."""
+
+    tags: str
+    modules: str
+    """Of `--recompute-modules`, or a `--recompute-method` of full recompute."""
+    reason: str
+
+
+IMPOSSIBLE = (
+    Impossible("layer_input", " ".join(MODULES), "it is the input of a layer that runs again as a whole, which none does"),
+    Impossible("core_attn attn_proj", "core_attn", "attention keeps what it was given, and its output is not saved"),
+    Impossible("expert_fc2", "moe_act", "its input, the activation's output, is made again"),
+    Impossible(MLP_TAGS, "mlp", "the dense MLP keeps its input alone, and inside it nothing is saved"),
+    Impossible(
+        "shared_expert router expert_fc1 moe_act expert_fc2 moe_combine",
+        "moe",
+        "the layer's experts keep their input alone, and inside them nothing is saved",
+    ),
+    Impossible("shared_expert", "shared_experts", "they keep their input alone, and inside them nothing is saved"),
+    Impossible(LATENT_TAGS, "uniform", "all layers run again, and keep their input alone"),
+)
 
 
 PLAN_MIX = (
@@ -83,6 +129,15 @@ PLAN_DELAYED = tuple(
 )
 """Delayed scaling refuses linears that keep their original input, which these two need."""
 
+# For four layers, of which an interleaved pipeline of two stages has the first two in its first chunks.
+PLAN_MIX_FOUR = (*PLAN_MIX, (3, "moe", "recompute"), (3, "core_attn", "offload"), (3, "mlp_norm", "offload"))
+PLAN_FIRST_LINEARS_FOUR = (
+    *PLAN_FIRST_LINEARS,
+    (3, "qkv_linear", "recompute+offload"),
+    (3, "core_attn", "offload"),
+    (3, "expert_fc1", "recompute+offload"),
+)
+
 ROWS = (
     *(Row(f"tag {tag}", MOE, tag) for tag in MOE_TAGS.split() if tag not in ("attn_proj",)),
     Row("tag attn_proj", MOE, "core_attn attn_proj"),
@@ -109,7 +164,6 @@ ROWS = (
         for recipe, fmt in (("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"))
     ),
     Row("recompute layernorm", f"{MIXED} {SELECTIVE} layernorm", MIXED_TAGS),
-    Row("recompute layernorm, MLA", f"{MOE} {MLA} {SELECTIVE} layernorm", f"attn_norm {MOE_TAGS}"),
     Row("recompute core_attn", f"{MIXED} {SELECTIVE} core_attn", f"qkv_linear {MLP_TAGS} {EXPERT_TAGS} shared_expert"),
     Row("recompute moe_act", f"{MIXED} {SELECTIVE} moe_act", MIXED_TAGS.replace(" expert_fc2", "")),
     Row(
@@ -123,8 +177,21 @@ ROWS = (
     Row("recompute mlp", f"{MIXED} {SELECTIVE} mlp", f"{MOE_TAGS} shared_expert"),
     Row("recompute moe", f"{MIXED} {SELECTIVE} moe", f"{DENSE_TAGS} mlp_norm"),
     Row("recompute shared_experts", f"{MIXED} {SELECTIVE} shared_experts", f"{MOE_TAGS} {MLP_TAGS}"),
-    Row("recompute mla_up_proj", f"{MOE} {MLA} {SELECTIVE} mla_up_proj", f"attn_norm {MOE_TAGS}"),
+    Row("recompute core_attn, MLA", f"{LATENT} {SELECTIVE} core_attn", LATENT_TAGS.replace(" core_attn attn_proj", "")),
+    Row("recompute layernorm, MLA", f"{LATENT} {SELECTIVE} layernorm", LATENT_TAGS),
+    Row("recompute mla_up_proj, MLA", f"{LATENT} {SELECTIVE} mla_up_proj", LATENT_TAGS),
+    Row("recompute mlp, MLA", f"{LATENT} {SELECTIVE} mlp", f"attn_norm {MOE_TAGS} shared_expert"),
+    Row("recompute moe, MLA", f"{LATENT} {SELECTIVE} moe", f"attn_norm {DENSE_TAGS} mlp_norm"),
+    Row("recompute moe_act, MLA", f"{LATENT} {SELECTIVE} moe_act", LATENT_TAGS.replace(" expert_fc2", "")),
+    Row("recompute shared_experts, MLA", f"{LATENT} {SELECTIVE} shared_experts", f"attn_norm {MOE_TAGS} {MLP_TAGS}"),
     Row("full recompute, block", f"{MIXED} {FULL} block", f"layer_input {MOE_TAGS} shared_expert"),
+    # Two dense layers, of which the first alone runs again.
+    Row(
+        "full recompute, block, MLA",
+        f"{LATENT} --num-layers 4 --moe-layer-freq [0]*2+[1]*2 {FULL} block",
+        f"layer_input {LATENT_TAGS}",
+    ),
+    Row("full recompute, uniform, MLA", f"{LATENT} {FULL} uniform", "layer_input"),
     Row("plan: keep, recompute, offload", MIXED, "", plan=PLAN_MIX),
     Row("plan: other units", MIXED, "", plan=PLAN_UNITS),
     Row("plan: first linears", MIXED, "", plan=PLAN_FIRST_LINEARS),
@@ -146,29 +213,27 @@ ROWS = (
         "",
         plan=PLAN_FIRST_LINEARS,
     ),
-    Row("plan, FP8 blockwise", f"{MIXED} --fp8-format e4m3 --fp8-recipe blockwise", "", plan=PLAN_MIX),
-    Row("plan, FP8 delayed", f"{MIXED} --fp8-format hybrid --fp8-recipe delayed", "", plan=PLAN_DELAYED),
+    Row("plan, FP8 blockwise", f"{MIXED} {BLOCKWISE}", "", plan=PLAN_MIX),
+    Row("plan, FP8 delayed", f"{MIXED} {DELAYED}", "", plan=PLAN_DELAYED),
     Row("eval before, between, after", MIXED, MIXED_TAGS, evaluates_after=(0, 1, 2)),
     Row("forward-only first", MIXED, MIXED_TAGS, evaluates_after=(0,)),
     Row("batch ramp-up", f"{MIXED} --rampup-batch-size 2 2 4", MIXED_TAGS),
     Row(
         "1F1B",
-        f"{MIXED} {TWO} --num-layers 4 --moe-layer-freq [0]*1+[1]*3 --pipeline-model-parallel-size 2",
+        f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE}",
         MIXED_TAGS,
         gpus=2,
     ),
     Row(
         "interleaved",
-        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        f"{MOE} {TWO} --num-layers 4 {VIRTUAL}",
         MOE_TAGS,
         gpus=2,
     ),
-    Row(
-        "uneven stages", f"{MOE} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", MOE_TAGS, gpus=2
-    ),
+    Row("uneven stages", f"{MOE} {TWO} {PIPELINE} --decoder-first-pipeline-num-layers 1", MOE_TAGS, gpus=2),
     Row(
         "fewer microbatches than stages",
-        f"{MOE} --num-layers 4 --global-batch-size 2 --pipeline-model-parallel-size 2",
+        f"{MOE} --num-layers 4 --global-batch-size 2 {PIPELINE}",
         MOE_TAGS,
         gpus=2,
     ),
@@ -192,17 +257,28 @@ ROWS = (
     Row("data parallel", f"{MIXED} {TWO}", MIXED_TAGS, gpus=2),
     Row(
         "1F1B, plan",
-        f"{MIXED} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+        f"{MIXED} {TWO} {UNEVEN}",
         "",
         gpus=2,
         plan=PLAN_MIX,
     ),
     Row(
         "1F1B, first linears",
-        f"{MIXED} {TWO} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+        f"{MIXED} {TWO} {UNEVEN}",
         "",
         gpus=2,
         plan=PLAN_FIRST_LINEARS,
+    ),
+    Row("1F1B, plan, FP8 blockwise", f"{MIXED} {TWO} {UNEVEN} {BLOCKWISE}", "", gpus=2, plan=PLAN_MIX),
+    Row("1F1B, plan, FP8 delayed", f"{MIXED} {TWO} {UNEVEN} {DELAYED}", "", gpus=2, plan=PLAN_DELAYED),
+    Row("interleaved, plan", f"{MIXED} {TWO} {FOUR_LAYERS} {VIRTUAL}", "", gpus=2, plan=PLAN_MIX_FOUR, layers_by_chunk=2),
+    Row(
+        "interleaved, first linears",
+        f"{MIXED} {TWO} {FOUR_LAYERS} {VIRTUAL}",
+        "",
+        gpus=2,
+        plan=PLAN_FIRST_LINEARS_FOUR,
+        layers_by_chunk=2,
     ),
     Row(
         "tensor and sequence parallel, first linears",
@@ -213,7 +289,7 @@ ROWS = (
     ),
     Row(
         "1F1B, FP8 blockwise",
-        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe blockwise",
+        f"{MOE} {TWO} --num-layers 4 {PIPELINE} {BLOCKWISE}",
         MOE_TAGS,
         gpus=2,
     ),
@@ -233,16 +309,22 @@ ROWS = (
     ),
     Row(
         "1F1B, tensor and sequence parallel, four GPUs",
-        f"{MIXED} {TWO} --num-layers 4 --moe-layer-freq [0]*1+[1]*3 --pipeline-model-parallel-size 2 "
-        "--tensor-model-parallel-size 2 --sequence-parallel",
+        f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE} --tensor-model-parallel-size 2 --sequence-parallel",
         MIXED_TAGS,
         gpus=4,
     ),
     Row(
         "interleaved, expert parallel, four GPUs",
-        f"{MOE} {TWO} --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-        "--expert-model-parallel-size 2",
+        f"{MOE} {TWO} --num-layers 4 {VIRTUAL} --expert-model-parallel-size 2",
         MOE_TAGS,
+        gpus=4,
+    ),
+    # Under overlap each rank runs a microbatch more ahead: with fewer than four the first rank would never overlap.
+    Row(
+        "expert-parallel overlap (combined 1F1B), interleaved, four GPUs",
+        f"{MOE} --global-batch-size 16 --num-layers 4 {VIRTUAL} --expert-model-parallel-size 2 "
+        "--overlap-moe-expert-parallel-comm --moe-permute-fusion",
+        MOE_TAGS.replace(" moe_combine", ""),
         gpus=4,
     ),
 )

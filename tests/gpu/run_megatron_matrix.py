@@ -1,10 +1,12 @@
 """The GPU column of the support matrix: each row trains without offload twice and with offload, and compares every bit.
 
-    python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS] [--out FOLDER]
+    python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS] [--out FOLDER] [--megatron CHECKOUT]
 
 Each row is a process of its own, or one for each GPU that it needs, since Transformer Engine and Megatron keep state for a
 whole process. A row whose training without offload does not reproduce itself says nothing about offload, and is shown as such.
-What you should see: a line for each row as it ends, and a table at the end; exit code 0 where every row is equal.
+With `--megatron` the Megatron-Core of a checkout runs in place of the installed one; rows that it cannot take are shown with
+the reason, and are no failures. What you should see: a line for each row as it ends, and a table at the end, in
+`matrix_1gpu_0.16.1.md`; exit code 0 where every row that ran is equal.
 """
 
 import argparse
@@ -16,49 +18,80 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rows import MOVES_WITH_ANOTHER, ROWS, Row
+from megatron_results import Line, format_table, is_failure, judge_row, make_line, summarize
+from megatron_rows import ROWS, Row
 
 STEPS = 2
 TIMEOUT_SECONDS = 240
 
 
 def main() -> int:
-    """Run the rows, print the table, and return how many rows are not equal."""
+    """Run the rows, write the table, and return how many rows are not equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=6, help="rows at a time")
     parser.add_argument("--gpus", type=int, default=1, help="rows that need so many GPUs")
     parser.add_argument("--only", default="", help="rows whose name has one of these, separated by commas")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="where results and logs go")
+    parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="folder of the Megatron-LM that runs")
     parser.add_argument("--worker", nargs=3, metavar=("ROW", "RANK", "FOLDER"), help="for internal use")
     arguments = parser.parse_args()
     if arguments.worker:
         name, rank, folder = arguments.worker
         run_worker(next(row for row in ROWS if row.name == name), int(rank), Path(folder))
         return 0
+    if arguments.megatron and not (arguments.megatron / "megatron" / "core" / "__init__.py").is_file():
+        parser.error(f"--megatron {arguments.megatron} is no checkout of Megatron-LM: it has no megatron/core.")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    environment = make_environment(arguments.megatron)
+    version = ask_version(environment)
+    say(f"Megatron-Core {version}")
     words = [word for word in arguments.only.split(",") if word]
     rows = [row for row in ROWS if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda row: run_row(row, arguments.out), rows))
-    lines = ["| row | tags that moved | attention | reproduces itself | equal |", "|---|---|---|---|---|"]
-    lines += [f"| {r['row']} | {r['moved']} | {r['attention']} | {r['reproduces']} | {r['equal']} |" for r in results]
-    (arguments.out / f"matrix_{arguments.gpus}gpu.md").write_text("\n".join(lines) + "\n")
-    failed = [r for r in results if r["equal"] != "yes"]
-    say(f"{len(results) - len(failed)} of {len(results)} rows are equal to the bit")
-    return len(failed)
+        lines = list(pool.map(lambda row: run_row(row, arguments.out, environment, version), rows))
+    (arguments.out / f"matrix_{arguments.gpus}gpu_{version}.md").write_text(format_table(lines, version))
+    say(summarize(lines, version))
+    return sum(map(is_failure, lines))
 
 
-def run_row(row: Row, out: Path) -> dict[str, str]:
+def make_environment(checkout: Path | None) -> dict[str, str]:
+    """Return the environment of the workers, in which the Megatron-Core of `checkout` comes before an installed one."""
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(text for text in (str(checkout.resolve()) if checkout else None, before) if text)
+    return {**os.environ, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1", **({"PYTHONPATH": path} if path else {})}
+
+
+def ask_version(environment: Mapping[str, str]) -> str:
+    """Return the version of the Megatron-Core that workers import."""
+    code = "import megatron.core; print(megatron.core.__version__)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    answer = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=True)
+    return answer.stdout.split()[-1]
+
+
+def run_row(row: Row, out: Path, environment: Mapping[str, str], version: str) -> Line:
+    """Run the processes of `row`, if this version of Megatron-Core can take it, and return its line."""
+    begin = time.perf_counter()
+    refusal = row.find_refusal(version)
+    line = run_processes(row, out, environment) if refusal is None else make_line(row.name, f"refused: {refusal}")
+    say(
+        f"{time.perf_counter() - begin:6.1f} s  {line['row']}: {line['equal']} ({line['attention']}, reproduces "
+        f"{line['reproduces']}, moved {line['moved']})"
+    )
+    return line
+
+
+def run_processes(row: Row, out: Path, environment: Mapping[str, str]) -> Line:
     """Run the processes of `row` and return its line."""
     begin = time.perf_counter()
     log = out / f"{re.sub('[^a-z0-9A-Z]+', '_', row.name)}.log"
     with tempfile.TemporaryDirectory() as folder, log.open("w") as stream:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", row.name]
-        environment = {**os.environ, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
         processes = [
-            subprocess.Popen([*command, str(rank), folder], stdout=stream, stderr=subprocess.STDOUT, env=environment)
+            subprocess.Popen([*command, str(rank), folder], stdout=stream, stderr=subprocess.STDOUT, env=dict(environment))
             for rank in range(row.gpus)
         ]
         try:
@@ -70,30 +103,10 @@ def run_row(row: Row, out: Path) -> dict[str, str]:
         found = [Path(folder) / f"{rank}.json" for rank in range(row.gpus)]
         ranks = [json.loads(path.read_text()) for path in found if path.exists()]
     text = log.read_text()
-    backends = sorted(set(re.findall(r"Running with (\w+) backend", text)))
-    result = {"row": row.name, "attention": " ".join(backends) or "-", "moved": "-", "reproduces": "-", "equal": "no"}
     errors = [rank["error"] for rank in ranks if rank.get("error")]
     if errors or len(ranks) < row.gpus:
-        result["equal"] = f"failed: {errors[0] if errors else find_last_line(text)}"[:300].replace("|", "/").replace("\n", " ")
-    else:
-        result["moved"] = (
-            f"{sum(any(rank['moved'].get(tag) for rank in ranks) for tag in ranks[0]['tags'])} of {len(ranks[0]['tags'])}"
-        )
-        result["reproduces"] = "yes" if all(rank["reproduces"] for rank in ranks) else "no"
-        unmoved = [tag for tag in ranks[0]["tags"] if not any(rank["moved"].get(tag) for rank in ranks)]
-        unexpected = [tag for tag in unmoved if tag not in MOVES_WITH_ANOTHER]
-        is_equal = all(rank["equal"] and rank["reproduces"] for rank in ranks) and not unexpected
-        result["equal"] = "yes" if is_equal else f"no: {[rank['differ'] for rank in ranks]} unmoved {unexpected}"
-        if backends != [row.attention]:
-            result["equal"] = (
-                f"no: attention ran with {' '.join(backends) or 'a kernel that nobody named'}, not {row.attention}"
-            )
-    seconds = time.perf_counter() - begin
-    say(
-        f"{seconds:6.1f} s  {result['row']}: {result['equal']} ({result['attention']}, reproduces {result['reproduces']}, "
-        f"moved {result['moved']})"
-    )
-    return result
+        return make_line(row.name, f"failed: {errors[0] if errors else find_last_line(text)}"[:300])
+    return judge_row(row.name, ranks, expected_kernel=row.attention, log=text)
 
 
 def say(line: str) -> None:
@@ -144,7 +157,7 @@ def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
     Trainer.initialize_parallel(arguments)
     options: dict[str, object] = {"min_offloaded_tensor_size": 64}
     if row.plan:
-        actions = {Site(chunk=0, layer=layer, tag=tag): Action(action) for layer, tag, action in row.plan}
+        actions = {Site(chunk=row.find_chunk(layer), layer=layer, tag=tag): Action(action) for layer, tag, action in row.plan}
         path = folder / f"plan-{rank}.json"
         path.write_text(OffloadPlan(actions=actions).to_json())
         options["offload_plan"] = path
