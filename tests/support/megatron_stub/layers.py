@@ -13,6 +13,8 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 from torch.utils.checkpoint import checkpoint
 
 HIDDEN, FFN = 32, 48
+PROJECTED = (HIDDEN, 3 * HIDDEN, 4)
+"""Elements of a token that a gated delta product projects: the gate, value, key and query, and what says how strongly."""
 
 
 def get_interface():
@@ -113,10 +115,58 @@ class Layer(torch.nn.Module):
         return hidden
 
 
+class DeltaProduct(torch.nn.Module):
+    """Calls in the order of the mixer of gated delta products.
+
+    One projection makes the gate, the convolution's input and a few numbers a token, as views of one storage. The group begins
+    at the convolution, and ends behind the kernel and the gate, whose own tensors are none of it.
+    """
+
+    def __init__(self, tags: Sequence[str], *, recomputes_qkv: bool = False) -> None:
+        super().__init__()
+        self.in_proj = torch.nn.Linear(HIDDEN, sum(PROJECTED))
+        self.out_proj = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.offload_gdp_qkv = "gdp_qkv" in tags
+        self.recomputes_qkv = recomputes_qkv
+
+    @staticmethod
+    def prepare(projected):
+        value, key, query = projected.sin().split(HIDDEN, dim=-1)
+        return query.tanh(), key.tanh(), value.contiguous()
+
+    def forward(self, hidden):
+        gate, projected, strength = self.in_proj(hidden).split(PROJECTED, dim=-1)
+        qkv_manager = off_interface(self.offload_gdp_qkv, projected, "gdp_qkv")
+        with qkv_manager as projected:
+            if self.recomputes_qkv:
+                query, key, value = checkpoint(self.prepare, projected, use_reentrant=True)
+            else:
+                query, key, value = self.prepare(projected)
+        mixed = query * key * value * strength.sigmoid().mean(dim=-1, keepdim=True)
+        output = mixed * gate.sigmoid()
+        output = qkv_manager.group_offload(output, forced_released_tensors=[])
+        return self.out_proj(output)
+
+
+class DeltaLayer(torch.nn.Module):
+    """A norm and a mixer, and no MLP. The norm is no site."""
+
+    def __init__(self, number: int, tags: Sequence[str], *, recomputes_qkv: bool = False) -> None:
+        super().__init__()
+        self.number = number
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+        self.mixer = DeltaProduct(tags, recomputes_qkv=recomputes_qkv)
+
+    def forward(self, hidden):
+        return hidden + self.mixer(self.norm(hidden))
+
+
 class Model(torch.nn.Module):
     """A model chunk: the layers of one virtual pipeline stage."""
 
-    def __init__(self, layers: Sequence[Layer], *, vp_size: int | None = None, vp_stage: int | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer | DeltaLayer], *, vp_size: int | None = None, vp_stage: int | None = None
+    ) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
         self.vp_size = vp_size

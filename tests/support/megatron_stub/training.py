@@ -55,12 +55,12 @@ class Training:
         return gradients
 
 
-def build(layers: Any, tags: Sequence[str], *, chunks: int = 1, recomputes_core: bool = False) -> list[Any]:
-    """Return model chunks with the same parameters for the same arguments."""
+def build(layers: Any, tags: Sequence[str], *, chunks: int = 1, kind: str = "Layer", **options: bool) -> list[Any]:
+    """Return model chunks of layers of a kind, with the same parameters for the same arguments."""
     torch.manual_seed(5)
     return [
         layers.Model(
-            [layers.Layer(LAYERS * chunk + i, tags, recomputes_core=recomputes_core) for i in range(LAYERS)],
+            [getattr(layers, kind)(LAYERS * chunk + i, tags, **options) for i in range(LAYERS)],
             vp_size=chunks if chunks > 1 else None,
             vp_stage=chunk if chunks > 1 else None,
         )

@@ -2,10 +2,12 @@
 
 import gc
 import logging
+import re
 import weakref
 
 import pytest
 import torch
+from support.megatron_stub import installed, make_development_interface
 from support.megatron_stub.training import (
     ALL_TAGS,
     BATCH,
@@ -20,6 +22,8 @@ from support.megatron_stub.training import (
 from support.sites import has_hooks
 
 from fgoffload import IntegrationError, Tag, default_tags
+from fgoffload.integrations import megatron
+from fgoffload.integrations.megatron.imports import load_module
 
 TOKENS = SEQUENCE * BATCH
 HIDDEN_BYTES = TOKENS * 32 * 4
@@ -157,6 +161,50 @@ def test_the_fused_experts_are_one_group():
     check_same(found, get_expected())
     assert stats.groups == 2 * LAYERS
     assert stats.d2h_bytes == 2 * LAYERS * (HIDDEN_BYTES + 2 * TOKENS * 48 * 4)
+
+
+@pytest.mark.parametrize("recomputes_qkv", [False, True], ids=["saved", "run-again"])
+def test_a_gated_delta_product_is_one_group_that_ends_behind_its_kernel(recomputes_qkv, caplog):
+    options = {"kind": "DeltaLayer", "recomputes_qkv": recomputes_qkv}
+    with with_offload("gdp_qkv", **options) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+        found = [gradient for _ in range(2) for gradient in training.step()]
+        departures = list_departures(caplog)
+        stats = training.offload.last_step.tags
+        gate, projected, behind = training.layers.PROJECTED
+    check_same(found, get_expected(steps=2, **options))
+    assert list(stats) == ["gdp_qkv"]
+    assert departures == 2 * [f"layers.{layer}.gdp_qkv mb={mb}" for mb in range(2) for layer in range(LAYERS)]
+    # The convolution's input lies between gates and other numbers, of which only those behind the last token stay. Normed
+    # query and key are apart; run again, they are not saved. The kernel's value and gate are outside.
+    leaving = 4 * (TOKENS * (gate + projected + behind) - behind) + (0 if recomputes_qkv else 2 * HIDDEN_BYTES)
+    assert stats["gdp_qkv"].d2h_bytes == stats["gdp_qkv"].h2d_bytes == 2 * LAYERS * leaving
+    assert stats["gdp_qkv"].groups == 2 * LAYERS
+    assert not has_hooks()
+
+
+def test_a_layer_of_gated_delta_products_without_forward_is_named_and_nothing_is_replaced(monkeypatch):
+    module = load_module("megatron.core.ssm.mamba_layer")
+    monkeypatch.setattr(module, "MambaLayer", type("MambaLayer", (), {}))
+    interface = make_development_interface()
+    before = dict(vars(interface))
+    with (
+        installed(interface),
+        pytest.raises(IntegrationError, match=r"^megatron\.core\.ssm\.mamba_layer\.MambaLayer\.forward "),
+    ):
+        megatron.apply(make_config("gdp_qkv"))
+    assert dict(vars(interface)) == before
+
+
+@pytest.mark.parametrize(
+    "path", ["tensor_parallel.random:CheckpointWithoutOutput.checkpoint", "tensor_parallel.random:CheckpointWithoutOutput"]
+)
+def test_a_missing_checkpoint_of_what_a_gated_delta_product_runs_again_is_named(path, monkeypatch):
+    module_name, _, symbol = f"megatron.core.{path}".partition(":")
+    owner, _, method = symbol.partition(".")
+    module = load_module(module_name)
+    monkeypatch.setattr(module, owner, type(owner, (), {})) if method else monkeypatch.delattr(module, owner)
+    with installed(make_development_interface()), pytest.raises(IntegrationError, match=re.escape(f"{module_name}.{symbol} ")):
+        megatron.apply(make_config("gdp_qkv"))
 
 
 def test_an_object_that_is_kept_until_its_group_leaves_does_not_keep_its_input():
