@@ -32,12 +32,20 @@ def make_experts(
         activation_func_clamp_value=None,
         activation_func_fp8_input_store=False,
         glu_linear_offset=0.0,
+        # What the development branch asks.
+        moe_mlp_glu_interleave_size=None,
+        delay_offload_until_cuda_graph=False,
+        moe_router_padding_for_quantization=False,
+        moe_token_dispatcher_type="alltoall",
+        moe_use_grouped_tensor=False,
     )
     return types.SimpleNamespace(
         config=config,
         activation_func=torch.nn.functional.silu,
         activation_recompute=is_recomputed,
         offload_expert_fc1=False,
+        _with_fused_impl=False,
+        _use_grouped_tensor=False,
         offload_moe_act=offloads_activation,
         linear_fc1=linear_fc1,
         linear_fc2=lambda hidden, _: (hidden.sin(), None),
