@@ -46,12 +46,18 @@ def main() -> int:
         parser.error(f"--megatron {arguments.megatron} is no checkout of Megatron-LM: it has no megatron/core.")
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = make_environment(arguments.megatron)
-    version = ask_version(environment)
-    say(f"Megatron-Core {version}")
+    version, devices = ask_workers(environment)
+    say(f"Megatron-Core {version}, {devices} GPUs")
     words = [word for word in arguments.only.split(",") if word]
     rows = [row for row in ROWS if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        lines = list(pool.map(lambda row: run_row(row, arguments.out, environment, version), rows))
+        lines = list(
+            pool.map(
+                lambda number, row: run_row(row, arguments.out, choose_devices(environment, row, number, devices), version),
+                range(len(rows)),
+                rows,
+            )
+        )
     (arguments.out / f"matrix_{arguments.gpus}gpu_{version}.md").write_text(format_table(lines, version))
     say(summarize(lines, version))
     return sum(map(is_failure, lines))
@@ -64,12 +70,23 @@ def make_environment(checkout: Path | None) -> dict[str, str]:
     return {**os.environ, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1", **({"PYTHONPATH": path} if path else {})}
 
 
-def ask_version(environment: Mapping[str, str]) -> str:
-    """Return the version of the Megatron-Core that workers import."""
-    code = "import megatron.core; print(megatron.core.__version__)"
+def ask_workers(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the version of the Megatron-Core that workers import, and how many GPUs they see."""
+    code = "import megatron.core, torch; print(megatron.core.__version__, torch.cuda.device_count())"
     command = [sys.executable, "-W", "ignore", "-c", code]
     answer = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=True)
-    return answer.stdout.split()[-1]
+    version, devices = answer.stdout.split()[-2:]
+    return version, int(devices)
+
+
+def choose_devices(environment: Mapping[str, str], row: Row, number: int, devices: int) -> dict[str, str]:
+    """Return the environment for the row `number` of a list, with GPUs that rows take in turn."""
+    if devices <= row.gpus:
+        return dict(environment)
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(device) for device in range(devices)]
+    first = number * row.gpus
+    return {**environment, "CUDA_VISIBLE_DEVICES": ",".join(names[(first + rank) % devices] for rank in range(row.gpus))}
 
 
 def run_row(row: Row, out: Path, environment: Mapping[str, str], version: str) -> Line:
