@@ -180,6 +180,10 @@ EXPERT_TAGS = ("expert_fc1", "moe_act", "expert_fc2")
 """What they save in FP8 follows the routing, since each expert pads its rows."""
 
 
+PADDED_ROWS = 16
+"""What experts' rows are padded to a multiple of, but in mxfp8."""
+
+
 def count_layer(shape, training):
     """Return the bytes that the formulas say for one layer of `training`, by tag."""
     if FULL in training.flags:
@@ -200,7 +204,12 @@ def count_layer(shape, training):
 
 
 def count_expert(shape, training, rows):
-    """Return the bytes of the tags of experts for one expert alone, which has `rows`."""
+    """Return the bytes of the tags of experts for one expert alone, which has `rows`; the router may send it none."""
+    if rows == 0:
+        if shape.fp8_recipe == "blockwise":
+            return dict.fromkeys(EXPERT_TAGS, 0)  # no blocks, and no scales
+        few, twice = (count_expert(shape, training, count) for count in (PADDED_ROWS, 2 * PADDED_ROWS))
+        return {tag: 2 * few[tag] - twice[tag] for tag in few}  # what does not grow with the rows: a scale
     experts = dataclasses.replace(shape.experts, num_experts=1, topk=1)
     alone = dataclasses.replace(shape, seq_length=rows, micro_batch_size=1, tensor_parallel_size=1, experts=experts)
     return {tag: size_bytes for tag, size_bytes in count_layer(alone, training).items() if tag in EXPERT_TAGS}

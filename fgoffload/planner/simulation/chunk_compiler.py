@@ -7,16 +7,22 @@ after backward, the gradient of that. Both stay until the dispatcher gets the pr
 with those of all layers, from the step before. This package makes dispatchers let go (docs/decisions.md); where it does not
 run, `RankModel.has_engine` is False, and they count.
 
-Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
+[Note: What the model holds]
+`GPTModel.forward` has a name for the embedding's output until it returns, loss and all. So the first layer's input, where it
+leaves, goes no earlier. In other stages the pipeline's schedule has it until backward.
+
+Source: `decoder_input` in `GPTModel.forward`, megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1; for dispatchers,
+`dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1. Between two steps of six layers with full recompute an H200 held
 773 MiB more than without: 768 are these, 128 MiB a layer.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
-from fgoffload.planner.ranks.layer_model import HostWait, Segment
+from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.simulation.chunk_program import (
     ChunkProgram,
@@ -71,6 +77,7 @@ def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
                     actions.get((number, layer.number), {}),
                     has_copies=has_copies,
                     dispatcher=None if rank.has_engine else (number, layer.number),
+                    has_held_input=bool(chunk.first) and layer is chunk.layers[0],
                 )
                 for layer, one in zip(chunk.layers, resolved, strict=True)
             ],
@@ -125,6 +132,9 @@ def _compile_forward(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bo
         steps.add(TurnStep())
     for segment in chunk.last:
         steps.compute(Part(segment.name, segment.forward_pass_s, segment.forward_extra_bytes, 0))
+    held = tuple(parcel for layer in layers for parcel in layer.held_parcels)
+    if held:
+        steps.add(ReadStep(held))
     return steps.finish()
 
 
@@ -183,6 +193,7 @@ class _Layer:
         actions: What the plan says of it, by tag or unit.
         has_copies: Whether anything leaves on the rank.
         dispatcher: Chunk and number of the layer where its token dispatcher may hold what a recompute began with, or None.
+        has_held_input: Whether the model holds the layer's input until its forward is over. See [Note: What the model holds].
     """
 
     def __init__(
@@ -193,7 +204,13 @@ class _Layer:
         *,
         has_copies: bool,
         dispatcher: tuple[int, int] | None,
+        has_held_input: bool,
     ) -> None:
+        self._end = len(numbered.model.segments)
+        """Where what the model holds is read last: behind all stretches."""
+        if has_held_input:
+            leaving = (replace(one, used_until=self._end) if _is_input(one.tensor) else one for one in resolved.leaving)
+            resolved = replace(resolved, leaving=tuple(leaving))
         self.resolved = resolved
         self._kind = numbered.model.kind
         self._actions = actions
@@ -231,6 +248,11 @@ class _Layer:
                     end_position=self._base + group.opened_before_end,
                 )
             )
+
+    @property
+    def held_parcels(self) -> tuple[int, ...]:
+        """Return what leaves and is held until the model's forward is over."""
+        return tuple(parcel for one, parcel in self._parcels if one.used_until == self._end)
 
     def _find_mover(self, tag: str) -> Mover:
         return Mover(kind=self._kind, tag=tag, action=self._actions[tag])
@@ -375,9 +397,8 @@ def _find_holder(resolved: ResolvedLayer) -> Rerun | None:
 
 def _count_input_bytes(resolved: ResolvedLayer) -> int:
     """Return the bytes of [s, b, h] on this rank: of the layer's input, and of what the norm behind attention returns."""
-    inputs = (
-        tensor.size_bytes
-        for tensor in resolved.layer.tensors
-        if "layer_input" in tensor.tags and not tensor.is_same_in_all_layers
-    )
-    return max(inputs, default=0)
+    return max((tensor.size_bytes for tensor in resolved.layer.tensors if _is_input(tensor)), default=0)
+
+
+def _is_input(tensor: SavedTensor) -> bool:
+    return "layer_input" in tensor.tags and not tensor.is_same_in_all_layers
