@@ -86,3 +86,36 @@ def test_an_exchange_between_stages_waits_for_compute_and_not_for_copies(monkeyp
         step_aside(patches, lambda: None)
         assert exchange(communicator, torch.cuda.Event()) == (True, False)
     assert exchange(communicator, torch.cuda.Event()) == (True, True)
+
+
+def measure_check_seconds(machine, loss, busy):
+    """Return how long the host takes to check `loss` behind a copy of `busy`, and whether that was running still."""
+    source, target = busy
+    copies = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(copies):
+        target.copy_(source, non_blocking=True)
+        done = copies.record_event()
+    begin = time.perf_counter()
+    machine.validate_result(result=loss, rejection_func=torch.isnan, message="found NaN")
+    seconds = time.perf_counter() - begin
+    was_busy = not done.query()
+    torch.cuda.synchronize()
+    return seconds, was_busy
+
+
+def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy():
+    module = load_module("megatron.core.rerun_state_machine")
+    machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
+    busy = torch.ones(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    loss = torch.tensor(1.0, device="cuda")
+    measure_check_seconds(machine, loss, busy)
+    behind, _ = measure_check_seconds(machine, loss, busy)
+    with Patches() as patches:
+        step_aside(patches, lambda: None)
+        measure_check_seconds(machine, loss, busy)
+        around, was_busy = measure_check_seconds(machine, loss, busy)
+        with pytest.raises(RuntimeError, match="found NaN"):
+            machine.validate_result(result=loss * float("nan"), rejection_func=torch.isnan, message="found NaN")
+    assert was_busy
+    assert around < behind / 4

@@ -46,6 +46,7 @@ class WaitRow(NamedTuple):
 
 
 _COUNTS = "the number of tokens of each expert"
+_CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
 _EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication"
 
 WAITS = (
@@ -60,6 +61,13 @@ WAITS = (
     ),
     WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
     WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
+    WaitRow(
+        _CHECKS,
+        "validate_result",
+        "whether each microbatch's loss, and each bucket's gradients, are finite, with `check_for_nan_in_loss_and_grad`",
+        Remedy.KERNEL,
+        "0.16.1",
+    ),
     WaitRow(
         f"{_EXCHANGES}:P2PCommunicator",
         "_communicate",
@@ -110,6 +118,7 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     """
     for wait in _list_held():
         wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload))
+    wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", _wrap_exchange)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", _wrap_move)
 
@@ -137,6 +146,24 @@ def _wrap_held_wait(get_offload: GetOffload, original: Any) -> Any:
         return result
 
     return run
+
+
+def _wrap_check(original: Any) -> Any:
+    def validate_result(self: Any, result: Any, rejection_func: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, result, lambda value: _read_flag(rejection_func(value)), *args, **kwargs)
+
+    return validate_result
+
+
+def _read_flag(flag: Any) -> Any:
+    """Return what a tensor of one element on a CUDA device says, around the copy engine; anything else as it is."""
+    if not (isinstance(flag, torch.Tensor) and flag.is_cuda and flag.numel() == 1):
+        return flag
+    host = write_to_host(flag.to(torch.int32))
+    if host is None:
+        return flag
+    torch.cuda.current_stream().synchronize()  # the host wants to know now, and asks for this stream alone
+    return bool(host)
 
 
 def _wrap_exchange(original: Any) -> Any:

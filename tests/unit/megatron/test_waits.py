@@ -1,5 +1,6 @@
 """Where Megatron's host waits for the device: what is ahead of the wait is held, in order, and the bits stay the same."""
 
+import contextlib
 import logging
 import types
 
@@ -143,6 +144,16 @@ def test_an_exchange_that_fails_leaves_the_config_as_it_was(monkeypatch):
     with make_trainer(DENSE, make_config("core_attn")), pytest.raises(RuntimeError, match="the link is down"):
         exchange.run()
     assert exchange.config.batch_p2p_sync
+
+
+@pytest.mark.parametrize(("loss", "is_refused"), [(1.0, False), (float("nan"), True)])
+def test_a_loss_that_is_not_finite_is_refused_as_without_offload(loss, is_refused):
+    module = load_module("megatron.core.rerun_state_machine")
+    machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
+    with make_trainer(DENSE, make_config("core_attn")):  # which wraps the waits
+        context = pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext()
+        with context:
+            machine.validate_result(result=torch.tensor(loss), rejection_func=torch.isnan, message="found NaN")
 
 
 def test_every_row_of_the_tables_names_a_place_that_megatron_has():
