@@ -99,18 +99,21 @@ def test_two_processes_of_torchrun_compute_the_same_bits_and_one_of_them_speaks(
     assert compute_of(second) != compute_of(plain[1])  # it trains on other data
 
 
+def start_with_tag(tag, result):
+    return start(SCRIPT, *MODEL, "--fine-grained-activation-offloading", "--offload-modules", tag, "--result", str(result))
+
+
 def test_a_tag_without_a_site_ends_the_script_after_its_first_step(tmp_path):
-    ended = start(
-        SCRIPT,
-        *MODEL,
-        "--fine-grained-activation-offloading",
-        "--offload-modules",
-        "expert_fc1",
-        "--result",
-        str(tmp_path / "r"),
-    )
+    ended = start_with_tag("gdp_qkv", tmp_path / "result")
     assert ended.returncode == 1
-    assert "--offload-modules 'expert_fc1' has no site in this model on any rank" in ended.stderr
+    assert "--offload-modules 'gdp_qkv' has no site in this model on any rank" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tag_that_the_scripts_flags_leave_without_a_site_ends_it_before_it_starts(tmp_path):
+    ended = start_with_tag("expert_fc1", tmp_path / "result")
+    assert ended.returncode == 2
+    assert "--offload-modules 'expert_fc1' is of layers with experts, and this model has none" in ended.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -283,6 +283,11 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             "--overlap-moe-expert-parallel-comm runs the pieces of two microbatches in turns, and --offload-modules auto "
             "measures layer by layer. Leave one of them out, or give the tags or a plan."
         )
+    if offload.actions.recomputes and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise IntegrationError(
+            "--overlap-moe-expert-parallel-comm runs the pieces of layers by itself, past the places where a plan lets modules "
+            "run again. Leave it out, or give a plan that only keeps and offloads."
+        )
     if granularity is not None and offload.actions.recomputes:
         raise IntegrationError(
             f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "

@@ -9,6 +9,7 @@ from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flag_sources import FlagSources
 from fgoffload.integrations.megatron.flags import to_flag
+from fgoffload.integrations.megatron.tag_checks import check_tags
 
 BYTE_VALUES = 256
 """The text is read byte by byte, and each value of a byte is a token."""
@@ -83,9 +84,9 @@ class TrainingArguments:
         for check in checks:
             for fault in check():
                 raise self.source.refuse(fault)
-        if self.offload is not None and self.transformer.get("recompute_granularity") == "selective":
+        if self.offload is not None:
             try:
-                self.offload.check_recompute(self.transformer.get("recompute_modules") or ("core_attn",))
+                check_tags(self.offload, self.transformer)
             except ConfigError as error:
                 raise self.source.refuse(str(error)) from error
 

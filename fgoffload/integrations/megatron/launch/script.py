@@ -23,6 +23,7 @@ from fgoffload.integrations.megatron.launch.call_sites import (
 )
 from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
 from fgoffload.integrations.megatron.megatron_engine import CPU_OFFLOAD_V1
+from fgoffload.integrations.megatron.tag_checks import check_tags
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def apply_to_script(
         offload = apply(config)
         undo.callback(offload.remove)
         parser = find_megatron_parser()
-        _check_recompute(config, parser, script_words)
+        _check_tags(config, parser, script_words)
         surroundings = Surroundings(environment=environment, has_module=has_module)
         call_sites = find_call_sites(offload.selected, config.min_offloaded_tensor_size, parser, script_words, surroundings)
         if call_sites.switch is Switch.FLAGS:
@@ -83,11 +84,16 @@ def _choose_gpu(environment: Mapping[str, str]) -> None:
         torch.cuda.set_device(int(local_rank))
 
 
-def _check_recompute(offload: OffloadConfig, parser: MegatronParser | None, script_words: Sequence[str]) -> None:
-    values = None if parser is None else parser.find_values(script_words)
-    if getattr(values, "recompute_granularity", None) != "selective":
+def _check_tags(offload: OffloadConfig, parser: MegatronParser | None, script_words: Sequence[str]) -> None:
+    found = None if parser is None else parser.find_values(script_words)
+    if found is None:
         return
+    values = dict(vars(found))
+    if values.get("use_checkpoint_args") or values.get("yaml_cfg"):
+        return  # the model is not what the flags say
+    if "num_experts" in values:  # the flag's name, where the field has another
+        values["num_moe_experts"] = values["num_experts"]
     try:
-        offload.check_recompute(getattr(values, "recompute_modules", None) or ("core_attn",))
+        check_tags(offload, values)
     except ConfigError as error:
         raise ConfigError(f"{COMMAND_LINE}: {error}") from error

@@ -1,0 +1,81 @@
+"""Tags of which the flags say that nothing would leave are refused before anything is built, with the flag and the fix."""
+
+import types
+
+import pytest
+from support.trainings import DENSE, MIXED, MOE
+
+from fgoffload import Action, ConfigError, IntegrationError, OffloadConfig, OffloadPlan, Site
+from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.integrations.megatron.layers import _check_config
+from fgoffload.integrations.megatron.tag_checks import check_tags
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS = {"num_moe_experts": 4, "num_layers": 2}
+SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("tag", "values", "says"),
+    [
+        ("core_attn", FULL, "'core_attn' and --recompute-method uniform exclude each other"),
+        ("mlp_norm", {**FULL, **EXPERTS}, "Give layer_input in its place"),
+        ("layer_input", {}, "give --recompute-granularity full"),
+        ("layer_input", {"recompute_granularity": "selective"}, "give --recompute-granularity full"),
+        ("expert_fc1", {"num_layers": 2}, "give --num-experts"),
+        ("router", {}, "give --num-experts"),
+        ("shared_expert", {}, "give --num-experts"),
+        ("shared_expert", EXPERTS, "give --moe-shared-expert-intermediate-size"),
+        ("mlp_fc1", EXPERTS, "all layers of this model have experts"),
+        ("mlp_act", {**EXPERTS, "moe_layer_freq": [1, 1]}, "all layers of this model have experts"),
+        ("core_attn", {"recompute_granularity": "selective"}, "'core_attn' and --recompute-modules 'core_attn'"),
+    ],
+)
+def test_what_nothing_saves_is_refused(tag, values, says):
+    with pytest.raises(ConfigError, match=says):
+        check_tags(OffloadConfig(offload_modules=(tag,)), values)
+
+
+@pytest.mark.parametrize(
+    ("tag", "values"),
+    [
+        ("layer_input", FULL),
+        ("core_attn", {**FULL, "recompute_method": "block"}),
+        ("layer_input", {**FULL, "recompute_method": "block"}),
+        ("core_attn", {}),
+        ("expert_fc1", EXPERTS),
+        ("shared_expert", SHARED),
+        ("mlp_fc1", {}),
+        ("mlp_fc1", {**EXPERTS, "moe_layer_freq": [0, 1]}),
+        ("mlp_fc1", {**EXPERTS, "moe_layer_freq": 2}),
+        ("mlp_fc1", {"num_moe_experts": 4}),
+        # Hybrid models say in another way what each layer is.
+        ("mlp_fc1", {**EXPERTS, "hybrid_layer_pattern": "M*-E"}),
+        ("gdp_qkv", {**EXPERTS, "is_hybrid_model": True}),
+    ],
+)
+def test_what_something_saves_is_not(tag, values):
+    check_tags(OffloadConfig(offload_modules=(tag,)), values)
+
+
+def test_a_plan_may_let_whole_layers_run_again_and_take_their_input(tmp_path):
+    path = tmp_path / "plan.json"
+    actions = {Site(chunk=0, layer=0, tag="layer"): Action.RECOMPUTE, Site(chunk=0, layer=0, tag="layer_input"): Action.OFFLOAD}
+    path.write_text(OffloadPlan(actions=actions).to_json())
+    check_tags(OffloadConfig(offload_modules=("layer_input",), offload_plan=path), {})
+
+
+@pytest.mark.parametrize(("flags", "tag"), [(DENSE, "router"), (MOE, "mlp_fc2"), (MIXED, "layer_input")])
+def test_a_training_is_refused_before_it_is_built(flags, tag):
+    words = f"{flags} --fine-grained-activation-offloading --offload-modules {tag}".split()
+    with pytest.raises(ConfigError, match=f"--offload-modules '{tag}'"):
+        parse_arguments(words, source="test", world_size=1)
+
+
+@pytest.mark.parametrize(("what", "says"), [("plan", "only keeps and offloads"), ("auto", "measures layer by layer")])
+def test_overlapped_experts_take_no_plan_that_recomputes_and_no_auto(what, says):
+    config = types.SimpleNamespace(overlap_moe_expert_parallel_comm=True, cpu_offloading=False, recompute_granularity=None)
+    actions = types.SimpleNamespace(recomputes=what == "plan")
+    offload = types.SimpleNamespace(measurement=object() if what == "auto" else None, actions=actions)
+    with pytest.raises(IntegrationError, match=says):
+        _check_config(config, offload)
