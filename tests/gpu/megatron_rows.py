@@ -23,6 +23,8 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 VIRTUAL = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
 UNEVEN = f"{PIPELINE} --decoder-first-pipeline-num-layers 2"
 BLOCKWISE, DELAYED = "--fp8-format e4m3 --fp8-recipe blockwise", "--fp8-format hybrid --fp8-recipe delayed"
+TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
+OVERLAP = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --moe-permute-fusion"
 
 ATTENTION_TAGS = "qkv_linear core_attn attn_proj"
 MLP_TAGS = "mlp_fc1 mlp_act mlp_fc2"
@@ -129,6 +131,42 @@ PLAN_DELAYED = tuple(
 )
 """Delayed scaling refuses linears that keep their original input, which these two need."""
 
+PLAN_LATENT = (
+    (0, "attn_norm", "offload"),
+    (0, "mla_up_proj", "recompute"),
+    (0, "mlp_act", "offload"),
+    (1, "attn_norm", "offload"),
+    (1, "qkv_linear", "offload"),
+    (1, "mla_up_proj", "recompute"),
+    (1, "core_attn", "offload"),
+    (1, "attn_proj", "offload"),
+    (1, "expert_fc1", "offload"),
+    (2, "attn_norm", "recompute+offload"),
+    (2, "mla_up_proj", "recompute"),
+    (2, "core_attn", "recompute"),
+    (2, "mlp_norm", "offload"),
+)
+PLAN_OFFLOADS = (
+    *((0, tag, "offload") for tag in DENSE_TAGS.split()),
+    (1, "qkv_linear", "keep"),
+    (1, "core_attn", "offload"),
+    (1, "attn_proj", "keep"),
+    (1, "mlp_norm", "offload"),
+    (1, "shared_expert", "offload"),
+    (1, "router", "keep"),
+    (1, "expert_fc1", "offload"),
+    (1, "moe_act", "keep"),
+    (1, "expert_fc2", "offload"),
+    (2, "qkv_linear", "offload"),
+    (2, "core_attn", "keep"),
+    (2, "mlp_norm", "keep"),
+    (2, "shared_expert", "keep"),
+    (2, "router", "offload"),
+    (2, "expert_fc1", "keep"),
+    (2, "moe_act", "offload"),
+)
+"""Nothing runs again, as combined 1F1B needs it."""
+
 # For four layers, of which an interleaved pipeline of two stages has the first two in its first chunks.
 PLAN_MIX_FOUR = (*PLAN_MIX, (3, "moe", "recompute"), (3, "core_attn", "offload"), (3, "mlp_norm", "offload"))
 PLAN_FIRST_LINEARS_FOUR = (
@@ -215,6 +253,9 @@ ROWS = (
     ),
     Row("plan, FP8 blockwise", f"{MIXED} {BLOCKWISE}", "", plan=PLAN_MIX),
     Row("plan, FP8 delayed", f"{MIXED} {DELAYED}", "", plan=PLAN_DELAYED),
+    Row("plan, FP8 tensorwise", f"{MIXED} {TENSORWISE}", "", plan=PLAN_MIX),
+    Row("plan: other units, FP8 blockwise", f"{MIXED} {BLOCKWISE}", "", plan=PLAN_UNITS),
+    Row("plan, MLA", LATENT, "", plan=PLAN_LATENT),
     Row("eval before, between, after", MIXED, MIXED_TAGS, evaluates_after=(0, 1, 2)),
     Row("forward-only first", MIXED, MIXED_TAGS, evaluates_after=(0,)),
     Row("batch ramp-up", f"{MIXED} --rampup-batch-size 2 2 4", MIXED_TAGS),
@@ -249,10 +290,17 @@ ROWS = (
     ),
     Row(
         "expert-parallel overlap (combined 1F1B)",
-        f"{MOE} {TWO} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --moe-permute-fusion",
+        f"{MOE} {TWO} {OVERLAP}",
         MOE_TAGS.replace(" moe_combine", ""),
         gpus=2,
     ),
+    Row(
+        "expert-parallel overlap (combined 1F1B), mixed dense and MoE, shared experts",
+        f"{MIXED} {TWO} {OVERLAP}",
+        MIXED_TAGS.replace(" moe_combine", ""),
+        gpus=2,
+    ),
+    Row("expert-parallel overlap (combined 1F1B), plan", f"{MIXED} {TWO} {OVERLAP}", "", gpus=2, plan=PLAN_OFFLOADS),
     Row("context parallel", f"{MOE} {TWO} --context-parallel-size 2", MOE_TAGS, gpus=2),
     Row("data parallel", f"{MIXED} {TWO}", MIXED_TAGS, gpus=2),
     Row(
@@ -269,6 +317,7 @@ ROWS = (
         gpus=2,
         plan=PLAN_FIRST_LINEARS,
     ),
+    Row("1F1B, plan: other units", f"{MIXED} {TWO} {UNEVEN}", "", gpus=2, plan=PLAN_UNITS),
     Row("1F1B, plan, FP8 blockwise", f"{MIXED} {TWO} {UNEVEN} {BLOCKWISE}", "", gpus=2, plan=PLAN_MIX),
     Row("1F1B, plan, FP8 delayed", f"{MIXED} {TWO} {UNEVEN} {DELAYED}", "", gpus=2, plan=PLAN_DELAYED),
     Row("interleaved, plan", f"{MIXED} {TWO} {FOUR_LAYERS} {VIRTUAL}", "", gpus=2, plan=PLAN_MIX_FOUR, layers_by_chunk=2),
@@ -322,8 +371,7 @@ ROWS = (
     # Under overlap each rank runs a microbatch more ahead: with fewer than four the first rank would never overlap.
     Row(
         "expert-parallel overlap (combined 1F1B), interleaved, four GPUs",
-        f"{MOE} --global-batch-size 16 --num-layers 4 {VIRTUAL} --expert-model-parallel-size 2 "
-        "--overlap-moe-expert-parallel-comm --moe-permute-fusion",
+        f"{MOE} --global-batch-size 16 --num-layers 4 {VIRTUAL} {OVERLAP}",
         MOE_TAGS.replace(" moe_combine", ""),
         gpus=4,
     ),
