@@ -87,10 +87,22 @@ def test_a_script_that_takes_megatrons_flags_gets_the_part_that_megatron_accepts
     assert found["environment"]["NVTE_CPU_OFFLOAD_V1"] == "1"  # the script's check asked for it
 
 
-def test_two_processes_of_torchrun_compute_the_same_bits_and_one_of_them_speaks(plain, tmp_path):
-    launcher = ("--standalone", "--nproc-per-node", "2", "--")
-    ended = start(*launcher, SCRIPT, *MODEL, *ON, *OURS, "--exit", "7", "--result", str(tmp_path / "result"))
-    assert ended.returncode == 7, ended.stderr
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fgoffload", "run")
+"""What the command `torchrun` runs."""
+
+
+@pytest.mark.parametrize(
+    ("program", "launcher", "code"),
+    [
+        (("-m", "fgoffload", "run"), ("--standalone", "--nproc-per-node", "2", "--"), 7),
+        (TORCHRUN, (), 1),  # torchrun's own code, whatever that of the processes is
+    ],
+    ids=["our command starts torchrun", "torchrun starts our command"],
+)
+def test_two_processes_of_torchrun_compute_the_same_bits_and_one_of_them_speaks(program, launcher, code, plain, tmp_path):
+    words = (*launcher, SCRIPT, *MODEL, *ON, *OURS, "--exit", "7", "--result", str(tmp_path / "result"))
+    ended = start(*words, program=program)
+    assert ended.returncode == code, ended.stderr
     (line,) = [line for line in list_lines(ended) if "Activation offload" in line]
     assert list_lines(ended) == [line]
     assert compute_of(read(tmp_path / "result", 0)) == compute_of(plain[1])
