@@ -1,9 +1,13 @@
 """What Megatron's grouped experts are, as far as `TEGroupedMLP.forward` asks: the linears of Transformer Engine need a GPU."""
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
+
+from fgoffload.integrations.megatron.imports import load_module
 
 
 def make_experts(
@@ -51,3 +55,33 @@ def make_experts(
         linear_fc2=lambda hidden, _: (hidden.sin(), None),
         _apply_bias=lambda output, *_: output,
     )
+
+
+class GroupedLinear(torch.nn.Module):
+    """Of all experts, one after the other; built by Megatron in place of Transformer Engine's, with the same arguments."""
+
+    save_original_input = False
+    """Transformer Engine's choice, which means nothing here: autograd saves parts of one input."""
+
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, *, init_method: Callable[[torch.Tensor], object], **_: object
+    ) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.empty(outputs, inputs) for _ in range(experts))
+        for weight in self.weights:
+            init_method(weight)
+
+    def forward(self, hidden: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        parts = torch.split(hidden, tokens_per_expert)
+        return torch.cat([part @ weight.T for part, weight in zip(parts, self.weights, strict=True)]), None
+
+
+@contextlib.contextmanager
+def grouped_experts() -> Iterator[None]:
+    """Give Megatron's local layers its grouped experts until the body ends, with the linears above."""
+    experts = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP
+    submodules = load_module("megatron.core.transformer.mlp").MLPSubmodules
+    provider = load_module("megatron.core.models.backends").LocalSpecProvider
+    modules = experts, submodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    with mock.patch.object(provider, "grouped_mlp_modules", return_value=modules):
+        yield

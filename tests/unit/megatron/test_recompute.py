@@ -1,86 +1,80 @@
 """Plans that keep, recompute or offload, site by site and layer by layer: the same bits, whatever the mix."""
 
+import contextlib
+import functools
 import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
+from support.attention import reference_attention
+from support.grouped_experts import grouped_experts
+from support.neighbours import (
+    ATTENTION,
+    GROUPED_MOE_PARTS,
+    LATENT_ATTENTION,
+    MLP_PARTS,
+    MOE_PARTS,
+    WHOLE_MLP,
+    WHOLE_MOE,
+    B,
+    K,
+    Layer,
+    O,
+    Plan,
+    R,
+    design,
+    find_missing,
+    list_pairs,
+    list_rows,
+    make_layer,
+)
 from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_config, make_trainer, train, write_plan
 
-from fgoffload import Action, IntegrationError, PlanError
+from fgoffload import IntegrationError, PlanError
 from fgoffload.engine.identity import StorageRef
+from fgoffload.integrations.megatron.site_table import SITES
 from fgoffload.tags import RECOMPUTE_UNITS
 
 checkpoints = pytest.importorskip("megatron.core.tensor_parallel.random")
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
-K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in the tables below
-
 # Of a layer norm: the local RMS norm is made of plain ops, and around such a norm Megatron's own recompute sums gradients in
 # another order. Dropout is on, as Megatron has it by default: what runs again has to draw the same masks.
 NORMED = MIXED.replace("--normalization RMSNorm", "")
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
-DENSE_CHOICES = {
-    "attn_norm": (K, R, O, B),
-    "qkv_linear": (K, R, O, B),
-    "core_attn": (K, R, O),
-    "mlp_norm": (K, R, O, B),
-    "mlp_fc1": (K, R, O, B),
-    "mlp": (K, R),
-    "mlp_act": (K, O),
+
+class Model(NamedTuple):
+    """Two layers of two kinds, with all sites that these can have."""
+
+    flags: str
+    layers: Sequence[Layer]
+    stand_ins: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """In place of what needs a GPU."""
+
+
+# In each model a whole layer runs again where it has other neighbours than in the models before.
+DENSE_LAYER = make_layer(ATTENTION, WHOLE_MLP, MLP_PARTS)
+EXPERT_LAYER = make_layer(ATTENTION, WHOLE_MOE, MOE_PARTS)
+GROUPED_LAYER = make_layer(ATTENTION, WHOLE_MOE, GROUPED_MOE_PARTS)[1:]
+LATENT_DENSE_LAYER = make_layer(LATENT_ATTENTION, WHOLE_MLP, MLP_PARTS)[1:]
+LATENT_EXPERT_LAYER = make_layer(LATENT_ATTENTION, WHOLE_MOE, MOE_PARTS)[1:]
+# Latent attention's config has an RMS norm by default.
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
+    "--normalization LayerNorm"
+)
+MODELS = {
+    "dense, experts": Model(NORMED, (DENSE_LAYER, EXPERT_LAYER)),
+    "grouped experts, dense": Model(
+        NORMED.replace("[0]*1+[1]*1", "[1]*1+[0]*1"), (GROUPED_LAYER, DENSE_LAYER), grouped_experts
+    ),
+    "latent attention": Model(f"{NORMED} {LATENT}", (LATENT_DENSE_LAYER, LATENT_EXPERT_LAYER), reference_attention),
 }
-MOE_CHOICES = {
-    "attn_norm": (K, R, O, B),
-    "qkv_linear": (K, R, O, B),
-    "core_attn": (K, R, O),
-    "mlp_norm": (K, R, O, B),
-    "shared_expert": (K, R, O),
-    "moe": (K, R),
-    "router": (K, O),
-    "expert_fc1": (K, O),
-    "moe_act": (K, O),
-    "expert_fc2": (K, O),
-}
-
-
-def is_possible(plan: dict[tuple[int, str], Action]) -> bool:
-    """Return whether nothing is asked of what runs again as a part of something else."""
-    for (layer, name), action in plan.items():
-        unit = next((unit for unit in RECOMPUTE_UNITS if unit.name == name), None)
-        if (
-            unit is not None
-            and action.recomputes
-            and any(plan.get((layer, tag), K) is not K for tag in unit.covers if tag != name)
-        ):
-            return False
-        if unit is not None and action.recomputes and any(plan.get((layer, other), K).recomputes for other in unit.excludes):
-            return False
-    return True
-
-
-def list_pairs() -> list[dict[tuple[int, str], Action]]:
-    """Return a plan for each pair of choices of two sites that follow each other in the layers' forward."""
-    sites = [((0, tag), choices) for tag, choices in DENSE_CHOICES.items()]
-    sites += [((1, tag), choices) for tag, choices in MOE_CHOICES.items()]
-    plans = []
-    for (one, choices), (other, others) in itertools.pairwise(sites):
-        plans += [{one: first, other: second} for first, second in itertools.product(choices, others)]
-    return [plan for plan in plans if is_possible(plan)]
-
-
-def merge(plans: list[dict[tuple[int, str], Action]]) -> list[dict[tuple[int, str], Action]]:
-    """Return fewer plans that have all of `plans` in them: pairs of sites that are not neighbours of each other share one."""
-    merged: list[dict[tuple[int, str], Action]] = []
-    for plan in plans:
-        for other in merged:
-            both = other | plan
-            if all(other.get(site, action) is action for site, action in plan.items()) and is_possible(both):
-                other.update(plan)
-                break
-        else:
-            merged.append(dict(plan))
-    return merged
+PLANS = {name: design(model.layers) for name, model in MODELS.items()}
 
 
 def train_with_plan(flags, plan, tmp_path):
@@ -90,46 +84,96 @@ def train_with_plan(flags, plan, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def expected(parallel):
-    return train(NORMED, steps=1)[0]
+def compute_expected(parallel):
+    """What computes the bits of a model without a plan, once."""
+
+    @functools.cache
+    def compute(name):
+        with MODELS[name].stand_ins():
+            return train(MODELS[name].flags, steps=1)[0]
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def expected(compute_expected):
+    return compute_expected("dense, experts")
 
 
 @pytest.mark.parametrize(
-    "plan",
-    merge(list_pairs()),
-    ids=lambda plan: " ".join(f"{layer}.{tag}={action.value}" for (layer, tag), action in plan.items()),
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, id=" ".join([name, *(f"{n}.{tag}={a.value}" for (n, tag), a in plan.items() if a is not K)]))
+        for name, plans in PLANS.items()
+        for plan in plans
+    ],
 )
-def test_every_pair_of_neighbouring_choices_computes_the_same_bits(plan, expected, tmp_path):
-    found, moved = train_with_plan(NORMED, plan, tmp_path)
-    assert found == expected
-    assert {tag for tag, size_bytes in moved.items() if size_bytes} == {tag for _, tag in plan if moves(plan, tag)}
+def test_every_pair_of_neighbouring_choices_computes_the_same_bits(name, plan, compute_expected, tmp_path):
+    rows = dict(list_rows(plan))
+    with MODELS[name].stand_ins():
+        found, moved = train_with_plan(MODELS[name].flags, rows, tmp_path)
+    assert found == compute_expected(name)
+    assert {tag for tag, size_bytes in moved.items() if size_bytes} == {tag for _, tag in rows if moves(rows, tag)}
 
 
 NORM_BEFORE = {"qkv_linear": "attn_norm", "mlp_fc1": "mlp_norm"}
 
 
-def moves(plan: dict[tuple[int, str], Action], tag: str) -> bool:
+def moves(plan: Plan, tag: str) -> bool:
     """Return whether something of `tag` leaves: not what a norm that runs again makes."""
     offloaded = [layer for (layer, name), action in plan.items() if name == tag and action.offloads]
+    if tag == "qkv_linear" and any(name == "mla_up_proj" for _, name in plan):
+        return bool(offloaded)  # the compressed query and key-value too
     return any(not plan.get((layer, NORM_BEFORE.get(tag, "")), K).recomputes for layer in offloaded)
 
 
-@pytest.mark.parametrize(
-    "neighbour", [{}, {(1, "layer"): R}, {(1, "core_attn"): O}, {(1, "moe"): R}, {(1, "attn_norm"): B}], ids=str
-)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_trainings_have_every_pair_of_neighbouring_choices(name):
+    pairs, plans = list_pairs(MODELS[name].layers), PLANS[name]
+    assert find_missing(pairs, plans) == []
+    # None is there for nothing, so leaving one out is seen.
+    assert all(find_missing(pairs, plans[:index] + plans[index + 1 :]) for index in range(len(plans)))
+    assert len(plans) < len(pairs) / 5
+
+
+def test_each_tag_and_each_unit_has_neighbours():
+    rows = {(name, action) for plans in PLANS.values() for plan in plans for (_, name), action in list_rows(plan)}
+    tags = {row.tag for row in SITES if row.since == "0.16.1"}
+    assert {name for name, action in rows if action.offloads} == tags
+    assert {name for name, action in rows if action.recomputes} == {unit.name for unit in RECOMPUTE_UNITS}
+    keep_their_input = {"attn_norm", "mlp_norm", "moe_act", "qkv_linear", "mlp_fc1", "expert_fc1"}
+    assert {name for name, action in rows if action is B} == keep_their_input
+
+
+def test_neighbours_follow_each_other_in_forward_and_over_the_end_of_a_layer():
+    found = {}
+    for name, model in MODELS.items():
+        sites = {tuple(pair)[:2] for pair in list_pairs(model.layers)}
+        found[name] = {(one[1], other[1]) for one, other in sites if one[0] == other[0]}
+        found[f"{name}, end"] = {(one[1], other[1]) for one, other in sites if one[0] != other[0]}
+    attention = set(itertools.pairwise(("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")))
+    latent = set(itertools.pairwise(("attn_norm", "qkv_linear", "mla_up_proj", "core_attn", "attn_proj", "mlp_norm")))
+    mlp = set(itertools.pairwise(("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"))) | {("mlp_norm", "mlp")}
+    experts = ("mlp_norm", "shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
+    moe = set(itertools.pairwise(experts)) | {("mlp_norm", "moe")}
+    behind = ("attn_norm", "layer")
+    assert found == {
+        "dense, experts": attention | mlp | moe,
+        "dense, experts, end": set(itertools.product(("mlp_fc2", "mlp", "layer"), behind)),
+        "grouped experts, dense": attention | mlp | moe,
+        "grouped experts, dense, end": set(itertools.product(("moe_combine", "moe"), behind)),
+        "latent attention": latent | mlp | moe,
+        "latent attention, end": set(itertools.product(("mlp_fc2", "mlp"), behind[:1])),
+    }
+
+
+@pytest.mark.parametrize("neighbour", [{(1, "core_attn"): O}, {(1, "moe"): R}], ids=str)
 @pytest.mark.parametrize("inputs", [K, O])
-def test_a_whole_layer_runs_again_beside_any_other_choice(neighbour, inputs, expected, tmp_path):
+def test_a_whole_layer_runs_again_beside_choices_further_on(neighbour, inputs, expected, tmp_path):
     plan = {(0, "layer"): R, (0, "layer_input"): inputs, **neighbour}
     found, moved = train_with_plan(NORMED, plan, tmp_path)
     assert found == expected
     assert (moved.get("layer_input", 0) > 0) == (inputs is O)
-
-
-def test_merged_plans_have_every_pair():
-    pairs, merged = list_pairs(), merge(list_pairs())
-    assert len(merged) < len(pairs) / 3
-    assert all(any(pair.items() <= plan.items() for plan in merged) for pair in pairs)
-    assert {action for pair in pairs for action in pair.values()} == set(Action)
 
 
 def test_a_plan_recomputes_as_megatrons_own_flags_do_where_it_names_all_layers(tmp_path):
