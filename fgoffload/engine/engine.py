@@ -292,7 +292,7 @@ class OffloadEngine:
             if lane.away and is_in_backward():
                 self._prefetch_early(lane, size_bytes)
 
-    def take(self, saved: SavedStorage, view: View, *, lane: Lane, group: Group | None) -> torch.Tensor:
+    def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return what `view` saw when it was saved.
 
         The first tensor that backward takes of a group tells that it has come to it, where no end mark has told so before.

@@ -323,7 +323,7 @@ class Handle:
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd, its bytes as they were saved."""
-        return self._engine.take(self._saved, self._view, lane=self._lane, group=self._group)
+        return self._engine.take(self._saved, self._view, self._lane, self._group)
 
 
 class KeptHandle:

@@ -320,7 +320,11 @@ def _unite_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stre
         entry: In flight.
         living: What of it autograd still wants.
     """
-    return entry.streams.union(*(saved.streams for saved in living))
+    streams = entry.streams
+    for saved in living:
+        if saved.streams != streams:  # nearly always one stream has all
+            streams = streams | saved.streams
+    return streams
 
 
 def _say_changed(saved: SavedStorage) -> str:

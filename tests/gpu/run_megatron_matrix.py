@@ -5,8 +5,8 @@
 Each row is a process of its own, or one for each GPU that it needs, since Transformer Engine and Megatron keep state for a
 whole process. A row whose training without offload does not reproduce itself says nothing about offload, and is shown as such.
 With `--megatron` the Megatron-Core of a checkout runs in place of the installed one; rows that it cannot take are shown with
-the reason, and are no failures. What you should see: a line for each row as it ends, and a table at the end, in
-`matrix_1gpu_0.16.1.md`; exit code 0 where every row that ran is equal.
+the reason, and are no failures. What you should see: a line for each row as it ends, and a table at the end, which is in
+`matrix_1gpu_0.16.1.md` too; exit code 0 where every row that ran is equal.
 """
 
 import argparse
@@ -58,7 +58,9 @@ def main() -> int:
                 rows,
             )
         )
-    (arguments.out / f"matrix_{arguments.gpus}gpu_{version}.md").write_text(format_table(lines, version))
+    table = format_table(lines, version)
+    (arguments.out / f"matrix_{arguments.gpus}gpu_{version}.md").write_text(table)
+    say(table)
     say(summarize(lines, version))
     return sum(map(is_failure, lines))
 
