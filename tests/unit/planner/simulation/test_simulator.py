@@ -484,6 +484,20 @@ def test_the_input_of_a_stage_stays_and_that_of_the_whole_model_may_leave():
         assert simulate_rank(rank, make_plan({(0, "attn_norm"): O, (1, "attn_norm"): O})).d2h_bytes == moved
 
 
+@pytest.mark.parametrize(("leaves", "resident_bytes"), [((), 600), ((1,), 500), ((0,), 600), ((0, 1), 500)])
+def test_the_model_holds_its_first_layers_input_until_its_forward_is_over(leaves, resident_bytes):
+    given = SavedTensor(name="layer input", tags=("layer_input", "attn_norm"), size_bytes=100)
+    layer = make_layer({"attn_norm": 0, "expert_fc1": 200})
+    layer = dataclasses.replace(layer, tensors=(given, *layer.tensors))
+    embedding = (Segment(name="embedding", forward_s=1.0, backward_s=2.0),)
+    output = (Segment(name="output", forward_s=3.0, backward_s=6.0, forward_extra_bytes=900),)
+    # A layer behind these two, so that their copies are done when forward comes to the output.
+    rank = make_rank(make_chunk(layer, layer, make_layer({"expert_fc1": 0}), first=embedding, last=output))
+    result = simulate_rank(rank, offload("attn_norm", leaves))
+    assert (result.peak_at, result.peak_bytes) == ("F0 output", STATIC_BYTES + resident_bytes + 900)
+    assert (result.d2h_bytes, result.end_bytes) == (100 * len(leaves), STATIC_BYTES)
+
+
 # Pipelines.
 
 
