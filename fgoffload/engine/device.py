@@ -192,7 +192,7 @@ class CpuDevice(Device):
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-"""One for all: making it takes as long as a copy does elsewhere."""
+"""One for all, since it holds nothing."""
 
 
 class AcceleratorDevice(Device):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.chain import make_weights, run_chain, take_gradients
+from support.pieces import TwoOfOneAllocation
 
 from fgoffload import Site, TransferPolicy
 from fgoffload.engine import AcceleratorDevice, ActivationLedger, KeptReason, Lane, OffloadEngine
@@ -176,24 +177,9 @@ class Piece:
         }
 
 
-class TwoOfOneAllocation(torch.autograd.Function):
-    """Saves two storages over one allocation, as Transformer Engine's quantized inputs and their scales are."""
-
-    @staticmethod
-    def forward(ctx, h):
-        memory = torch.empty(h.numel() + 64, device="cuda")
-        data, scale = (
-            torch.as_tensor(Piece(memory, start, size), device="cuda") for start, size in ((0, h.numel()), (h.numel(), 64))
-        )
-        data.copy_(h)
-        scale.fill_(3)
-        ctx.save_for_backward(data, scale)
-        return h * 3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        data, scale = ctx.saved_tensors
-        return gradient * scale[0] + data
+def make_pieces(size):
+    memory = torch.empty(size + 64, device="cuda")
+    return tuple(torch.as_tensor(Piece(memory, start, count), device="cuda") for start, count in ((0, size), (size, 64)))
 
 
 def test_an_allocation_is_freed_when_what_is_large_of_it_leaves():
@@ -206,7 +192,7 @@ def test_an_allocation_is_freed_when_what_is_large_of_it_leaves():
     before = torch.cuda.memory_allocated()
     region = engine.find_region(Site(chunk=0, layer=0, tag="core_attn"), lane)
     with region.saving():
-        output = TwoOfOneAllocation.apply(h)
+        output = TwoOfOneAllocation.apply(h, make_pieces)
     region.end()
     assert torch.cuda.memory_allocated() - before == output.nbytes
     output.sum().backward()

@@ -28,6 +28,7 @@ from fgoffload.integrations.megatron.sites import (
     shares_router_input,
     switch_off_later,
 )
+from fgoffload.integrations.megatron.tag_checks import check_selective
 from fgoffload.integrations.megatron.waits import has_held_wait
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
@@ -293,9 +294,8 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "
             "alike. Leave Megatron's recompute flags out: the plan says all."
         )
-    if granularity == "selective":
-        # As the commands do before Megatron starts; who calls `apply` has no other start.
-        offload.config.check_recompute(getattr(config, "recompute_modules", None) or ("core_attn",))
+    # As the commands do before Megatron starts; who calls `apply` has no other start.
+    check_selective(offload.config, vars(config))
     if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
         raise IntegrationError(
             "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "

@@ -13,8 +13,14 @@ from fgoffload.planner.model.model_shape import list_moe_layers
 
 _EXPERT_TAGS = ("router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine", "shared_expert")
 _DENSE_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
-_OWN_LAYERS = ("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path", "is_hybrid_model")
-"""Fields of models that say by another way than `moe_layer_freq` what each layer is."""
+_OTHER_LAYERS = (
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "heterogeneous_layers_config_path",
+    "is_hybrid_model",
+    "use_checkpoint_args",
+)
+"""Fields of models of which something else than these flags says what each layer is."""
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
@@ -27,27 +33,39 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: With the tag, the flag and the fix.
     """
-    granularity = values.get("recompute_granularity")
-    if granularity == "selective":
-        offload.check_recompute(values.get("recompute_modules") or ("core_attn",))
+    check_selective(offload, values)
     if offload.is_auto:
         return
     for fault in (*_list_recompute_faults(offload, values), *_list_model_faults(offload, values)):
         raise ConfigError(fault)
 
 
+def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
+    """Refuse tags whose tensors Megatron's selective recompute drops before they could leave.
+
+    Args:
+        offload: What leaves.
+        values: As for `check_tags`.
+
+    Raises:
+        ConfigError: A tag and a recompute module exclude each other.
+    """
+    if values.get("recompute_granularity") == "selective":
+        offload.check_recompute(values.get("recompute_modules") or ("core_attn",))
+
+
 def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
     if offload.offload_plan is not None:
         return  # it says itself what runs again
     is_full = values.get("recompute_granularity") == "full"
+    is_uniform = is_full and values.get("recompute_method") == "uniform"
     for name in offload.offload_modules:
-        if name == "layer_input":
-            if not is_full:
-                yield (
-                    "--offload-modules 'layer_input' is what full recompute keeps, and nothing saves it without: give "
-                    "--recompute-granularity full with it, or leave it out."
-                )
-        elif is_full and values.get("recompute_method") == "uniform" and name in offload.tags:
+        if name == "layer_input" and not is_full:
+            yield (
+                "--offload-modules 'layer_input' is what full recompute keeps, and nothing saves it without: give "
+                "--recompute-granularity full with it, or leave it out."
+            )
+        elif name != "layer_input" and is_uniform and name in offload.tags:
             yield (
                 f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer runs again as a "
                 "whole and saves its input alone. Give layer_input in its place, or --recompute-method block."
@@ -55,7 +73,7 @@ def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) ->
 
 
 def _list_model_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    if any(values.get(field) for field in _OWN_LAYERS):
+    if any(values.get(field) for field in _OTHER_LAYERS):
         return
     experts = values.get("num_moe_experts")
     for name in offload.offload_modules:

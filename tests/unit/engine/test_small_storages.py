@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.pieces import TwoOfOneAllocation
 from support.sites import Sites, check_same_bits, make_engine
 from support.tensors import leaf
 
@@ -128,28 +129,15 @@ def test_of_a_storage_saved_as_two_types_no_save_holds_what_another_lets_leave(i
     engine.close()
 
 
-class TwoOfOneAllocation(torch.autograd.Function):
-    """Saves two storages over one allocation, as Transformer Engine's quantized inputs and their scales are."""
-
-    @staticmethod
-    def forward(ctx, h):
-        memory = torch.zeros(4096 + 8).numpy()  # which both hold, and torch knows nothing of
-        data, scale = torch.from_numpy(memory[:4096]), torch.from_numpy(memory[4096:])
-        data.copy_(h)
-        scale.fill_(3)
-        ctx.save_for_backward(data, scale)
-        return h * 3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        data, scale = ctx.saved_tensors
-        return gradient * scale[0] + data
+def make_pieces(size):
+    memory = torch.zeros(size + 8).numpy()  # which both hold, and torch knows nothing of
+    return torch.from_numpy(memory[:size]), torch.from_numpy(memory[size:])
 
 
 def test_a_small_piece_of_an_allocation_leaves_too_since_it_would_hold_all_of_it():
     large = leaf(4096)
     engine = make_engine(min_offloaded_bytes=LIMIT_BYTES)
-    check_same_bits(lambda sites: sites(TwoOfOneAllocation.apply, large * 2), [large], engine)
+    check_same_bits(lambda sites: sites(lambda h: TwoOfOneAllocation.apply(h, make_pieces), large * 2), [large], engine)
     stats = engine.finish_step().tags["core_attn"]
     assert stats.d2h_bytes == 4 * (4096 + 8)
     assert stats.kept_bytes == {}

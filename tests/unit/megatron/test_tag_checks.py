@@ -29,6 +29,8 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
         ("mlp_fc1", EXPERTS, "all layers of this model have experts"),
         ("mlp_act", {**EXPERTS, "moe_layer_freq": [1, 1]}, "all layers of this model have experts"),
         ("core_attn", {"recompute_granularity": "selective"}, "'core_attn' and --recompute-modules 'core_attn'"),
+        # A checkpoint says what the model is, and not what runs again.
+        ("core_attn", {"recompute_granularity": "selective", "use_checkpoint_args": True}, "exclude each other"),
     ],
 )
 def test_what_nothing_saves_is_refused(tag, values, says):
@@ -52,6 +54,7 @@ def test_what_nothing_saves_is_refused(tag, values, says):
         # Hybrid models say in another way what each layer is.
         ("mlp_fc1", {**EXPERTS, "hybrid_layer_pattern": "M*-E"}),
         ("gdp_qkv", {**EXPERTS, "is_hybrid_model": True}),
+        ("expert_fc1", {"num_layers": 2, "use_checkpoint_args": True}),
     ],
 )
 def test_what_something_saves_is_not(tag, values):

@@ -89,8 +89,8 @@ def _check_tags(offload: OffloadConfig, parser: MegatronParser | None, script_wo
     if found is None:
         return
     values = dict(vars(found))
-    if values.get("use_checkpoint_args") or values.get("yaml_cfg"):
-        return  # the model is not what the flags say
+    if values.get("yaml_cfg"):
+        return  # Megatron-LM takes all from that file
     if "num_experts" in values:  # the flag's name, where the field has another
         values["num_moe_experts"] = values["num_experts"]
     try:
