@@ -3,6 +3,9 @@
 Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward on a GPU or a
 library that swallows exceptions can put that off for as long as they like. So a second thread hears of the signal too, from
 the C handler through a pipe, and ends the process when the main thread has not come back in time.
+
+A module that is being imported is the worst place for KeyboardInterrupt: extension modules abort the process, or make it an
+ImportError or RuntimeError of their own (torch, SciPy and dataclasses do, each about once in 300 imports). There it waits.
 """
 
 import contextlib
@@ -16,6 +19,9 @@ from types import FrameType
 
 GRACE_SECONDS = 1.0
 """How long the main thread may take to close what is open. Half of the two seconds within which the process has to be gone."""
+
+IMPORT_POLL_SECONDS = 0.02
+"""How soon an interrupt that found a module being imported tries again. `GRACE_SECONDS` bound how long it can go on."""
 
 
 @contextlib.contextmanager
@@ -54,8 +60,23 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
 
 
 def _interrupt(on_interrupt: Callable[[], None], number: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        # A signal to this thread, not a flag for the interpreter alone: it has to wake a call that sleeps in the kernel.
+        again = threading.Timer(IMPORT_POLL_SECONDS, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        again.daemon = True  # the process may end before
+        again.start()
+        return
     on_interrupt()
     signal.default_int_handler(number, frame)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether `frame` runs, however deep, for an import. Compiled code has no frame: its caller, the importer, has."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _watch(read_end: int, body_ended: threading.Event, exit_code: int) -> None:

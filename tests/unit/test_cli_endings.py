@@ -158,3 +158,43 @@ def test_after_a_command_signals_are_as_before(capsys):
     after = signal.set_wakeup_fd(before)
     assert after == before
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_waits_until_the_module_that_is_being_imported_is_done(tmp_path):
+    # Extension modules make KeyboardInterrupt another error, or abort: here the module itself stands for them.
+    module = """
+import os, signal, time
+try:
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(0.3)
+except KeyboardInterrupt:
+    os.abort()
+done = True
+"""
+    (tmp_path / "extension.py").write_text(module, encoding="utf-8")
+    code = """
+import time
+from fgoffload.cli.interrupt import end_soon_after_interrupt
+silenced = []
+try:
+    with end_soon_after_interrupt(130, on_interrupt=lambda: silenced.append("silenced")):
+        import extension
+        time.sleep(60)
+except KeyboardInterrupt:
+    print(extension.done, *silenced)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True silenced\n", "")
+
+
+def test_ctrl_c_ends_an_import_that_takes_too_long(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(60)\n", encoding="utf-8"
+    )
+    code = """
+from fgoffload.cli.interrupt import end_soon_after_interrupt
+with end_soon_after_interrupt(130):
+    import slow
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=20)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "fgoffload: interrupted\n")
