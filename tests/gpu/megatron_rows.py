@@ -194,6 +194,11 @@ ROWS = (
     Row("MTP", f"{MIXED} --mtp-num-layers 1", MIXED_TAGS),
     Row("MLA", f"{MOE} {MLA}", f"attn_norm {MOE_TAGS}"),
     Row("packed sequences (THD)", f"{MOE} --packed-sequences --micro-batch-size 1", MOE_TAGS),
+    Row(
+        "packed sequences (THD), rotary embeddings not fused",
+        f"{MOE} --packed-sequences --micro-batch-size 1 --no-rope-fusion",
+        MOE_TAGS,
+    ),
     Row("variable sequence length", f"{MOE} --variable-seq-lengths", MOE_TAGS),
     Row("dropout off", f"{MIXED} {NO_DROPOUT}", MIXED_TAGS),
     Row("fp32", MIXED.replace("--bf16 ", ""), MIXED_TAGS, attention="UnfusedDotProductAttention"),  # no other one has fp32
@@ -265,6 +270,7 @@ ROWS = (
         MIXED_TAGS,
         gpus=2,
     ),
+    Row("1F1B, variable sequence length", f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE} --variable-seq-lengths", MIXED_TAGS, gpus=2),
     Row(
         "interleaved",
         f"{MOE} {TWO} --num-layers 4 {VIRTUAL}",

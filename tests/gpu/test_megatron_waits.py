@@ -6,9 +6,10 @@ import types
 import pytest
 import torch
 
+from fgoffload.integrations.megatron.host_writes import write_to_host
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.waits import step_aside, write_to_host
+from fgoffload.integrations.megatron.waits import step_aside
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -48,9 +49,8 @@ def measure_seconds(move, counts, busy):
     return seconds, was_busy
 
 
-def test_a_kernel_does_not_wait_behind_a_big_copy_and_the_copy_engine_does():
+def test_a_kernel_does_not_wait_behind_a_big_copy_and_the_copy_engine_does(busy):
     counts = torch.arange(16, device="cuda")
-    busy = torch.ones(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     for move in (write_to_host, lambda tensor: tensor.to("cpu", non_blocking=True)):
         measure_seconds(move, counts, busy)  # the first calls load kernels and pin memory
     around, was_busy = measure_seconds(write_to_host, counts, busy)
@@ -88,8 +88,8 @@ def test_an_exchange_between_stages_waits_for_compute_and_not_for_copies(monkeyp
     assert exchange(communicator, torch.cuda.Event()) == (True, True)
 
 
-def measure_check_seconds(machine, loss, busy):
-    """Return how long the host takes to check `loss` behind a copy of `busy`, and whether that was running still."""
+def measure_behind_copy(wait, busy):
+    """Return what `wait` returns behind a copy of `busy`, how long that takes, and whether the copy was running still."""
     source, target = busy
     copies = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -97,25 +97,87 @@ def measure_check_seconds(machine, loss, busy):
         target.copy_(source, non_blocking=True)
         done = copies.record_event()
     begin = time.perf_counter()
-    machine.validate_result(result=loss, rejection_func=torch.isnan, message="found NaN")
+    result = wait()
     seconds = time.perf_counter() - begin
     was_busy = not done.query()
     torch.cuda.synchronize()
-    return seconds, was_busy
+    return result, seconds, was_busy
 
 
-def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy():
+@pytest.fixture(scope="module")
+def busy():
+    """1 GiB on the device and on the host: a copy takes 20 ms and more, and what is around it a fraction of one."""
+    return torch.ones(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+
+
+def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy(busy):
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
-    busy = torch.ones(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     loss = torch.tensor(1.0, device="cuda")
-    measure_check_seconds(machine, loss, busy)
-    behind, _ = measure_check_seconds(machine, loss, busy)
+
+    def check():
+        machine.validate_result(result=loss, rejection_func=torch.isnan, message="found NaN")
+
+    measure_behind_copy(check, busy)
+    _, behind, _ = measure_behind_copy(check, busy)
     with Patches() as patches:
         step_aside(patches, lambda: None)
-        measure_check_seconds(machine, loss, busy)
-        around, was_busy = measure_check_seconds(machine, loss, busy)
+        measure_behind_copy(check, busy)
+        _, around, was_busy = measure_behind_copy(check, busy)
         with pytest.raises(RuntimeError, match="found NaN"):
             machine.validate_result(result=loss * float("nan"), rejection_func=torch.isnan, message="found NaN")
+    assert was_busy
+    assert around < behind / 4
+
+
+def test_the_lengths_of_packed_sequences_do_not_wait_behind_a_big_copy(busy):
+    module = load_module("megatron.core.models.common.embeddings.rope_utils")
+    bounds = torch.tensor([0, 16, 24, 32], dtype=torch.int32, device="cuda")
+    heads, angles = torch.randn(32, 2, 8, device="cuda"), torch.randn(32, 1, 1, 8, device="cuda")
+    group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+    def turn():
+        return module._apply_rotary_pos_emb_thd(heads, bounds, angles, cp_group=group)
+
+    measure_behind_copy(turn, busy)
+    expected, behind, _ = measure_behind_copy(turn, busy)
+    with Patches() as patches:
+        step_aside(patches, lambda: None)
+        measure_behind_copy(turn, busy)
+        found, around, was_busy = measure_behind_copy(turn, busy)
+    assert torch.equal(found, expected)
+    assert was_busy
+    assert around < behind / 4
+
+
+def test_shapes_that_stages_exchange_do_not_wait_behind_a_big_copy(busy, monkeypatch):
+    def loop_back(operations):
+        sent, received = (
+            [shape for operation, shape, *_ in operations if operation is kind]
+            for kind in (torch.distributed.isend, torch.distributed.irecv)
+        )
+        for source, target in zip(reversed(sent), received, strict=True):
+            torch.add(source, 0, out=target)  # a kernel, as NCCL's are
+        return [types.SimpleNamespace(wait=lambda: None)]
+
+    monkeypatch.setattr(torch.distributed, "P2POp", lambda *operation: operation)
+    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", loop_back)
+    module = load_module("megatron.core.pipeline_parallel.p2p_communication")
+    config = load_module("megatron.core.model_parallel_config").ModelParallelConfig(variable_seq_lengths=True)
+    communicator = object.__new__(module.P2PCommunicator)
+    communicator.__dict__.update(config=config, pp_group=None, next_rank=0, prev_rank=0)
+    following, previous = torch.empty(5, 6, 7, device="cuda"), torch.empty(8, 9, 10, device="cuda")
+
+    def exchange_with_neighbours():
+        return communicator._communicate_shapes(following, previous, recv_prev=True, recv_next=True)
+
+    measure_behind_copy(exchange_with_neighbours, busy)
+    expected, behind, _ = measure_behind_copy(exchange_with_neighbours, busy)
+    with Patches() as patches:
+        step_aside(patches, lambda: None)
+        measure_behind_copy(exchange_with_neighbours, busy)
+        found, around, was_busy = measure_behind_copy(exchange_with_neighbours, busy)
+    assert [list(shape) for shape in expected] == [[5, 6, 7], [8, 9, 10]]
+    assert [list(shape) for shape in found] == [[5, 6, 7], [8, 9, 10]]
     assert was_busy
     assert around < behind / 4

@@ -8,16 +8,19 @@ milliseconds. Traced with Megatron's own engine and with ours; see docs/framewor
 import collections
 import enum
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
+from fgoffload.integrations.megatron.host_writes import write_to_host
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload
+from fgoffload.integrations.megatron.stage_exchanges import wrap_exchange, wrap_shapes
 
 
 class Remedy(enum.Enum):
@@ -26,7 +29,7 @@ class Remedy(enum.Enum):
     KERNEL = "a kernel writes the bytes to the host, without the copy engine"
     HOLD = "groups that end in the layer before the wait are held until it is over"
     STREAM = "the host waits for the current stream alone, and not for copies on streams of ours"
-    NONE = "nothing: where nothing leaves, or where nobody has measured what it costs"
+    NONE = "nothing: where nothing leaves"
 
 
 class WaitRow(NamedTuple):
@@ -48,6 +51,7 @@ class WaitRow(NamedTuple):
 _COUNTS = "the number of tokens of each expert"
 _CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
 _EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication"
+_ROTARY = "megatron.core.models.common.embeddings.rope_utils"
 
 WAITS = (
     WaitRow(f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", _COUNTS, Remedy.KERNEL, "0.16.1"),
@@ -79,14 +83,14 @@ WAITS = (
         f"{_EXCHANGES}:P2PCommunicator",
         "_communicate_shapes",
         "the same, and the shapes that stages exchange where sequence lengths differ",
-        Remedy.NONE,
+        Remedy.KERNEL,
         "0.16.1",
     ),
     WaitRow(
-        "megatron.core.models.common.embeddings.rope_utils",
+        _ROTARY,
         "_apply_rotary_pos_emb_thd",
         "the lengths of packed sequences, in rotary embeddings that are not fused",
-        Remedy.NONE,
+        Remedy.KERNEL,
         "0.16.1",
     ),
     WaitRow(
@@ -119,7 +123,9 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     for wait in _list_held():
         wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload))
     wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
-    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", _wrap_exchange)
+    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", wrap_exchange)
+    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
+    wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", _wrap_move)
 
 
@@ -166,22 +172,20 @@ def _read_flag(flag: Any) -> Any:
     return bool(host)
 
 
-def _wrap_exchange(original: Any) -> Any:
-    def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.config
-        if not (config.batch_p2p_comm and config.batch_p2p_sync):
-            return original(self, *args, **kwargs)
-        config.batch_p2p_sync = False
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            config.batch_p2p_sync = True
-        # Megatron waits for the whole device here, lest the host go on before the exchange is over. The current stream has been
-        # told to wait for the exchange: when that stream is done, so is the exchange. Copies may still be under way.
-        torch.cuda.current_stream().synchronize()
-        return result
+def _wrap_packed_rotary(original: Any) -> Any:
+    if "max_seqlen" in inspect.signature(original).parameters:
+        # Of the development branch: it computes with lengths on the device, and waits only where its caller knows no longest.
+        return original
 
-    return communicate
+    def apply_rotary(t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # It splits by these lengths and looks up by them, on the host alone: so it may have them there.
+        host = write_to_host(cu_seqlens)
+        if host is None:
+            return original(t, cu_seqlens, *args, **kwargs)
+        torch.cuda.current_stream().synchronize()
+        return original(t, host, *args, **kwargs)
+
+    return apply_rotary
 
 
 def _wrap_move(original: Any) -> Any:
@@ -189,7 +193,7 @@ def _wrap_move(original: Any) -> Any:
     """What kernels may still write. The allocator of pinned memory does not know of them, and would hand it out again."""
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
-        if not (isinstance(tensor, torch.Tensor) and tensor.is_cuda) or tensor.dtype not in _WHOLE_NUMBERS:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
             return original(tensor, as_numpy, record_stream)
         host = write_to_host(tensor)
         if host is None:
@@ -206,42 +210,3 @@ def _wrap_move(original: Any) -> Any:
 
 
 _WHOLE_NUMBERS = (torch.int32, torch.int64)
-
-
-def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of `tensor` on the host, written by a kernel and not by the copy engine.
-
-    Args:
-        tensor: Whole numbers, on a CUDA device.
-
-    Streams:
-        Queued on the current stream. The host does not block: it may read the copy when that stream has come so far.
-
-    Lifetime:
-        The caller holds the copy until then.
-
-    Returns:
-        Pinned memory, of the same shape and type; None where the device does not see it under its address.
-    """
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    if tensor.numel():
-        mapped = torch.as_tensor(_MappedMemory(host), device=tensor.device)
-        if mapped.data_ptr() != host.data_ptr():
-            return None  # pinned for another device: torch has made a copy on this one
-        # An op of arithmetic, since torch hands a plain copy to the driver, which may take the copy engine for it.
-        torch.add(tensor, 0, out=mapped)
-    return host
-
-
-class _MappedMemory:
-    """Pinned host memory under the address at which the device sees it: the same one, by unified addressing."""
-
-    def __init__(self, host: torch.Tensor) -> None:
-        self._host = host
-        self.__cuda_array_interface__ = {
-            "shape": tuple(host.shape),
-            "typestr": f"<i{host.element_size()}",
-            "data": (host.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-        }

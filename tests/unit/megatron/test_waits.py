@@ -9,9 +9,11 @@ import torch
 from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_config, make_trainer, train
 
 from fgoffload import default_tags
+from fgoffload.integrations.megatron import waits
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import require_symbol
 from fgoffload.integrations.megatron.site_table import SITES
+from fgoffload.integrations.megatron.stage_exchanges import exchange_shapes
 from fgoffload.integrations.megatron.waits import DISPATCHERS, WAITS, Remedy
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -144,6 +146,100 @@ def test_an_exchange_that_fails_leaves_the_config_as_it_was(monkeypatch):
     with make_trainer(DENSE, make_config("core_attn")), pytest.raises(RuntimeError, match="the link is down"):
         exchange.run()
     assert exchange.config.batch_p2p_sync
+
+
+class Wire:
+    """What a stage sends and receives, in place of torch.distributed: each message that comes has the shape of its sender."""
+
+    def __init__(self, monkeypatch):
+        self.happened = []
+        for name, value in (("P2POp", lambda *operation: operation), ("batch_isend_irecv", self.run)):
+            monkeypatch.setattr(torch.distributed, name, value)
+
+    def run(self, operations):
+        for operation, shape, rank, group in operations:
+            if operation is torch.distributed.irecv:
+                shape.copy_(torch.tensor([rank, 2, 3]))
+            self.happened.append((operation.__name__, shape.tolist(), rank, group))
+        return [types.SimpleNamespace(wait=lambda: self.happened.append("request"))]
+
+
+@pytest.mark.parametrize("sends_next", [False, True])
+@pytest.mark.parametrize("sends_previous", [False, True])
+@pytest.mark.parametrize("receives_previous", [False, True])
+@pytest.mark.parametrize("receives_next", [False, True])
+def test_shapes_go_over_the_wire_as_by_megatron(sends_next, sends_previous, receives_previous, receives_next, monkeypatch):
+    communicator = Exchange(monkeypatch, batch_p2p_sync=True).communicator
+    communicator.__dict__.update(pp_group="group", next_rank=11, prev_rank=10)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    wire = Wire(monkeypatch)
+    following = torch.empty(5, 6, 7) if sends_next else None
+    previous = torch.empty(8, 9, 10) if sends_previous else None
+    expected = communicator._communicate_shapes(following, previous, receives_previous, receives_next)
+    by_megatron = wire.happened
+    wire.happened = []
+    found = exchange_shapes(communicator, following, previous, receives_previous, receives_next, device=torch.device("cpu"))
+    assert [list(shape) for shape in found] == [list(shape) for shape in expected]
+    assert wire.happened == by_megatron
+    assert bool(by_megatron) == any((sends_next, sends_previous, receives_previous, receives_next))
+
+
+class PinnedWrites:
+    """Stands in for a GPU: bytes that a kernel would write to the host, and the wait for the stream that does."""
+
+    def __init__(self, monkeypatch):
+        self.happened = []
+        monkeypatch.setattr(waits, "write_to_host", self.write)
+
+    def write(self, tensor):
+        self.happened.append("write")
+        return tensor.clone()
+
+    def run(self, function, *arguments, **options):
+        stream = types.SimpleNamespace(synchronize=lambda: self.happened.append("stream"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda: stream)
+            return function(*arguments, **options)
+
+
+@pytest.mark.parametrize("positions", [16, 32])
+def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(positions, monkeypatch):
+    module = load_module("megatron.core.models.common.embeddings.rope_utils")
+    bounds = torch.tensor([0, 16, 24, 32], dtype=torch.int32)
+    heads, angles = torch.randn(32, 2, 8), torch.randn(positions, 1, 1, 8)
+    group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    expected = module._apply_rotary_pos_emb_thd(heads, bounds, angles, cp_group=group)
+    seen = []
+    writes = PinnedWrites(monkeypatch)
+    with make_trainer(DENSE, make_config("core_attn")):  # which wraps the waits
+        wrapped = module._apply_rotary_pos_emb_thd
+        inner = wrapped.__wrapped__
+
+        def note_bounds(heads, on_host, *arguments, **options):
+            seen.append(on_host)
+            return inner(heads, on_host, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            replace_inner(
+                wrapped, lambda _, on_host, *rest, **named: seen.append(on_host) or inner(_, on_host, *rest, **named), patch
+            )
+            found = writes.run(wrapped, heads, bounds, angles, cp_group=group)
+    assert torch.equal(found, expected)
+    assert writes.happened == ["write", "stream"]
+    assert seen[0] is not bounds
+    assert torch.equal(seen[0], bounds)
+
+
+def test_a_version_that_computes_with_lengths_on_the_device_gets_them_as_they_are(monkeypatch):
+    writes = PinnedWrites(monkeypatch)
+
+    def of_the_development_branch(t, cu_seqlens, freqs, max_seqlen=None):
+        return cu_seqlens
+
+    bounds = torch.tensor([0, 16])
+    assert waits._wrap_packed_rotary(of_the_development_branch)(None, bounds, None) is bounds
+    assert writes.happened == []
 
 
 @pytest.mark.parametrize(("loss", "is_refused"), [(1.0, False), (float("nan"), True)])
