@@ -238,6 +238,9 @@ class AcceleratorDevice(Device):
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
         stream.wait_event(event.event)
 
+    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:  # noqa: D102
+        self._events.order(stream, behind=other)
+
     def is_done(self, event: Event) -> bool:  # noqa: D102
         return bool(event.event.query())
 

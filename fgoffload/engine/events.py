@@ -41,9 +41,18 @@ class EventPool:
 
     def record(self, stream: Any) -> RecordedEvent:
         """Return an event that passes when all work queued on `stream` so far is done."""
+        return RecordedEvent(self._record(stream), self._idle)
+
+    def order(self, stream: Any, behind: Any) -> None:
+        """Make what is queued on `stream` from now on wait for what `behind` has queued so far."""
+        event = self._record(behind)
+        stream.wait_event(event)
+        self._idle.append(event)  # a wait that is queued needs no reference
+
+    def _record(self, stream: Any) -> Any:
         try:
             event = self._idle.pop()  # at once: another thread may take the last one
         except IndexError:
             event = self._make()
         event.record(stream)
-        return RecordedEvent(event, self._idle)
+        return event

@@ -132,11 +132,13 @@ class Lane:
             site: What it is a group of.
             stats: Of the site's tag.
         """
-        for called in self.groups[self.away :]:
-            self.expect(called, 0)  # forward goes on, and backward comes to them last: they must not hold up those behind
-        group = Group(Place(site, self._name), stats, position=len(self.groups))
-        self.groups.append(group)
-        self.end = self.away = len(self.groups)
+        groups = self.groups
+        if self.away < len(groups):
+            for called in groups[self.away :]:
+                self.expect(called, 0)  # forward goes on, and backward comes to them last: they must not hold up those behind
+        group = Group(Place(site, self._name), stats, position=len(groups))
+        groups.append(group)
+        self.end = self.away = len(groups)
         return group
 
     def expect(self, group: Group, size_bytes: int) -> None:

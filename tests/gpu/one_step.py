@@ -30,6 +30,10 @@ class LeavesOut(Device):
         if hazard is not self.left_out:
             super().wait_event(stream, event, hazard)
 
+    def wait_stream(self, stream, other, hazard: Hazard) -> None:
+        if hazard is not self.left_out:
+            super().wait_stream(stream, other, hazard)
+
 
 class LeavesOutGpu(LeavesOut, AcceleratorDevice):
     pass

@@ -79,6 +79,10 @@ class Hostile(Device):
         if hazard is not self.left_out:
             super().wait_event(stream, event, hazard)
 
+    def wait_stream(self, stream: Any, other: Any, hazard: Hazard) -> None:
+        if hazard is not self.left_out:
+            super().wait_stream(stream, other, hazard)
+
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         if stream == self.d2h_stream:
             poison = self._poison[: destination.nbytes].view(destination.dtype).view(destination.size())

@@ -35,34 +35,41 @@ def _stand_ins(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
 
 
-class InterruptedDevice(AcceleratorDevice):
-    """Lets another thread wait for another stream between the two halves of the first wait."""
+class Stream:
+    """Notes what it waits for; before that, another thread may come between."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[tuple[object, object]] = []
+    def __init__(self, interrupt=lambda: None) -> None:
+        self.waits: list[object] = []
+        self._interrupt = interrupt
 
-    def wait_event(self, stream, event, hazard):
-        if stream == "first":
-            thread = threading.Thread(target=self.wait_stream, args=("second", "another source", hazard))
-            thread.start()
-            thread.join()
-        self.waits.append((stream, event.event.stream))
+    def wait_event(self, event: Event) -> None:
+        thread = threading.Thread(target=self._interrupt)
+        thread.start()
+        thread.join()
+        self.waits.append(event.stream)
 
 
 def test_waits_of_two_threads_at_once_are_each_for_their_own_stream():
-    device = InterruptedDevice()
-    device.wait_stream("first", "source", Hazard.SOURCE_UNWRITTEN)
-    assert device.waits == [("second", "another source"), ("first", "source")]
+    device, second = AcceleratorDevice(), Stream()
+    first = Stream(lambda: device.wait_stream(second, "another source", Hazard.SOURCE_UNWRITTEN))
+    device.wait_stream(first, "source", Hazard.SOURCE_UNWRITTEN)
+    assert (first.waits, second.waits) == (["source"], ["another source"])
 
 
 def test_waits_that_pass_share_an_event_and_none_is_made_for_each():
-    device = InterruptedDevice()
+    device, stream = AcceleratorDevice(), Stream()
     before = Event.made
     for source in ("a", "b", "c"):
-        device.wait_stream("second", source, Hazard.SOURCE_UNWRITTEN)
-    assert device.waits == [("second", source) for source in ("a", "b", "c")]
+        device.wait_stream(stream, source, Hazard.SOURCE_UNWRITTEN)
+    assert stream.waits == ["a", "b", "c"]
     assert Event.made == before + 1
+
+
+def test_a_wait_never_records_an_event_that_somebody_holds():
+    device, stream = AcceleratorDevice(), Stream()
+    held = device.record_event("a copy")
+    device.wait_stream(stream, "source", Hazard.SOURCE_UNWRITTEN)
+    assert (held.event.stream, stream.waits) == ("a copy", ["source"])
 
 
 def test_an_event_that_somebody_holds_is_not_recorded_again():
