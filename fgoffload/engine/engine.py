@@ -1,16 +1,15 @@
 """The engine: what may leave, when it leaves, and when it comes back.
 
 It knows tensors, groups, lanes and a device, and no framework. An integration constructs an engine, holds it, and tells it
-where regions are; autograd calls it through the hooks of those regions. How bytes move and what waits for what is in
-`transfers.py`.
+where regions are; autograd calls it through the hooks of those regions. What stays for what it is, `keep_rules.py` says; what
+comes back when, `reloads.py`; how bytes move and what waits for what, `transfers.py`.
 """
 
 import contextlib
-import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -18,12 +17,15 @@ from fgoffload.engine.arena import MIN_PART_BYTES, HostArena, HostBlock
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
+from fgoffload.engine.handles import FollowedHandle, Handle, KeptHandle, hold
 from fgoffload.engine.host_memory import get_default_budget_bytes
-from fgoffload.engine.identity import Contents, StorageRef, get_key, has_bytes, identify, is_piece
+from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
+from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import Following, Region, Saving, add_mark, is_in_backward, is_inert
-from fgoffload.engine.saved import FollowedHandle, Handle, KeptHandle, SavedState, SavedStorage, hold
+from fgoffload.engine.reloads import Reloads
+from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import StayingStorages
 from fgoffload.engine.timing import EventStopWatch, NoStopWatch, StopWatch
@@ -34,9 +36,6 @@ from fgoffload.policy import TransferPolicy
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-_AWAY = (SavedState.OFFLOADING, SavedState.OFFLOADED)
-"""What can be called back."""
 
 
 class OffloadEngine:
@@ -65,11 +64,9 @@ class OffloadEngine:
     ) -> None:
         self.device = device
         self._policy = policy or TransferPolicy()
-        self._min_offloaded_numel = min_offloaded_numel
-        self._min_offloaded_bytes = min_offloaded_bytes
-        self._large_numel = max(min_offloaded_numel, min_offloaded_bytes)
-        """Elements. A tensor of so many reaches both minimum sizes, whatever its type."""
-        self._keep = keep
+        self._rules = KeepRules(
+            device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
+        )
         self.arena = HostArena(
             device,
             budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes,
@@ -85,6 +82,7 @@ class OffloadEngine:
         """Are told of what is saved and taken, and of each device buffer."""
         self._watch: StopWatch = EventStopWatch(device) if is_timed else NoStopWatch()
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
+        self._reloads = Reloads(self._transfers, self._policy, staying=self._staying, observers=self.observers)
         self._counters = Counters()
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
@@ -151,8 +149,7 @@ class OffloadEngine:
         """Backward has passed a stretch of which nothing left: bring back what comes next."""
         with self._lock:
             self._transfers.poll()
-            if lane.away:
-                self._prefetch(lane)
+            self._reloads.prefetch(lane)
 
     def expect_backward(self, lane: Lane) -> None:
         """Forward of `lane` is over and its backward comes next: the last groups stay, where they are still on their way.
@@ -163,7 +160,7 @@ class OffloadEngine:
             return
         with self._lock:
             self._transfers.poll()
-            self._call_back_ahead(lane, self._policy.may_prefetch, states=(SavedState.OFFLOADING,))
+            self._reloads.call_back_unfinished(lane)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`, as long as they live."""
@@ -215,18 +212,8 @@ class OffloadEngine:
     # Hooks: what autograd calls.
 
     def is_always_too_small(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` stays because all of its storage is smaller than what leaves, whatever else is saved of it.
-
-        Not asked of parameters, which stay anyway, nor where a filter wants to see each tensor.
-        """
-        # What is large by itself is asked no further: `save` finds out what it is, and it is most of what is saved.
-        if type(tensor) is not torch.Tensor or tensor.numel() >= self._large_numel or self._keep is not None:
-            return False
-        if not has_bytes(tensor) or tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
-            return False
-        # As if an element were a byte: another save of the storage may be of a narrower type, and both have to go one way.
-        nbytes = tensor.untyped_storage().nbytes()
-        return (nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel) and not is_piece(tensor)
+        """Return whether `tensor` stays whatever else is saved of its storage, so that `save` need not be asked."""
+        return self._rules.is_always_too_small(tensor)
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
@@ -237,11 +224,11 @@ class OffloadEngine:
                 stats.saved_tensors += 1
             for ledger in self.observers:
                 ledger.count_save(tensor, place=place)
-            reason = self._find_kind_to_keep(tensor)
+            reason = self._rules.find_kind_to_keep(tensor)
             if reason is None:
                 key, contents = identify(tensor)
                 reason = self._staying.find_reason(key)
-                if reason is None and self._keep is not None and self._keep(tensor):
+                if reason is None and self._rules.is_filtered(tensor):
                     reason = KeptReason.FILTERED
             if reason is not None:
                 return _make_kept_handle(tensor, reason, place, stats)
@@ -278,7 +265,7 @@ class OffloadEngine:
         """
         kept = hold(tensor, lane.place)
         with self._lock:
-            if self._find_kind_to_keep(tensor) is not None:
+            if self._rules.find_kind_to_keep(tensor) is not None:
                 return kept
             key = get_key(tensor)
             if key in seen or self._staying.find_reason(key) is not None:
@@ -290,7 +277,7 @@ class OffloadEngine:
         """Backward takes a storage of `size_bytes` in a stretch that is followed."""
         with self._lock:
             if lane.away and is_in_backward():
-                self._prefetch_early(lane, size_bytes)
+                self._reloads.prefetch_early(lane, size_bytes)
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return what `view` saw when it was saved.
@@ -310,9 +297,9 @@ class OffloadEngine:
                 if lane.away and is_in_backward():
                     is_let_go = not saved.is_let_go and saved.state is SavedState.RESIDENT
                     saved.is_let_go = saved.is_let_go or is_let_go
-                    self._prefetch_early(lane, saved.size_bytes if is_let_go else 0)
+                    self._reloads.prefetch_early(lane, saved.size_bytes if is_let_go else 0)
             elif is_in_backward() and lane.is_news(group, is_away=saved.state is SavedState.OFFLOADED):
-                self._approach(lane, group)
+                self._reloads.approach(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
                 saved.check_unchanged("backward took it", view)
@@ -321,19 +308,19 @@ class OffloadEngine:
                 return saved.get_alias(view)
             if saved.state is SavedState.OFFLOADED:
                 saved.stats.prefetch_misses += 1
-                self._reload({saved: saved.place})
+                self._reloads.reload({saved: saved.place})
             return self._transfers.take(saved, view)
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
         """Backward has come to `group`, and has left what came after it: bring back what comes next."""
         with self._lock:
-            self._approach(lane, group)
+            self._reloads.approach(lane, group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
         """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
         with self._lock:
-            self._leave(lane, group.position)
-            self._prefetch(lane)
+            self._reloads.leave(lane, group.position)
+            self._reloads.prefetch(lane)
 
     # The life of an engine.
 
@@ -376,19 +363,6 @@ class OffloadEngine:
                 )
             else:
                 self.arena.close()
-
-    def _find_kind_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
-        """Return why a tensor of this kind cannot leave, or None where it can."""
-        if type(tensor) is not torch.Tensor:
-            return KeptReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeptReason.SUBCLASS
-        base = tensor._base  # noqa: SLF001 - no public name
-        if base is not None and isinstance(base, torch.nn.Parameter):
-            return KeptReason.PARAMETER
-        if not has_bytes(tensor):
-            return KeptReason.LAYOUT
-        if not self.device.owns(tensor):
-            return KeptReason.OTHER_DEVICE
-        return KeptReason.EMPTY if tensor.numel() == 0 else None
 
     def _find_saved(self, key: int, contents: Contents, view: View) -> SavedStorage | None:
         """Return the saved storage that has these bytes: one leaves once, however many saves and groups share it.
@@ -446,7 +420,7 @@ class OffloadEngine:
             stats.shared_bytes += saved.size_bytes
             return None
         saved.check_unchanged("it left for the host")
-        if self._is_too_small(saved):
+        if self._rules.is_too_small(saved):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
         saved.choose_form()
@@ -454,109 +428,6 @@ class OffloadEngine:
         if block is None:
             stats.add_kept(KeptReason.HOST_BUDGET, saved.size_bytes)
         return block
-
-    def _is_too_small(self, saved: SavedStorage) -> bool:
-        covered_bytes = saved.covered_bytes
-        if covered_bytes >= self._min_offloaded_bytes and covered_bytes >= self._min_offloaded_numel * saved.itemsize:
-            return False
-        # A piece that stayed would hold what it is a piece of, and that the others leave would free nothing.
-        return not is_piece(saved.get_any_alias())
-
-    def _approach(self, lane: Lane, group: Group) -> None:
-        for ledger in self.observers:
-            ledger.reach_backward(place=group.place)
-        self._leave(lane, group.end_position)
-        self._prefetch(lane, wanted=group)
-
-    def _leave(self, lane: Lane, position: int) -> None:
-        for group in lane.leave(position):
-            # What a kept graph still wants goes back to being on the host only, once no group before this one wants it too.
-            for saved in group.list_saved(SavedState.RELOADED):
-                if saved.uses <= 0:
-                    self._transfers.drop_reloaded(saved)
-        self._transfers.poll()
-
-    def _prefetch(self, lane: Lane, *, wanted: Group | None = None) -> None:
-        """Call back what backward wants next, from the end of the lane on, as far as the policy lets it.
-
-        Args:
-            lane: Where backward is.
-            wanted: The group that backward has just come to, if any.
-        """
-        if wanted is not None:
-            lane.expect(wanted, 0)
-            if wanted.position == lane.end - 1 and lane.away == lane.end:
-                lane.away -= 1
-                waiting = wanted.list_saved(*_AWAY)
-                wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)
-                self._call_back(dict.fromkeys(waiting, wanted.place))
-        if lane.away == 0 or not self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            return
-        self._call_back_ahead(lane, self._policy.may_prefetch)
-
-    def _prefetch_early(self, lane: Lane, size_bytes: int) -> None:
-        """Call back what backward wants later, as far as it fits into what backward has let go of.
-
-        Backward is in a layer of which nothing left, and takes `size_bytes` there, which it still reads. The groups of layers
-        before it would else be called back when backward has come to the first of them, and that one would be waited for.
-        """
-        let_go_bytes = lane.let_go_bytes
-        lane.let_go_bytes += size_bytes
-        if self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            self._call_back_ahead(lane, functools.partial(self._policy.may_prefetch_early, let_go_bytes=let_go_bytes))
-
-    def _call_back_ahead(self, lane: Lane, may_prefetch: Callable[..., bool], *, states: Sequence[SavedState] = _AWAY) -> None:
-        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one.
-
-        Args:
-            lane: Where backward is.
-            may_prefetch: As those of the policy.
-            states: In which all of a group is that comes back: one with something in another one, or that has not left yet,
-                ends it.
-        """
-        coming: dict[SavedStorage, Place] = {}  # each once, though several groups may want it
-        while lane.away > 0:
-            group = lane.groups[lane.away - 1]
-            waiting = [saved for saved in group.list_saved(*_AWAY) if saved not in coming]
-            if states is not _AWAY and not (
-                group.state is GroupState.SUBMITTED and all(saved.state in states for saved in waiting)
-            ):
-                break
-            group_bytes = sum(saved.moved_bytes for saved in waiting)
-            if waiting and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
-                break
-            lane.away -= 1
-            if waiting:
-                lane.expect(group, group_bytes)
-                coming.update(dict.fromkeys(waiting, group.place))
-        self._call_back(coming)
-
-    def _call_back(self, coming: Mapping[SavedStorage, Place]) -> None:
-        """Keep on the device what of `coming` has not left yet, and bring back what has.
-
-        Args:
-            coming: In the order in which they come back, each with the place of the group that it comes back for.
-        """
-        away = {}
-        for saved, place in coming.items():
-            if saved.state is SavedState.OFFLOADED:
-                away[saved] = place
-            else:
-                saved.stats.recalled_bytes += saved.moved_bytes
-                saved.recall()
-        if away:
-            self._reload(away)
-
-    def _reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        for saved in away:
-            saved.stats.h2d_bytes += saved.moved_bytes
-            if not saved.storage.is_freed:
-                saved.stats.held_elsewhere_bytes += saved.size_bytes
-                self._staying.add(saved.storage, KeptReason.HELD)
-        self._transfers.reload(away)
-        if logger.isEnabledFor(logging.DEBUG):
-            for saved, place in away.items():
-                logger.debug("reload %s: %s", place, format_bytes(saved.moved_bytes))
 
 
 _CAPTURING = (

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fgoffload.engine.group import Group, Lane
+from fgoffload.engine.handles import KeptHandle, Packed, hold
 from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import LedgerHook
-from fgoffload.engine.saved import KeptHandle, Packed, hold
 
 if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine

@@ -15,10 +15,10 @@ import torch
 from fgoffload.engine import ActivationLedger, Device, Lane, Region, Saving
 from fgoffload.engine.device import Event
 from fgoffload.engine.geometry import get_view
+from fgoffload.engine.handles import KeptHandle, Packed, hold
 from fgoffload.engine.identity import StorageRef, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
-from fgoffload.engine.saved import KeptHandle, Packed, hold
 from fgoffload.integrations.megatron.device_memory import DeviceMemory
 from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.plan import Site

@@ -9,9 +9,10 @@ import torch
 
 from fgoffload.engine import Device, Group, HostSlab, KeptReason, Lane, OffloadEngine
 from fgoffload.engine.device import Event, Stream
+from fgoffload.engine.handles import Handle, KeptHandle
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
-from fgoffload.engine.saved import Handle, KeptHandle, SavedState
+from fgoffload.engine.saved import SavedState
 from fgoffload.errors import ConfigError, InternalError
 from fgoffload.integrations.pytorch.block import SavedTensors
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device

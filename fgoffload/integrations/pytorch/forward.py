@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
+from fgoffload.engine.handles import Handle, Packed, hold
 from fgoffload.engine.region import is_in_backward
-from fgoffload.engine.saved import Handle, Packed, hold
 from fgoffload.integrations.pytorch.outputs import find_tensor
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site

@@ -4,7 +4,8 @@ import torch
 
 from fgoffload.engine import Group, Lane, OffloadEngine
 from fgoffload.engine.geometry import round_up
-from fgoffload.engine.saved import Handle, KeptHandle, SavedState, hold
+from fgoffload.engine.handles import Handle, KeptHandle, hold
+from fgoffload.engine.saved import SavedState
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.plan import Site

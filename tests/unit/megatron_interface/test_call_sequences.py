@@ -63,7 +63,7 @@ def test_gradients_are_the_same_to_the_bit_and_exactly_the_bytes_move(tags, impo
 
 
 def test_groups_leave_in_the_order_in_which_call_sites_end_them(caplog):
-    with with_offload(*ALL_TAGS) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+    with with_offload(*ALL_TAGS) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         training.step()
         departures = list_departures(caplog)
     assert departures == [
@@ -82,7 +82,7 @@ def test_two_chunks_of_an_interleaved_pipeline_keep_their_microbatches_apart(cap
 
     with without_offload(chunks=2) as training:
         expected = run(training)
-    with with_offload(*ALL_TAGS, chunks=2) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+    with with_offload(*ALL_TAGS, chunks=2) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         check_same(run(training), expected)
         departures = list_departures(caplog)
         stats = training.offload.last_step.tags
@@ -166,7 +166,7 @@ def test_the_fused_experts_are_one_group():
 @pytest.mark.parametrize("recomputes_qkv", [False, True], ids=["saved", "run-again"])
 def test_a_gated_delta_product_is_one_group_that_ends_behind_its_kernel(recomputes_qkv, caplog):
     options = {"kind": "DeltaLayer", "recomputes_qkv": recomputes_qkv}
-    with with_offload("gdp_qkv", **options) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+    with with_offload("gdp_qkv", **options) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         found = [gradient for _ in range(2) for gradient in training.step()]
         departures = list_departures(caplog)
         stats = training.offload.last_step.tags
@@ -230,7 +230,7 @@ def test_a_site_that_is_off_has_no_group_though_its_tag_is_selected():
 
 def test_each_object_ends_the_group_that_it_began(caplog):
     # As two microbatches that run in turns would, each with the norm of one layer open.
-    with with_offload("mlp_norm") as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine.engine"):
+    with with_offload("mlp_norm") as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         interface = training.layers.off_interface
         interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
         hidden = torch.ones(64, requires_grad=True) * 2

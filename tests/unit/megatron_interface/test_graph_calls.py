@@ -9,7 +9,7 @@ from support.megatron_stub.training import LAYERS, check_same, list_departures, 
 from fgoffload import IntegrationError
 
 EXPERT_TAGS = ("expert_fc1", "moe_act")
-ENGINE_LOGGER = "fgoffload.engine.engine"
+ENGINE_LOGGER = "fgoffload.engine"
 
 
 def get_expected() -> list[torch.Tensor]:

@@ -192,13 +192,13 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
     def __enter__(self):
-        logger = logging.getLogger("fgoffload.engine.engine")
+        logger = logging.getLogger("fgoffload.engine")
         logger.addHandler(self)
         logger.setLevel(logging.DEBUG)
         return self.lines
 
     def __exit__(self, *_):
-        logger = logging.getLogger("fgoffload.engine.engine")
+        logger = logging.getLogger("fgoffload.engine")
         logger.removeHandler(self)
         logger.setLevel(logging.NOTSET)
 

@@ -1,0 +1,75 @@
+"""Which saved tensors stay on the device for what they are, and which storages for how small they are."""
+
+from collections.abc import Callable
+
+import torch
+
+from fgoffload.engine.device import Device
+from fgoffload.engine.identity import has_bytes, is_piece
+from fgoffload.engine.saved import SavedStorage
+from fgoffload.engine.stats import KeptReason
+
+
+class KeepRules:
+    """What a user has set, and what no copy could bring back as it was.
+
+    Args:
+        device: Where tensors lie that may leave.
+        min_offloaded_numel: Elements. What all saves of a storage cover together stays when it is smaller.
+        min_offloaded_bytes: The same in bytes; both must be reached.
+        keep: The user's filter: a saved tensor for which it returns true stays.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        min_offloaded_numel: int,
+        min_offloaded_bytes: int,
+        keep: Callable[[torch.Tensor], bool] | None,
+    ) -> None:
+        self._device = device
+        self._min_offloaded_numel = min_offloaded_numel
+        self._min_offloaded_bytes = min_offloaded_bytes
+        self._large_numel = max(min_offloaded_numel, min_offloaded_bytes)
+        """Elements. A tensor of so many reaches both minimum sizes, whatever its type."""
+        self._keep = keep
+
+    def find_kind_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
+        """Return why a tensor of this kind cannot leave, or None where it can."""
+        if type(tensor) is not torch.Tensor:
+            return KeptReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeptReason.SUBCLASS
+        base = tensor._base  # noqa: SLF001 - no public name
+        if base is not None and isinstance(base, torch.nn.Parameter):
+            return KeptReason.PARAMETER
+        if not has_bytes(tensor):
+            return KeptReason.LAYOUT
+        if not self._device.owns(tensor):
+            return KeptReason.OTHER_DEVICE
+        return KeptReason.EMPTY if tensor.numel() == 0 else None
+
+    def is_filtered(self, tensor: torch.Tensor) -> bool:
+        """Return whether the user's filter says that `tensor` stays."""
+        return self._keep is not None and bool(self._keep(tensor))
+
+    def is_always_too_small(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` stays because all of its storage is smaller than what leaves, whatever else is saved of it.
+
+        Not asked of parameters, which stay anyway, nor where a filter wants to see each tensor.
+        """
+        # What is large by itself is asked no further: `save` finds out what it is, and it is most of what is saved.
+        if type(tensor) is not torch.Tensor or tensor.numel() >= self._large_numel or self._keep is not None:
+            return False
+        if not has_bytes(tensor) or tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
+            return False
+        # As if an element were a byte: another save of the storage may be of a narrower type, and both have to go one way.
+        nbytes = tensor.untyped_storage().nbytes()
+        return (nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel) and not is_piece(tensor)
+
+    def is_too_small(self, saved: SavedStorage) -> bool:
+        """Return whether what was saved of a storage stays, since all of it together is too small to leave."""
+        covered_bytes = saved.covered_bytes
+        if covered_bytes >= self._min_offloaded_bytes and covered_bytes >= self._min_offloaded_numel * saved.itemsize:
+            return False
+        # A piece that stayed would hold what it is a piece of, and that the others leave would free nothing.
+        return not is_piece(saved.get_any_alias())
