@@ -15,6 +15,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.choices import Mode, count_configurations, list_configurations
+from fgoffload.planner.solving.copy_price import CopyPrice
 from fgoffload.planner.solving.frontier import LayerPoints
 from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_ladders, list_tightened
 from fgoffload.planner.solving.moments import count_backwards, list_moments
@@ -35,6 +36,9 @@ _CLOSE_PARTS = 40
 
 _LATE_PARTS = 0.01
 """A step longer than the program said by less than this part of it is as the program said. Else copies cost more next time."""
+
+_MORE_PROGRAMS = 2
+"""Beyond the limit, where no program's plan has fit yet, or the price of copies lies between two that are known to be wrong."""
 
 _DOUBTS = (0.02, 0.2, math.inf)
 """How far moves may exceed the budget by estimate and are tried all the same, as a part of what plans have a say in: first
@@ -271,11 +275,15 @@ class RankSearch:
     def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
         """Add to `states` what programs come to, each corrected by what the peak and the time of the one before were off."""
         first = last = None
-        asked_bytes, moved_s_per_byte = budget_bytes - off_bytes, 0.0
-        for _ in range(self._limits.programs if budget_bytes else 1):
-            result = self._solve(asked_bytes, moved_s_per_byte)
-            if result is None or time.monotonic() > self._deadline_s or (last and result.chunks == last.chunks):
+        asked_bytes, price = budget_bytes - off_bytes, CopyPrice()
+        fits = False
+        for number in range(self._limits.programs + _MORE_PROGRAMS if budget_bytes else 1):
+            if number >= self._limits.programs and fits and not price.is_between:
                 break
+            result = self._solve(asked_bytes, price.s_per_byte)
+            if result is None or time.monotonic() > self._deadline_s:
+                break
+            is_repeated = last is not None and result.chunks == last.chunks
             placed = [place_counts(result, self.slots, order) for order in Order]
             states += placed
             best = self._pick(placed, budget_bytes)
@@ -285,10 +293,18 @@ class RankSearch:
             above_bytes = peak_bytes - budget_bytes
             late_s = self._count_added_s(best) - result.added_s
             is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
-            if is_close and late_s <= _LATE_PARTS * self.judge(best).step_s:
+            most_late_s = _LATE_PARTS * self.judge(best).step_s
+            price.learn(late_s, self._count_moved_bytes(best), most_late_s=most_late_s)
+            fits = fits or above_bytes <= 0
+            if is_close and late_s <= most_late_s and not price.is_between:
                 break
-            asked_bytes = asked_bytes if is_close else min(budget_bytes - off_bytes, asked_bytes - above_bytes)
-            moved_s_per_byte += max(late_s, 0.0) / max(self._count_moved_bytes(best), 1)
+            if is_repeated and above_bytes <= 0:
+                break
+            if is_repeated:
+                # What a plan keeps goes in steps of a layer: by so much less nothing else was found, so by twice as much.
+                asked_bytes -= 2 * above_bytes
+            elif not is_close:
+                asked_bytes = min(budget_bytes - off_bytes, asked_bytes - above_bytes)
         return first, off_bytes
 
     def _count_added_s(self, state: State) -> float:
