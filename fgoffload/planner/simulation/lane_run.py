@@ -4,7 +4,7 @@ The rules are those of `Lane` in fgoffload/engine/group.py, in numbers.
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from fgoffload.planner.simulation.chunk_program import ChunkProgram
 from fgoffload.planner.simulation.link_queue import Copy
@@ -19,6 +19,9 @@ class ParcelState(enum.Enum):
     RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its copy is done
     FREED = enum.auto()  # backward is through with it
 
+    __hash__ = object.__hash__
+    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+
 
 AWAY = (ParcelState.OFFLOADING, ParcelState.OFFLOADED)
 """What can be called back."""
@@ -32,8 +35,8 @@ class LaneRun:
     """
 
     __slots__ = (
-        "_ahead_bytes_of",
         "ahead_bytes",
+        "ahead_bytes_of",
         "away",
         "end",
         "is_copied",
@@ -61,14 +64,49 @@ class LaneRun:
         """Called back for groups that backward has not come to."""
         self.let_go_bytes = 0
         """What backward took of sites that stay: it lets go of it when the op that asked is done."""
-        self._ahead_bytes_of = [0] * len(program.groups)
+        self.ahead_bytes_of = [0] * len(program.groups)
+        """By group: of `ahead_bytes`, those for it."""
+
+    def copy(self) -> "LaneRun":
+        """Return another microbatch that is as far as this one."""
+        other = LaneRun.__new__(LaneRun)
+        other.program = self.program
+        other.become(self)
+        return other
+
+    def become(self, other: "LaneRun") -> None:
+        """Be as far as `other`, a microbatch in the same chunk."""
+        self.states = other.states.copy()
+        self.is_copied = other.is_copied.copy()
+        self.is_read = other.is_read.copy()
+        self.reloads = other.reloads.copy()
+        self.end, self.away = other.end, other.away
+        self.ahead_bytes, self.let_go_bytes = other.ahead_bytes, other.let_go_bytes
+        self.ahead_bytes_of = other.ahead_bytes_of.copy()
+
+    def describe(self) -> Hashable:
+        """Return what tells this microbatch from others in the same chunk, where none of its parcels is on its way back."""
+        return (
+            *self.states,
+            *self.is_copied,
+            *self.is_read,
+            self.end,
+            self.away,
+            self.ahead_bytes,
+            self.let_go_bytes,
+            *self.ahead_bytes_of,
+        )
+
+    def describe_parcels(self, parcels: Iterable[int]) -> Hashable:
+        """Return what letting go of copies of `parcels` depends on."""
+        return tuple((self.states[one], self.is_read[one]) for one in parcels)
 
     def is_news(self, group: int) -> bool:
         """Return whether that something of `group` is asked for shows that backward has come to it."""
         if self.end > self.program.groups[group].end_position or self.away > group:
             return True
         # It may have been called back while backward was behind all groups, or in one inside of it.
-        return self._ahead_bytes_of[group] > 0
+        return self.ahead_bytes_of[group] > 0
 
     def leave(self, position: int) -> None:
         """Take note that backward has left the groups from `position` on."""
@@ -79,8 +117,8 @@ class LaneRun:
 
     def expect(self, group: int, size_bytes: int) -> None:
         """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""
-        self.ahead_bytes += size_bytes - self._ahead_bytes_of[group]
-        self._ahead_bytes_of[group] = size_bytes
+        self.ahead_bytes += size_bytes - self.ahead_bytes_of[group]
+        self.ahead_bytes_of[group] = size_bytes
 
     def list_away(self, group: int, *, but: Iterable[int] = ()) -> list[int]:
         """Return the parcels of `group` that can be called back, without those of `but`."""

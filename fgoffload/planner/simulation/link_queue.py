@@ -7,6 +7,7 @@ ways while the other direction moves too. Nothing else changes a rate, so betwee
 import collections
 import enum
 import math
+from collections.abc import Sequence
 
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.simulation.chunk_program import Mover
@@ -99,6 +100,25 @@ class LinkQueue:
         """Return the copy that is through last of those queued now, or None where the queue is empty."""
         queue = (self._d2h if direction is Direction.D2H else self._h2d).queue
         return queue[-1] if queue else None
+
+    def get_front(self, direction: Direction) -> tuple[float, float]:
+        """Return the seconds of latency, and the bytes, that are left of the first copy of a direction's queue."""
+        lane = self._d2h if direction is Direction.D2H else self._h2d
+        return lane.latency_left_s, lane.bytes_left
+
+    def resume(self, copies: Sequence[Copy], front: tuple[float, float], *, at_s: float) -> None:
+        """Be at `at_s`, with `copies` on their way to the host and nothing else. The queues were empty.
+
+        Args:
+            copies: In order. The first has begun.
+            front: What `get_front` said when as much of it was left.
+            at_s: The moment.
+        """
+        self.now_s = at_s
+        self._d2h.queue.extend(copies)
+        self.queued = len(copies)
+        if copies:
+            self._d2h.latency_left_s, self._d2h.bytes_left = front
 
     def count_left_bytes(self, direction: Direction) -> float:
         """Return the bytes of a direction that are not through yet."""

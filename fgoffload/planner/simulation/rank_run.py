@@ -49,7 +49,7 @@ class RoundState:
     """Bytes on the device, on the host, and on their way: what the next round finds."""
 
 
-class _InFlight(NamedTuple):
+class InFlight(NamedTuple):
     """A group on its way to the host."""
 
     copy: Copy
@@ -77,7 +77,7 @@ class RankRun:
         self._link = LinkQueue(rank.link)
         self._tallies = Tallies()
         self._lanes: dict[tuple[int, int], LaneRun] = {}
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._in_flight: collections.deque[InFlight] = collections.deque()
         self._in_flight_bytes = 0
         # The step before has left what dispatchers hold.
         self._held_bytes = {
@@ -247,7 +247,7 @@ class RankRun:
                 lane.is_copied[parcel] = True
         if leaving:
             copy = self._link.submit(Direction.D2H, size_bytes, self.clock_s, mover=group.mover, label=self._name(group.label))
-            self._in_flight.append(_InFlight(copy, lane, tuple(leaving), size_bytes))
+            self._in_flight.append(InFlight(copy, lane, tuple(leaving), size_bytes))
             self._in_flight_bytes += size_bytes
             self._tallies.get(group.mover).d2h_bytes += size_bytes
             self._note_memory(self.clock_s)

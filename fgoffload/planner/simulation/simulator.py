@@ -20,6 +20,7 @@ from fgoffload.planner.simulation.chunk_compiler import Actions, compile_rank
 from fgoffload.planner.simulation.chunk_program import ChunkProgram
 from fgoffload.planner.simulation.pass_order import Alone, InPipeline, PassOrder
 from fgoffload.planner.simulation.rank_run import RankRun
+from fgoffload.planner.simulation.repeated_passes import RepeatingRun
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.steady_state import add_rounds, find_rounds, leave_out_rounds
 from fgoffload.planner.simulation.tallies import Recorder
@@ -47,7 +48,7 @@ def simulate(
     _check_layers(ranks, actions)
     programs = [compile_rank(rank, actions) for rank in ranks]
     order = functools.partial(InPipeline, chunks=len(ranks[0].chunks), p2p_s=p2p_s)
-    return StepResult(ranks=_simulate(ranks, programs, order, detail))
+    return StepResult(ranks=_simulate(ranks, programs, order, detail, _make_repeating_run))
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
@@ -62,7 +63,9 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         PlanError: A layer cannot do what the plan says of it.
     """
     programs = [compile_rank(rank, _group_by_layer(plan))]
-    return _simulate([rank], programs, Alone, detail)[0]
+    # Step by step: from small differences of such steps programs get their prices, and of equal choices of a program the last
+    # digits decide. Steps that searches ask for are short.
+    return _simulate([rank], programs, Alone, detail, _make_plain_run)[0]
 
 
 def _simulate(
@@ -70,11 +73,9 @@ def _simulate(
     programs: Sequence[Sequence[ChunkProgram]],
     make_order: Callable[..., PassOrder],
     detail: Detail,
+    make: Callable[[RankModel, Sequence[ChunkProgram], Detail], RankRun],
 ) -> tuple[RankResult, ...]:
-    runs = [
-        RankRun(rank, own, recorder=Recorder() if detail is Detail.TIMELINE else None)
-        for rank, own in zip(ranks, programs, strict=True)
-    ]
+    runs = [make(rank, own, detail) for rank, own in zip(ranks, programs, strict=True)]
     passes = [rank.passes for rank in ranks]
     rounds = find_rounds(passes, len(ranks[0].chunks)) if detail is Detail.TOTALS else None
     order = make_order(runs, passes, rounds.list_marks() if rounds else ())
@@ -84,6 +85,16 @@ def _simulate(
     for one in left_out:
         results = [add_rounds(result, own, one.times) for result, own in zip(results, one.numbers, strict=True)]
     return tuple(results)
+
+
+def _make_plain_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail) -> RankRun:
+    return RankRun(rank, programs, recorder=Recorder() if detail is Detail.TIMELINE else None)
+
+
+def _make_repeating_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail) -> RankRun:
+    """Return a rank that runs no pass twice that begins alike, where such passes can be expected."""
+    can_repeat = detail is Detail.TOTALS and RepeatingRun.has_repeats(rank, programs)
+    return RepeatingRun(rank, programs) if can_repeat else _make_plain_run(rank, programs, detail)
 
 
 def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:

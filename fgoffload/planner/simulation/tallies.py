@@ -37,21 +37,23 @@ class Tallies:
     """Counts of one rank."""
 
     def __init__(self) -> None:
-        self._movers: dict[Mover, _Tally] = {}
-        self._waits = dict.fromkeys(Cause, 0.0)
+        self.movers: dict[Mover, _Tally] = {}
+        """What each tag moved, in the order in which they were first submitted."""
+        self.waits_s = dict.fromkeys(Cause, 0.0)
+        """By cause."""
         self.compute_s = 0.0
         self.recompute_s = 0.0
 
     def get(self, mover: Mover) -> _Tally:
         """Return the counts of `mover`."""
-        found = self._movers.get(mover)
+        found = self.movers.get(mover)
         if found is None:
-            found = self._movers[mover] = _Tally()
+            found = self.movers[mover] = _Tally()
         return found
 
     def add_wait(self, cause: Cause, seconds: float) -> None:
         """Count `seconds` in which compute waited."""
-        self._waits[cause] += seconds
+        self.waits_s[cause] += seconds
 
     def add_copy(self, copy: Copy, exposed_s: float) -> None:
         """Count a copy that is through, and the seconds of it in which compute waited for its direction."""
@@ -64,15 +66,30 @@ class Tallies:
             tally.h2d_s += copy.end_s - copy.start_s
         tally.exposed_s += exposed_s
 
+    def add(self, other: "Tallies", *, times: int) -> None:
+        """Count what `other` has so many times as well."""
+        for mover, counted in other.movers.items():
+            tally = self.get(mover)
+            for name in _Tally.__slots__:
+                setattr(tally, name, getattr(tally, name) + times * getattr(counted, name))
+        for cause, seconds in other.waits_s.items():
+            self.waits_s[cause] += times * seconds
+        self.compute_s += times * other.compute_s
+        self.recompute_s += times * other.recompute_s
+
+    def has_kept(self) -> bool:
+        """Return whether anything stayed since the host budget was used up."""
+        return any(tally.kept_bytes for tally in self.movers.values())
+
     def sum_up(self) -> dict[str, Any]:
         """Return what was counted, by the fields of `RankResult`."""
-        tags = tuple(TagTraffic(**mover._asdict(), **dataclasses.asdict(tally)) for mover, tally in self._movers.items())
+        tags = tuple(TagTraffic(**mover._asdict(), **dataclasses.asdict(tally)) for mover, tally in self.movers.items())
         names = ("d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "d2h_s", "h2d_s")
         waits = Waits(
-            window_s=self._waits[Cause.WINDOW],
-            reload_s=self._waits[Cause.RELOAD],
-            host_s=self._waits[Cause.HOST],
-            neighbours_s=self._waits[Cause.NEIGHBOURS],
+            window_s=self.waits_s[Cause.WINDOW],
+            reload_s=self.waits_s[Cause.RELOAD],
+            host_s=self.waits_s[Cause.HOST],
+            neighbours_s=self.waits_s[Cause.NEIGHBOURS],
         )
         return {
             **{name: sum(getattr(tag, name) for tag in tags) for name in names},

@@ -1,0 +1,227 @@
+"""Passes of a rank that begin alike, of which only the first is run step by step.
+
+Most passes find an idle link: what left in the pass before is through, or the rank had to wait for a neighbour meanwhile. What
+such a pass comes to does not depend on when it begins, but on where the parcels of its microbatch are, and on which copies
+nobody has looked at yet. In a step of hundreds of microbatches there are a dozen such beginnings on each rank. The first pass
+of each is run, and what it came to is noted; for those after it the same is counted.
+
+    [Note: What is left of a pass]
+    Copies to the host that are not through when it ends, and those that are and that nobody has looked at: each time they are
+    made anew, as much later as the pass begins later. All else is a difference: of bytes, of counts and of seconds. Copies to
+    the device that are under way behind a pass have no place here: backward has asked for all of them by then. A pass that
+    leaves any, or of which something stayed since the host budget was used up, is run each time.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.chunk_program import ChunkProgram
+from fgoffload.planner.simulation.lane_run import LaneRun
+from fgoffload.planner.simulation.link_queue import Copy, Direction
+from fgoffload.planner.simulation.rank_run import InFlight, RankRun
+from fgoffload.planner.simulation.simulation_result import RankResult
+from fgoffload.planner.simulation.tallies import Cause, Tallies
+
+_FEWEST_PASSES = 16
+"""Of a step with fewer passes none begins as one before it did, or a few: to look for them takes longer than to run them."""
+
+_NOTHING_SEEN = -1
+"""In place of a peak: fewer bytes than any."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Outcome:
+    """What a pass came to. Bytes and seconds are beside those with which it began."""
+
+    seconds: float
+    """From its start to its end."""
+    net_bytes: int
+    """On the device."""
+    rise_bytes: int
+    """The most on the device."""
+    peak_label: str
+    """Where that was first."""
+    net_host_bytes: int
+    """On the host."""
+    rise_host_bytes: int
+    """The most on the host; far below 0 where nothing left."""
+    net_in_flight_bytes: int
+    """On their way to the host, or not yet looked at."""
+    net_abandoned: int
+    """Parcels that a copy still holds and nothing else."""
+    released: int
+    """Groups that were in flight when it began, and were let go of."""
+    left: tuple["_Left", ...]
+    """Groups of its own that are still in flight, in order."""
+    front: tuple[float, float]
+    """Of the first copy that is not through: the seconds of latency and the bytes that are left."""
+    lane: LaneRun
+    """Its microbatch. Nobody changes this one."""
+    tallies: Tallies
+    """What was counted."""
+    slowed_s: float
+    """What compute took longer since copies ran beside it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Left:
+    """A group that a pass has left in flight."""
+
+    entry: InFlight
+    """As it was then."""
+    start_s: float
+    """Of its copy, since the start of the pass; infinite where it has not begun. So is the next."""
+    end_s: float
+    submitted_s: float
+
+
+class RepeatingRun(RankRun):
+    """A rank in the middle of a step, which runs no pass twice that begins alike.
+
+    Args:
+        rank: The rank.
+        programs: What each of its chunks does.
+    """
+
+    def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram]) -> None:
+        super().__init__(rank, programs, recorder=None)
+        self._outcomes: dict[Hashable, _Outcome | None] = {}
+        """By how a pass begins; None of one that has to be run each time."""
+        self._repeats: collections.Counter[_Outcome] = collections.Counter()
+        """How often each was counted again, and is not in the tallies yet."""
+
+    @staticmethod
+    def has_repeats(rank: RankModel, programs: Sequence[ChunkProgram]) -> bool:
+        """Return whether passes of a rank may begin alike, and take long enough to look for that.
+
+        Where nothing leaves a pass is a step or two. What token dispatchers hold is no part of how a pass begins here.
+        """
+        return rank.has_engine and len(rank.passes) >= _FEWEST_PASSES and any(program.groups for program in programs)
+
+    def run_pass(self, one: Pass, *, ready_s: float) -> float:
+        """Run a pass whose input is there at `ready_s`, or count it, and return when its output is."""
+        self._wait_until(ready_s, Cause.NEIGHBOURS)
+        self._link.advance(self.clock_s)
+        if self._link.queued:
+            return super().run_pass(one, ready_s=ready_s)
+        beginning = self._describe_beginning(one)
+        if beginning not in self._outcomes:
+            self._outcomes[beginning] = self._watch(one)
+            return self.clock_s
+        outcome = self._outcomes[beginning]
+        if outcome is None or not self._has_room(outcome):
+            return super().run_pass(one, ready_s=ready_s)
+        self._repeat(one, outcome)
+        return self.clock_s
+
+    def _describe_beginning(self, one: Pass) -> Hashable:
+        """Return all that a pass depends on where the link is idle."""
+        lane = self._lanes.get((one.chunk, one.microbatch))
+        in_flight = tuple(
+            (id(entry.lane.program), entry.lane is lane, entry.parcels, entry.lane.describe_parcels(entry.parcels))
+            for entry in self._in_flight
+        )
+        return one.kind, one.chunk, None if lane is None else lane.describe(), in_flight
+
+    def _has_room(self, outcome: _Outcome) -> bool:
+        """Return whether the host budget takes all that a pass moves."""
+        budget_bytes = self._rank.host_budget_bytes
+        return budget_bytes is None or self._host_bytes + outcome.rise_host_bytes <= budget_bytes
+
+    def _watch(self, one: Pass) -> _Outcome | None:
+        """Run a pass, and return what it came to; None where that cannot be said of others."""
+        self._collect(None)
+        start_s, device_bytes, host_bytes = self.clock_s, self._device_bytes, self._host_bytes
+        in_flight_bytes, abandoned, slowed_s = self._in_flight_bytes, self._abandoned, self._link.slowed_s
+        earlier = list(self._in_flight)
+        key = (one.chunk, one.microbatch)
+        lane = self._lanes.get(key)
+        tallies, self._tallies = self._tallies, Tallies()
+        peak_bytes, peak_at, host_peak_bytes = self._peak_bytes, self._peak_at, self._host_peak_bytes
+        self._peak_bytes = self._host_peak_bytes = _NOTHING_SEEN
+        super().run_pass(one, ready_s=start_s)
+        self._link.advance(self.clock_s)
+        self._collect(None)
+        own, own_peak_bytes, own_host_peak_bytes = self._tallies, self._peak_bytes, self._host_peak_bytes
+        own_label = self._peak_at[1]
+        tallies.add(own, times=1)
+        self._tallies = tallies
+        self._host_peak_bytes = max(host_peak_bytes, own_host_peak_bytes)
+        if own_peak_bytes <= peak_bytes:
+            self._peak_bytes, self._peak_at = peak_bytes, peak_at
+        lane = self._lanes[key] if lane is None else lane
+        left = [entry for entry in self._in_flight if not any(entry is other for other in earlier)]
+        if own.has_kept() or self._link.find_last(Direction.H2D) is not None:
+            return None
+        return _Outcome(
+            seconds=self.clock_s - start_s,
+            net_bytes=self._device_bytes - device_bytes,
+            rise_bytes=own_peak_bytes - device_bytes,
+            peak_label=own_label,
+            net_host_bytes=self._host_bytes - host_bytes,
+            rise_host_bytes=own_host_peak_bytes - host_bytes,
+            net_in_flight_bytes=self._in_flight_bytes - in_flight_bytes,
+            net_abandoned=self._abandoned - abandoned,
+            released=len(earlier) - (len(self._in_flight) - len(left)),
+            left=tuple(
+                _Left(
+                    entry=entry,
+                    start_s=entry.copy.start_s - start_s,
+                    end_s=entry.copy.end_s - start_s,
+                    submitted_s=entry.copy.submitted_s - start_s,
+                )
+                for entry in left
+            ),
+            front=self._link.get_front(Direction.D2H),
+            lane=lane.copy(),
+            tallies=own,
+            slowed_s=self._link.slowed_s - slowed_s,
+        )
+
+    def _repeat(self, one: Pass, outcome: _Outcome) -> None:
+        """Count a pass that comes to `outcome`."""
+        start_s, device_bytes = self.clock_s, self._device_bytes
+        in_flight_bytes, abandoned = self._in_flight_bytes, self._abandoned
+        for _ in range(outcome.released):
+            self._release_oldest()
+        key = (one.chunk, one.microbatch)
+        if one.kind is PassKind.FORWARD:
+            lane = self._lanes[key] = outcome.lane.copy()
+        else:
+            lane = self._lanes.pop(key)
+            if outcome.left or self._in_flight:
+                lane.become(outcome.lane)
+        self.clock_s = start_s + outcome.seconds
+        self._device_bytes = device_bytes + outcome.net_bytes
+        if device_bytes + outcome.rise_bytes > self._peak_bytes:
+            self._peak_bytes, self._peak_at = device_bytes + outcome.rise_bytes, (one, outcome.peak_label)
+        self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes + outcome.rise_host_bytes)
+        self._host_bytes += outcome.net_host_bytes
+        self._in_flight_bytes = in_flight_bytes + outcome.net_in_flight_bytes
+        self._abandoned = abandoned + outcome.net_abandoned
+        self._repeats[outcome] += 1
+        if outcome.left:
+            self._leave(outcome, lane, start_s)
+
+    def _leave(self, outcome: _Outcome, lane: LaneRun, start_s: float) -> None:
+        """Put what a pass has left in flight there."""
+        queued = []
+        for left in outcome.left:
+            was = left.entry.copy
+            copy = Copy(was.direction, was.size_bytes, mover=was.mover, label=was.label, submitted_s=start_s + left.submitted_s)
+            copy.start_s, copy.end_s = start_s + left.start_s, start_s + left.end_s
+            self._in_flight.append(InFlight(copy, lane, left.entry.parcels, left.entry.size_bytes))
+            if copy.end_s == math.inf:
+                queued.append(copy)
+        self._link.resume(queued, outcome.front, at_s=self.clock_s)
+
+    def _get_totals(self, step_s: float) -> RankResult:
+        for outcome, times in self._repeats.items():
+            self._tallies.add(outcome.tallies, times=times)
+            self._link.slowed_s += times * outcome.slowed_s
+        self._repeats.clear()
+        return super()._get_totals(step_s)

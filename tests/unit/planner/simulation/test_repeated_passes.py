@@ -1,0 +1,137 @@
+"""Passes that begin alike: the first is run, and what is counted for the others is what they would have come to."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rank_models import make_chunk, make_layer, make_link, make_rank, offload
+
+from fgoffload.planner.ranks.layer_model import Segment
+from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.simulation.rank_run import RankRun
+from fgoffload.planner.simulation.simulator import Detail, simulate
+
+LAYER = make_layer({"core_attn": 50, "expert_fc1": 70}, forward_s=10.0, backward_s=20.0)
+
+
+def make_ranks(pipeline, *, layer=LAYER, more_s=(), **fields):
+    """Return a pipeline of two layers a chunk; rank r takes `more_s[r]` longer in each forward."""
+    ranks = []
+    for rank in range(pipeline.stages):
+        first = (Segment(name="more", forward_s=more_s[rank] if more_s else 0.0, backward_s=0.0),)
+        numbers = [2 * (chunk * pipeline.stages + rank) for chunk in range(pipeline.chunks)]
+        chunks = [make_chunk(layer, layer, first_number=number, first=first) for number in numbers]
+        ranks.append(make_rank(*chunks, rank=rank, pipeline=pipeline, **fields))
+    return ranks
+
+
+def make_plan(pipeline, tag="expert_fc1", *, step=1):
+    """Return the plan that offloads a tag of every layer, or of the first of each two."""
+    size = 2 * pipeline.stages
+    plans = [offload(tag, range(chunk * size, (chunk + 1) * size, step), chunk=chunk) for chunk in range(pipeline.chunks)]
+    return dataclasses.replace(plans[0], actions={site: one for plan in plans for site, one in plan.actions.items()})
+
+
+@pytest.fixture
+def count_run(monkeypatch):
+    """Return a function that simulates, and returns the result and how many passes were run step by step."""
+    run_pass, count = RankRun.run_pass, []
+
+    def counted(self, one, *, ready_s):
+        count.append(one)
+        return run_pass(self, one, ready_s=ready_s)
+
+    def simulate_counted(ranks, plan):
+        count.clear()
+        return simulate(ranks, plan), len(count)
+
+    monkeypatch.setattr(RankRun, "run_pass", counted)
+    return simulate_counted
+
+
+def list_numbers(result):
+    """Return the numbers of a rank's result, those that are sums of seconds to be compared but for rounding."""
+    fields = dataclasses.asdict(dataclasses.replace(result, timeline=None))
+    waits, tags, label = fields.pop("waits"), fields.pop("tags"), fields.pop("peak_at")
+    rows = [[one[name] for name in one if name not in ("kind", "tag", "action")] for one in tags]
+    del fields["timeline"]
+    return (
+        label,
+        [(one["kind"], one["tag"], one["action"]) for one in tags],
+        [*fields.values(), *waits.values(), *itertools.chain.from_iterable(rows)],
+    )
+
+
+def check_pass_by_pass(ranks, plan):
+    """Check that a step is what it is where every pass is run step by step, as for a timeline."""
+    found, expected = simulate(ranks, plan), simulate(ranks, plan, detail=Detail.TIMELINE)
+    for one, other in zip(found.ranks, expected.ranks, strict=True):
+        label, movers, numbers = list_numbers(one)
+        assert (label, movers, pytest.approx(numbers, rel=1e-9, abs=1e-9)) == list_numbers(other)
+
+
+def test_of_passes_that_find_an_idle_link_each_beginning_is_run_once(count_run):
+    pipeline = Pipeline(stages=3, chunks=2, microbatches=12)
+    ranks = make_ranks(pipeline, more_s=(0.0, 0.7, 0.1), link=make_link(d2h=50.0, h2d=50.0, duplex=40.0))
+    plan = make_plan(pipeline, step=2)
+    _, run = count_run(ranks, plan)
+    assert sum(len(rank.passes) for rank in ranks) == 144
+    # Forward and backward through each chunk of each rank, and a few that begin otherwise: in the middle and at the ends.
+    assert 12 <= run < 40
+    check_pass_by_pass(ranks, plan)
+
+
+def test_passes_that_find_copies_under_way_are_run(count_run):
+    pipeline = Pipeline(stages=2, chunks=2, microbatches=8)
+    # A microbatch moves 140 bytes in 60 s of compute: at a byte a second the link is never idle.
+    ranks, plan = make_ranks(pipeline, more_s=(0.0, 0.7), link=make_link(d2h=1.0, h2d=1.0, duplex=1.0)), make_plan(pipeline)
+    _, run = count_run(ranks, plan)
+    assert 50 < run <= sum(len(rank.passes) for rank in ranks) == 64
+    check_pass_by_pass(ranks, plan)
+
+
+@pytest.mark.parametrize("budget_bytes", [100, 290])
+def test_what_the_host_budget_has_no_room_for_is_not_taken_for_what_had_room(budget_bytes):
+    pipeline = Pipeline(stages=3, microbatches=12)
+    link = make_link(d2h=50.0, h2d=50.0, duplex=40.0)
+    ranks = make_ranks(pipeline, more_s=(0.0, 0.7, 0.1), link=link, host_budget_bytes=budget_bytes)
+    assert simulate(ranks, make_plan(pipeline)).ranks[0].kept_bytes > 0
+    check_pass_by_pass(ranks, make_plan(pipeline))
+
+
+def test_where_nothing_leaves_each_pass_is_run(count_run):
+    pipeline = Pipeline(stages=3, chunks=2, microbatches=12)
+    ranks = make_ranks(pipeline, more_s=(0.0, 0.7, 0.1))
+    plan = dataclasses.replace(make_plan(pipeline), actions={})
+    assert count_run(ranks, plan)[1] == 144
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from(((2, 1, 9), (3, 1, 12), (2, 2, 8), (3, 2, 9), (2, 3, 8))),
+    st.sampled_from(("core_attn", "expert_fc1")),
+    st.sampled_from((2.0, 6.0, 20.0, 60.0)),
+    st.sampled_from((0, 60, 100, 10**6)),
+    st.sampled_from((0, 60, 150, 10**6)),
+    st.sampled_from((0.0, 0.25)),
+    st.sampled_from((0.0, 0.5)),
+    st.sampled_from((None, 150, 500)),
+    st.lists(st.sampled_from((0.0, 0.01, 0.3, 1.0, 5.0)), min_size=3, max_size=3),
+    st.sampled_from((1, 2)),
+)
+def test_steps_are_the_same_as_pass_by_pass(
+    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step
+):
+    stages, chunks, microbatches = shape
+    pipeline = Pipeline(stages=stages, chunks=chunks, microbatches=microbatches)
+    ranks = make_ranks(
+        pipeline,
+        more_s=more_s,
+        link=make_link(d2h=rate, h2d=rate, duplex=0.8 * rate, compute_slowdown=slowdown, copy_latency_s=latency_s),
+        window_bytes=window,
+        prefetch_bytes=prefetch,
+        host_budget_bytes=budget_bytes,
+    )
+    check_pass_by_pass(ranks, make_plan(pipeline, tag, step=step))
