@@ -19,7 +19,7 @@ from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.megatron_flags import MegatronFlags, find_nearest_flags
+from fgoffload.planner.solving.megatron_flags import NearestFlags, find_nearest
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.search import SearchLimits
@@ -101,8 +101,8 @@ def show_plan(
         console.print("Everything is kept: the budget holds as it is.")
     if len(ranks) > 1:
         console.print(build_rank_table(report))
-    nearest = find_nearest_flags(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
-    console.print(describe_flags(nearest, report.ranks, report.solution.result))
+    nearest = find_nearest(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    console.print(describe_flags(nearest, report.solution.result))
     if (path := files["json"]) is not None:
         _write(path, report.solution.plan.to_json())
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)
@@ -290,14 +290,14 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
     return table
 
 
-def describe_flags(flags: MegatronFlags | None, ranks: Sequence[RankModel], planned: StepResult) -> Text:
+def describe_flags(nearest: NearestFlags | None, planned: StepResult) -> Text:
     """Return Megatron's own flags that come nearest, and what they lose against the plan."""
-    if flags is None:
+    if nearest is None:
         return Text("No setting of Megatron's own flags keeps to the budget.")
-    words = " ".join(flags.list_arguments())
+    words = " ".join(nearest.flags.list_arguments())
     if not words:
         return Text("Megatron's own flags: none are needed.")
-    result = simulate(flags.adapt(ranks), flags.make_plan(ranks))
+    result = nearest.result
     peak = (result.peak_bytes - planned.peak_bytes) / GIB
     return Text(
         f"Megatron's own flags that come nearest: {words}\n"

@@ -197,7 +197,9 @@ def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: in
 def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> tuple[Place, Place]:
     """Return what a way to treat a layer comes to among others, and as the last layer of a chunk: not yet what it adds."""
     few, many = _count_layers(rank)
-    alone, shorter, longer = (_simulate(rank, layer, configuration, layers) for layers in (1, few, many))
+    # Of chunks with two or three layers the shorter one is one alone.
+    results = {layers: _simulate(rank, layer, configuration, layers) for layers in {1, few, many}}
+    alone, shorter, longer = (results[layers] for layers in (1, few, many))
     kept_bytes = layer.saved_bytes + configuration.kept_bytes
     inner = Place(
         added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),

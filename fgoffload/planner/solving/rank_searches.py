@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
@@ -14,7 +15,7 @@ from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
-from fgoffload.planner.solving.megatron_flags import baselines, find_nearest
+from fgoffload.planner.solving.megatron_flags import NearestFlags, baselines, find_nearest, keep_nearest
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s
@@ -102,10 +103,6 @@ class RankSearches:
         """Return the states of what people compare with, by name."""
         if not self._baselines:
             self._baselines = {name: self._read_plan(plan) for name, plan in baselines(self.ranks).items()}
-            plans = {_make_key(states): self.make_plan(states) for states in self._baselines.values()}
-            results = map_in_processes(functools.partial(simulate, self.ranks), plans.values())
-            self._results |= dict(zip(plans, results, strict=True))
-            self._together += len(plans)
         return self._baselines
 
     def simulate_baselines(self) -> dict[str, StepResult]:
@@ -121,13 +118,35 @@ class RankSearches:
     def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:
         """Return the states that users would choose: the baselines, and the flags that come nearest to the budget."""
         usual = list(self.list_baselines().values())
-        nearest = find_nearest(self.ranks, budget_bytes=budget_bytes) if budget_bytes else None
+        nearest = self._simulate_usual(budget_bytes)
         if nearest is not None:
             usual.append(self._read_plan(nearest.flags.make_plan(self.ranks)))
             if nearest.flags.offload_modules:
                 # Without them it is the result of Megatron's own recompute, where this package does not run.
                 self._results.setdefault(_make_key(usual[-1]), nearest.result)
         return usual
+
+    def _simulate_usual(self, budget_bytes: int) -> NearestFlags | None:
+        """Simulate the baselines and look for the flags that come nearest to the budget, side by side; return the latter."""
+        plans = {_make_key(states): self.make_plan(states) for states in self.list_baselines().values()}
+        plans = {key: plan for key, plan in plans.items() if key not in self._results}
+        # The longest first: where much leaves, and then the flags.
+        longest_first = sorted(plans, key=lambda key: -sum(one.offloads for one in plans[key].actions.values()))
+        work: list[Callable[[], Any]] = [functools.partial(simulate, self.ranks, plans[key]) for key in longest_first]
+        if not budget_bytes:
+            self._note_together(longest_first, map_in_processes(_call, work))
+            return None
+        place = min(1, len(work))
+        work.insert(place, functools.partial(find_nearest, self.ranks, budget_bytes=budget_bytes))
+        results = map_in_processes(_call, work)
+        nearest: NearestFlags | None = results.pop(place)
+        keep_nearest(self.ranks, budget_bytes, nearest)
+        self._note_together(longest_first, results)
+        return nearest
+
+    def _note_together(self, keys: Sequence[object], results: Sequence[StepResult]) -> None:
+        self._results |= dict(zip(keys, results, strict=True))
+        self._together += len(keys)
 
     def find_states(self, budget_bytes: int, *, starts: Sequence[State] = ()) -> tuple[State, ...]:
         """Return the fastest states found within the budget; where none fit, those with the least bytes above it.
@@ -315,6 +334,10 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
 
 def _list_kinds(search: RankSearch) -> list[tuple[int, LayerModel]]:
     return [(slot.chunk, slot.layer) for slot in search.slots]
+
+
+def _call(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 def _make_key(states: Sequence[State]) -> object:

@@ -318,9 +318,11 @@ class RankSearch:
 
     def _climb_ladders(self, budget_bytes: int, simulations: int) -> Iterator[State]:
         """Yield the lowest rung that fits of each plan by rule of thumb, while there are simulations for them."""
+        if simulations <= 0:
+            return
         most = self.simulations + simulations
         rungs = count_rungs(self.slots)
-        loose = self._list_loose(budget_bytes) if simulations > 0 else iter(())
+        loose = self._list_loose(budget_bytes)
         tightened = itertools.chain.from_iterable(list_tightened(state, self.slots, self.modes) for state in loose)
         for ladder in itertools.chain(tightened, list_ladders(self.slots, self.modes)):
             if self.simulations >= most or time.monotonic() > self._deadline_s:

@@ -12,7 +12,14 @@ from fgoffload.cli.plan_report import describe_flags
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
-from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute, find_nearest
+from fgoffload.planner.solving.megatron_flags import (
+    FullMethod,
+    FullRecompute,
+    MegatronFlags,
+    NearestFlags,
+    SelectiveRecompute,
+    find_nearest,
+)
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.search import SearchLimits
 from fgoffload.planner.solving.solver import solve
@@ -127,7 +134,8 @@ def test_the_nearest_flags_are_shown_with_what_dispatchers_hold():
     ranks = [make_rank(has_engine=True, layer=make_layer(scale=GIB))]
     flags = MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM))
     # The same plan beside this package: three inputs of 10 GiB and the last layer's 400, less than one input and twice 20.
-    text = describe_flags(flags, ranks, simulate(ranks, make_plan("layer"))).plain
+    nearest = NearestFlags(flags=flags, result=simulate(flags.adapt(ranks), flags.make_plan(ranks)))
+    text = describe_flags(nearest, simulate(ranks, make_plan("layer"))).plain
     assert "and +20.00 GiB." in text
 
 

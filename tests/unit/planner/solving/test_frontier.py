@@ -6,6 +6,8 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, TransferPolicy
 from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.planner.simulation.simulator import simulate_rank
+from fgoffload.planner.solving import frontier
 from fgoffload.planner.solving.choices import list_configurations, list_modes
 from fgoffload.planner.solving.frontier import list_candidates, measure_layer, pick_best
 from fgoffload.units import GIB, MIB
@@ -51,6 +53,21 @@ def test_what_is_made_again_is_beside_what_is_kept():
     point = measure(make_toy_layer())[("layer recompute",)]
     # 20 of 21 bytes are made again for one microbatch, while the inputs of two are kept.
     assert (point.kept_bytes, point.last.extra_bytes) == (1, 20)
+
+
+@pytest.mark.parametrize(("layers", "simulations"), [(1, 2), (2, 2), (3, 2), (4, 3), (12, 3)])
+def test_no_chunk_is_simulated_twice(monkeypatch, layers, simulations):
+    simulated = []
+
+    def count(rank, plan):
+        simulated.append((len(rank.chunks[0].layers), plan))
+        return simulate_rank(rank, plan)
+
+    monkeypatch.setattr(frontier, "simulate_rank", count)
+    layer = make_toy_layer()
+    rank = make_toy_rank(layers=[[layer] * layers])
+    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=rank.min_offloaded_bytes))
+    assert len(simulated) == simulations * len(points.every)
 
 
 def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():

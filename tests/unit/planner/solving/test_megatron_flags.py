@@ -21,7 +21,9 @@ from fgoffload.planner.solving.megatron_flags import (
     choose_usual_modules,
     find_nearest_flags,
 )
+from fgoffload.planner.solving.search import SearchLimits
 from fgoffload.planner.solving.solver import solve
+from fgoffload.planner.worker_processes import share_work
 from fgoffload.units import GIB
 
 
@@ -182,6 +184,25 @@ def test_where_everything_fits_the_nearest_flags_are_none():
     ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=2)
     kept = simulate(ranks, OffloadPlan(actions={}))
     assert find_nearest_flags(ranks, budget_bytes=kept.peak_bytes) == MegatronFlags()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_flags_that_the_solver_began_with_are_not_looked_for_again(monkeypatch, processes):
+    ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=5)
+    budget_bytes = simulate(ranks, OffloadPlan(actions={})).peak_bytes - GIB
+    with share_work(processes):
+        solve(ranks, budget_bytes=budget_bytes, limits=SearchLimits(exhaustive_plans=0))
+    expected = megatron_flags.find_nearest(ranks, budget_bytes=budget_bytes + 1)
+    monkeypatch.setattr(megatron_flags, "_FlagSearch", None)
+    assert megatron_flags.find_nearest(ranks, budget_bytes=budget_bytes) == expected
+
+
+def test_flags_are_kept_for_a_few_budgets():
+    ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=2)
+    for budget_bytes in range(6):
+        megatron_flags.keep_nearest(ranks, budget_bytes, None)
+    known = [budget_bytes for _, budget_bytes in megatron_flags._known_nearest]
+    assert known == [2, 3, 4, 5]
 
 
 def test_where_no_flags_fit_there_are_none():
