@@ -226,24 +226,11 @@ def find_nearest(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_b
     """
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
-    key = (tuple(ranks), budget_bytes)
-    if key not in _known_nearest:
-        keep_nearest(*key, _find_nearest(*key))
-    return _known_nearest[key]
+    return _find_nearest(tuple(ranks), budget_bytes)
 
 
-_MOST_KNOWN = 4
-_known_nearest: dict[tuple[tuple[RankModel, ...], int], NearestFlags | None] = {}
-"""What was found lately. The solver begins with what users would choose, and whoever shows its plan shows that beside it."""
-
-
-def keep_nearest(ranks: Sequence[RankModel], budget_bytes: int, found: NearestFlags | None) -> None:
-    """Keep what `find_nearest` returned for these arguments in another process, to return it in this one."""
-    _known_nearest[tuple(ranks), budget_bytes] = found
-    for key in list(_known_nearest)[:-_MOST_KNOWN]:
-        del _known_nearest[key]
-
-
+# The solver begins with what users would choose, and whoever shows its plan shows that beside it.
+@functools.lru_cache(maxsize=4)
 def _find_nearest(ranks: tuple[RankModel, ...], budget_bytes: int) -> NearestFlags | None:
     search = _FlagSearch(_pick_fullest(ranks), budget_bytes)
     short = shorten_together(ranks)

@@ -18,10 +18,9 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import scipy.optimize
-import scipy.sparse
 
 from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
@@ -29,6 +28,9 @@ from fgoffload.planner.ranks.schedule import PassKind
 from fgoffload.planner.solving.choices import Configuration
 from fgoffload.planner.solving.frontier import LayerPoint, LayerPoints, Place
 from fgoffload.planner.solving.moments import Moment, count_backwards, list_largest, list_moments
+
+if TYPE_CHECKING:
+    import scipy.optimize
 
 DEFAULT_GAP = 1e-3
 """Of the step: how far from its best HiGHS may stop. Predictions are further off, and it saves most of its time."""
@@ -65,6 +67,12 @@ class ProgramResult:
     """No choice adds less, as the program counts: with `added_s` the gap that HiGHS left."""
     peak_bytes: int
     """The most at any moment, as the program counts."""
+
+
+def load_solver() -> None:
+    """Import what solves programs: half a second, which a plan that keeps all can do without."""
+    import scipy.optimize
+    import scipy.sparse  # noqa: F401
 
 
 def solve_program(
@@ -247,6 +255,8 @@ class _Program:
 
     def solve(self, gap: float, time_limit_s: float) -> ProgramResult | None:
         """Hand it to HiGHS."""
+        import scipy.optimize
+
         options = {"mip_rel_gap": gap} | ({} if math.isinf(time_limit_s) else {"time_limit": max(time_limit_s, 0.01)})
         solved = scipy.optimize.milp(
             np.array(self._costs),
@@ -267,7 +277,10 @@ class _Program:
             peak_bytes=self._read_peak(solved.x),
         )
 
-    def _make_constraints(self) -> scipy.optimize.LinearConstraint:
+    def _make_constraints(self) -> "scipy.optimize.LinearConstraint":
+        import scipy.optimize
+        import scipy.sparse
+
         places = [(row, variable, factor) for row, (sums, _, _) in enumerate(self._rows) for variable, factor in sums.items()]
         rows, columns, factors = zip(*places, strict=True)
         matrix = scipy.sparse.csr_array((factors, (rows, columns)), shape=(len(self._rows), len(self._costs)))

@@ -15,10 +15,10 @@ from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
-from fgoffload.planner.solving.megatron_flags import NearestFlags, baselines, find_nearest, keep_nearest
+from fgoffload.planner.solving.megatron_flags import NearestFlags, baselines, find_nearest
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
-from fgoffload.planner.solving.program import count_step_s
+from fgoffload.planner.solving.program import count_step_s, load_solver
 from fgoffload.planner.solving.search import Found, Judge, Knowledge, RankSearch, SearchLimits, Verdict
 from fgoffload.planner.worker_processes import map_in_processes
 
@@ -130,23 +130,21 @@ class RankSearches:
         """Simulate the baselines and look for the flags that come nearest to the budget, side by side; return the latter."""
         plans = {_make_key(states): self.make_plan(states) for states in self.list_baselines().values()}
         plans = {key: plan for key, plan in plans.items() if key not in self._results}
-        # The longest first: where much leaves, and then the flags.
+        # The longest first, where much leaves: another process has it while this one is with the flags.
         longest_first = sorted(plans, key=lambda key: -sum(one.offloads for one in plans[key].actions.values()))
-        work: list[Callable[[], Any]] = [functools.partial(simulate, self.ranks, plans[key]) for key in longest_first]
-        if not budget_bytes:
-            self._note_together(longest_first, map_in_processes(_call, work))
-            return None
-        place = min(1, len(work))
-        work.insert(place, functools.partial(find_nearest, self.ranks, budget_bytes=budget_bytes))
-        results = map_in_processes(_call, work)
-        nearest: NearestFlags | None = results.pop(place)
-        keep_nearest(self.ranks, budget_bytes, nearest)
-        self._note_together(longest_first, results)
+        work: list[Callable[[], Any]] = [functools.partial(self._find_nearest, budget_bytes)]
+        work += [functools.partial(simulate, self.ranks, plans[key]) for key in longest_first]
+        nearest: NearestFlags | None
+        nearest, *results = map_in_processes(_call, work)
+        self._results |= dict(zip(longest_first, results, strict=True))
+        self._together += len(plans)
         return nearest
 
-    def _note_together(self, keys: Sequence[object], results: Sequence[StepResult]) -> None:
-        self._results |= dict(zip(keys, results, strict=True))
-        self._together += len(keys)
+    def _find_nearest(self, budget_bytes: int) -> NearestFlags | None:
+        """Return the flags that come nearest; in the first process, with what the searches after it need imported."""
+        if any(search.needs_programs(budget_bytes) for search in self._apart):
+            load_solver()
+        return find_nearest(self.ranks, budget_bytes=budget_bytes) if budget_bytes else None
 
     def find_states(self, budget_bytes: int, *, starts: Sequence[State] = ()) -> tuple[State, ...]:
         """Return the fastest states found within the budget; where none fit, those with the least bytes above it.

@@ -186,11 +186,12 @@ class RankSearch:
         self.knowledge = knowledge
 
     def prepare(self, budget_bytes: int) -> None:
-        """Measure what programs need to know of the layers, where `find_start` solves any."""
-        if self._needs_programs(budget_bytes):
+        """Measure what programs need to know of the layers, where there are any."""
+        if self.needs_programs(budget_bytes):
             self._points()
 
-    def _needs_programs(self, budget_bytes: int) -> bool:
+    def needs_programs(self, budget_bytes: int) -> bool:
+        """Return whether `find_start` solves any."""
         is_small = self.plans <= self._limits.exhaustive_plans
         return not is_small and self.judge(keep_all(self.slots, self.modes)).peak_bytes > budget_bytes
 

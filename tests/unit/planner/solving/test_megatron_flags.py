@@ -197,14 +197,6 @@ def test_the_flags_that_the_solver_began_with_are_not_looked_for_again(monkeypat
     assert megatron_flags.find_nearest(ranks, budget_bytes=budget_bytes) == expected
 
 
-def test_flags_are_kept_for_a_few_budgets():
-    ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=2)
-    for budget_bytes in range(6):
-        megatron_flags.keep_nearest(ranks, budget_bytes, None)
-    known = [budget_bytes for _, budget_bytes in megatron_flags._known_nearest]
-    assert known == [2, 3, 4, 5]
-
-
 def test_where_no_flags_fit_there_are_none():
     ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=2)
     assert find_nearest_flags(ranks, budget_bytes=30 * GIB) is None
