@@ -220,6 +220,8 @@ class _Layer:
         self._holder = _find_holder(resolved)
         self._dispatcher = None if self._holder is None else dispatcher
         self._shares_router_input = any("shared_expert" in one.tags for one in numbered.model.tensors)
+        self._behind_attention = _find_behind_attention(self._segments)
+        """The first stretch behind attention, or None where there is none."""
         self._watched = self._find_watched()
         self._base = 0
         """The groups of the chunk before those of this layer."""
@@ -321,13 +323,6 @@ class _Layer:
         is_whole = watched is Watched.ATTENTION and self._behind_attention is None
         return Watched.LAYER if is_whole else watched
 
-    @property
-    def _behind_attention(self) -> int | None:
-        """Return the first stretch behind attention, or None where there is none."""
-        names = [segment.name for segment in self._segments]
-        place = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
-        return place if place < len(names) else None
-
     def _is_watched(self, place: int) -> bool:
         behind = self._behind_attention
         return self._watched.covers_layer or (self._watched is Watched.ATTENTION and behind is not None and place < behind)
@@ -384,6 +379,12 @@ class _Layer:
                     sizes_bytes.append(kept.tensor.size_bytes if take is asked[0] else 0)
         if sizes_bytes:
             steps.add(LetGoStep(tuple(sizes_bytes)))
+
+
+def _find_behind_attention(segments: Sequence[Segment]) -> int | None:
+    names = [segment.name for segment in segments]
+    place = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
+    return place if place < len(names) else None
 
 
 def _find_holder(resolved: ResolvedLayer) -> Rerun | None:

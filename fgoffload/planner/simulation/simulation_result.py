@@ -11,6 +11,7 @@ class Detail(enum.Enum):
     """How much a simulation notes."""
 
     TOTALS = "totals"  # numbers of the step alone
+    DIGITS = "digits"  # the same, down to the last digits what one pass after the other comes to: for what decides by these
     TIMELINE = "timeline"  # also what each lane did when, and the memory over time
 
 

@@ -48,7 +48,7 @@ def simulate(
     _check_layers(ranks, actions)
     programs = [compile_rank(rank, actions) for rank in ranks]
     order = functools.partial(InPipeline, chunks=len(ranks[0].chunks), p2p_s=p2p_s)
-    return StepResult(ranks=_simulate(ranks, programs, order, detail, _make_repeating_run))
+    return StepResult(ranks=_simulate(ranks, programs, order, detail))
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
@@ -63,9 +63,7 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         PlanError: A layer cannot do what the plan says of it.
     """
     programs = [compile_rank(rank, _group_by_layer(plan))]
-    # Step by step: from small differences of such steps programs get their prices, and of equal choices of a program the last
-    # digits decide. Steps that searches ask for are short.
-    return _simulate([rank], programs, Alone, detail, _make_plain_run)[0]
+    return _simulate([rank], programs, Alone, detail)[0]
 
 
 def _simulate(
@@ -73,11 +71,10 @@ def _simulate(
     programs: Sequence[Sequence[ChunkProgram]],
     make_order: Callable[..., PassOrder],
     detail: Detail,
-    make: Callable[[RankModel, Sequence[ChunkProgram], Detail], RankRun],
 ) -> tuple[RankResult, ...]:
-    runs = [make(rank, own, detail) for rank, own in zip(ranks, programs, strict=True)]
+    runs = [_make_run(rank, own, detail) for rank, own in zip(ranks, programs, strict=True)]
     passes = [rank.passes for rank in ranks]
-    rounds = find_rounds(passes, len(ranks[0].chunks)) if detail is Detail.TOTALS else None
+    rounds = find_rounds(passes, len(ranks[0].chunks)) if detail is not Detail.TIMELINE else None
     order = make_order(runs, passes, rounds.list_marks() if rounds else ())
     left_out = leave_out_rounds(order, rounds) if rounds else []
     order.run()
@@ -87,14 +84,10 @@ def _simulate(
     return tuple(results)
 
 
-def _make_plain_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail) -> RankRun:
+def _make_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail) -> RankRun:
+    if detail is Detail.TOTALS and RepeatingRun.has_repeats(rank, programs):
+        return RepeatingRun(rank, programs)
     return RankRun(rank, programs, recorder=Recorder() if detail is Detail.TIMELINE else None)
-
-
-def _make_repeating_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail) -> RankRun:
-    """Return a rank that runs no pass twice that begins alike, where such passes can be expected."""
-    can_repeat = detail is Detail.TOTALS and RepeatingRun.has_repeats(rank, programs)
-    return RepeatingRun(rank, programs) if can_repeat else _make_plain_run(rank, programs, detail)
 
 
 def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:

@@ -11,7 +11,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, RankModel
-from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.simulation.simulation_result import Detail, StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
@@ -344,7 +344,8 @@ def _make_key(states: Sequence[State]) -> object:
 
 def _make_judge(rank: RankModel) -> Judge:
     def judge(plan: OffloadPlan) -> Verdict:
-        result = simulate_rank(rank, plan)
+        # Programs get a price from small differences of these, and of equal choices of a program its last digits decide.
+        result = simulate_rank(rank, plan, detail=Detail.DIGITS)
         return Verdict(step_s=result.step_s, peak_bytes=result.peak_bytes)
 
     return judge
