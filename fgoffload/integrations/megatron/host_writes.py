@@ -30,6 +30,19 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
     return host
 
 
+def read_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` that the host may read now, or `tensor` itself where `write_to_host` makes none.
+
+    Streams:
+        The host waits for the current stream, and for no copy that is under way beside it.
+    """
+    host = write_to_host(tensor)
+    if host is None:
+        return tensor
+    torch.cuda.current_stream().synchronize()
+    return host
+
+
 class _MappedMemory:
     """Pinned host memory under the address at which the device sees it: the same one, by unified addressing."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
-from fgoffload.integrations.megatron.host_writes import write_to_host
+from fgoffload.integrations.megatron.host_writes import read_on_host, write_to_host
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
@@ -165,11 +165,7 @@ def _read_flag(flag: Any) -> Any:
     """Return what a tensor of one element on a CUDA device says, around the copy engine; anything else as it is."""
     if not (isinstance(flag, torch.Tensor) and flag.is_cuda and flag.numel() == 1):
         return flag
-    host = write_to_host(flag.to(torch.int32))
-    if host is None:
-        return flag
-    torch.cuda.current_stream().synchronize()  # the host wants to know now, and asks for this stream alone
-    return bool(host)
+    return bool(read_on_host(flag.to(torch.int32)))
 
 
 def _wrap_packed_rotary(original: Any) -> Any:
@@ -179,11 +175,7 @@ def _wrap_packed_rotary(original: Any) -> Any:
 
     def apply_rotary(t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # It splits by these lengths and looks up by them, on the host alone: so it may have them there.
-        host = write_to_host(cu_seqlens)
-        if host is None:
-            return original(t, cu_seqlens, *args, **kwargs)
-        torch.cuda.current_stream().synchronize()
-        return original(t, host, *args, **kwargs)
+        return original(t, read_on_host(cu_seqlens), *args, **kwargs)
 
     return apply_rotary
 

@@ -9,7 +9,7 @@ import torch
 from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_config, make_trainer, train
 
 from fgoffload import default_tags
-from fgoffload.integrations.megatron import waits
+from fgoffload.integrations.megatron import host_writes, waits
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import require_symbol
 from fgoffload.integrations.megatron.site_table import SITES
@@ -190,7 +190,7 @@ class PinnedWrites:
 
     def __init__(self, monkeypatch):
         self.happened = []
-        monkeypatch.setattr(waits, "write_to_host", self.write)
+        monkeypatch.setattr(host_writes, "write_to_host", self.write)
 
     def write(self, tensor):
         self.happened.append("write")
