@@ -54,8 +54,10 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
             signal.signal(signal.SIGINT, earlier_handler)
         body_ended.set()
         signal.set_wakeup_fd(earlier_fd)
-        os.close(write_end)  # the watcher reads the end of the pipe and returns
+        # Not by the end of the pipe: processes that were forked meanwhile, as data loaders are, hold it open as long as they live.
+        os.write(write_end, bytes([_STOP]))
         watcher.join()
+        os.close(write_end)
         os.close(read_end)
 
 
@@ -79,8 +81,12 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
+_STOP = 0
+"""What the watcher is told when there is nothing left to watch: the number of no signal."""
+
+
 def _watch(read_end: int, body_ended: threading.Event, exit_code: int) -> None:
-    while received := os.read(read_end, 1):
-        if received[0] == signal.SIGINT and not body_ended.wait(GRACE_SECONDS):
+    while (received := os.read(read_end, 1)[0]) != _STOP:
+        if received == signal.SIGINT and not body_ended.wait(GRACE_SECONDS):
             print("fgoffload: interrupted", file=sys.stderr, flush=True)
             os._exit(exit_code)

@@ -28,7 +28,7 @@ from fgoffload.engine.reloads import Reloads
 from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import StayingStorages
-from fgoffload.engine.timing import EventStopWatch, NoStopWatch, StopWatch
+from fgoffload.engine.timing import StopWatch
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
@@ -67,6 +67,8 @@ class OffloadEngine:
         self._rules = KeepRules(
             device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
         )
+        self.is_always_too_small = self._rules.is_always_too_small
+        """Whether a tensor stays whatever else is saved of its storage, so that `save` need not be asked."""
         self.arena = HostArena(
             device,
             budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes,
@@ -80,7 +82,7 @@ class OffloadEngine:
         self._held: list[weakref.ref[Group]] = []
         self.observers: list[ActivationLedger] = []
         """Are told of what is saved and taken, and of each device buffer."""
-        self._watch: StopWatch = EventStopWatch(device) if is_timed else NoStopWatch()
+        self._watch = StopWatch(device) if is_timed else None
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self._reloads = Reloads(self._transfers, self._policy, staying=self._staying, observers=self.observers)
         self._counters = Counters()
@@ -211,10 +213,6 @@ class OffloadEngine:
 
     # Hooks: what autograd calls.
 
-    def is_always_too_small(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` stays whatever else is saved of its storage, so that `save` need not be asked."""
-        return self._rules.is_always_too_small(tensor)
-
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
         with self._lock:
@@ -332,7 +330,8 @@ class OffloadEngine:
         with self._lock:
             self._transfers.poll()
             self._forget_dropped()
-            self._watch.collect()
+            if self._watch is not None:
+                self._watch.collect()
             stats = self._counters.finish()
             stats.host_bytes = self.arena.used_bytes
             stats.host_peak_bytes = self.arena.peak_bytes
@@ -410,9 +409,9 @@ class OffloadEngine:
                 logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
         if self.device.has_blocking_copies or self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
             self._transfers.poll()
-        while self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
-            self._counters.window_waits += 1
-            self._transfers.release_oldest()
+            while self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
+                self._counters.window_waits += 1
+                self._transfers.release_oldest()
 
     def _find_block(self, saved: SavedStorage, stats: TagStats) -> HostBlock | None:
         """Return host memory for `saved`, or None where it stays, or has left with another group."""

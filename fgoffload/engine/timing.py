@@ -1,6 +1,5 @@
 """Seconds of copies and waits by the device's own clock, with a pair of timed events around each."""
 
-import abc
 import collections
 from typing import NamedTuple
 
@@ -15,49 +14,23 @@ class _Span(NamedTuple):
     kind: TimeKind
 
 
-class StopWatch(abc.ABC):
-    """Measures stretches of streams, or nothing."""
-
-    @abc.abstractmethod
-    def start(self, stream: Stream) -> Event:
-        """Begin a stretch of `stream`."""
-
-    @abc.abstractmethod
-    def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:
-        """End the stretch of `stream` that began at `start`; its seconds are for `stats`."""
-
-    @abc.abstractmethod
-    def collect(self) -> None:
-        """Hand out the seconds measured so far. The host blocks until their copies and waits are done."""
-
-
-class NoStopWatch(StopWatch):
-    """Measures nothing, and costs nothing."""
-
-    def start(self, stream: Stream) -> Event:  # noqa: D102
-        return None
-
-    def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:  # noqa: D102
-        pass
-
-    def collect(self) -> None:  # noqa: D102
-        pass
-
-
-class EventStopWatch(StopWatch):
+class StopWatch:
     """Puts a timed event before and behind each stretch: two more for each, so an engine has it only where it was asked to."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._spans: collections.deque[_Span] = collections.deque()
 
-    def start(self, stream: Stream) -> Event:  # noqa: D102
+    def start(self, stream: Stream) -> Event:
+        """Begin a stretch of `stream`."""
         return self._device.record_event(stream, is_timed=True)
 
-    def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:  # noqa: D102
+    def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:
+        """End the stretch of `stream` that began at `start`; its seconds are for `stats`."""
         self._spans.append(_Span(start, self._device.record_event(stream, is_timed=True), stats, kind))
 
-    def collect(self) -> None:  # noqa: D102
+    def collect(self) -> None:
+        """Hand out the seconds measured so far. The host blocks until their copies and waits are done."""
         while self._spans:
             span = self._spans.popleft()
             self._device.synchronize(span.end)

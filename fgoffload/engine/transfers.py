@@ -43,9 +43,10 @@ class Transfers:
         device: Where the tensors live.
         arena: Where they go.
         observers: Are told of each device buffer that is made here.
+        watch: Measures copies and waits, where somebody wants to know. Nobody is asked for each of them where it is None.
     """
 
-    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch) -> None:
+    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None) -> None:
         self._device = device
         self._arena = arena
         self._observers = observers
@@ -92,13 +93,15 @@ class Transfers:
         for _, block in leaving:
             for event in block.reads_to_wait_for:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
-        start = self._watch.start(d2h)
+        watch = self._watch
+        start = None if watch is None else watch.start(d2h)
         if _is_profiled():
             with _name_range("offload", place):
                 self._copy_out(leaving, sources)
         else:
             self._copy_out(leaving, sources)
-        self._watch.stop(start, d2h, stats, TimeKind.D2H)
+        if watch is not None:
+            watch.stop(start, d2h, stats, TimeKind.D2H)
         d2h_done = device.record_event(d2h)
         size_bytes = 0
         references = []
@@ -126,11 +129,13 @@ class Transfers:
         """
         entry = self._in_flight[0]
         current = self._device.current_stream()
-        start = self._watch.start(current)
+        watch = self._watch
+        start = None if watch is None else watch.start(current)
         # The current stream too: it is what has run ahead of the link.
         for stream in {current} | _unite_streams(entry, _list_living(entry)):
             self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
-        self._watch.stop(start, current, entry.stats, TimeKind.WAIT)
+        if watch is not None:
+            watch.stop(start, current, entry.stats, TimeKind.WAIT)
         self._release(entry, is_done=False)
 
     def reload(self, away: Mapping[SavedStorage, Place]) -> None:
@@ -173,9 +178,11 @@ class Transfers:
             raise InternalError(f"What {saved.place} saved was taken and has no device buffer.")
         stream = self._device.current_stream()
         if stream not in reload.taken_on:
-            start = self._watch.start(stream)
+            watch = self._watch
+            start = None if watch is None else watch.start(stream)
             self._device.wait_event(stream, reload.filled, Hazard.BUFFER_UNFILLED)
-            self._watch.stop(start, stream, saved.stats, TimeKind.WAIT)
+            if watch is not None:
+                watch.stop(start, stream, saved.stats, TimeKind.WAIT)
             reload.taken_on.add(stream)
         if reload.is_dense:
             reload = saved.reload = self._put_in_place(saved, reload, stream)
@@ -248,10 +255,12 @@ class Transfers:
         if saved.d2h_done is not None:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         self._filling.append(buffer)
-        start = self._watch.start(h2d)
+        watch = self._watch
+        start = None if watch is None else watch.start(h2d)
         for part, stretch in saved.block.pair(buffer):
             device.copy_bytes(destination=stretch, source=part, stream=h2d)
-        self._watch.stop(start, h2d, saved.stats, TimeKind.H2D)
+        if watch is not None:
+            watch.stop(start, h2d, saved.stats, TimeKind.H2D)
         h2d_done = device.record_event(h2d)
         saved.block.last_read = h2d_done
         saved.reload = Reload(buffer, h2d_done, saved.owner, is_dense=bool(saved.gathered))

@@ -15,8 +15,9 @@ from support.sites import Sites
 
 N = 1024
 NBYTES = N * N * 4
-LATE_MS = 25.0
-"""Of a sleep. What could overtake it, the host's calls in between included, takes a few milliseconds."""
+LATE_MS = 25.0, 100.0, 400.0
+"""Of a sleep, and of those that are tried after it. What could overtake it, the host's calls in between included, takes a few
+milliseconds; where other processes use the GPU too, it may have to wait for its turn longer than that."""
 POISONED_COUNT = 32
 """Tensors of `NBYTES`, more than a scenario uses."""
 
@@ -38,10 +39,11 @@ def make_engine(device: Hostile, hazard: Hazard) -> OffloadEngine:
 
 
 class Bench:
-    """A device, an engine or none, and two compute streams whose free memory is full of NaN."""
+    """A device, an engine or none, and two compute streams whose free memory is full of NaN; `late_ms` are those of sleeps."""
 
-    def __init__(self, device: Hostile, engine: OffloadEngine | None) -> None:
+    def __init__(self, device: Hostile, engine: OffloadEngine | None, *, late_ms: float = LATE_MS[0]) -> None:
         self.device = device
+        self._late_ms = late_ms
         self.engine = engine
         self.sites = Sites(engine)
         self._has_streams = device.type == "cuda"
@@ -59,7 +61,7 @@ class Bench:
         return torch.cuda.stream(stream) if self._has_streams else contextlib.nullcontext()
 
     def sleep(self, stream: Any) -> None:
-        self.device.sleep(stream, LATE_MS)
+        self.device.sleep(stream, self._late_ms)
 
     def wait(self, stream: Any, other: Any) -> None:
         if self._has_streams:

@@ -160,6 +160,22 @@ def test_after_a_command_signals_are_as_before(capsys):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_a_body_ends_though_a_process_that_it_forked_lives_on():
+    code = """
+import os, signal, time
+from fgoffload.cli.interrupt import end_soon_after_interrupt
+with end_soon_after_interrupt(130):
+    worker = os.fork()  # as a data loader's
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+print("ended", flush=True)
+os.kill(worker, signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=20)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
+
+
 def test_ctrl_c_waits_until_the_module_that_is_being_imported_is_done(tmp_path):
     # Extension modules make KeyboardInterrupt another error, or abort: here the module itself stands for them.
     module = """
