@@ -54,7 +54,7 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
             signal.signal(signal.SIGINT, earlier_handler)
         body_ended.set()
         signal.set_wakeup_fd(earlier_fd)
-        # Not by the end of the pipe: processes that were forked meanwhile, as data loaders are, hold it open as long as they live.
+        # Not by the end of the pipe: processes that were forked meanwhile, as data loaders are, hold it open while they live.
         os.write(write_end, bytes([_STOP]))
         watcher.join()
         os.close(write_end)

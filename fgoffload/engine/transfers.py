@@ -46,7 +46,9 @@ class Transfers:
         watch: Measures copies and waits, where somebody wants to know. Nobody is asked for each of them where it is None.
     """
 
-    def __init__(self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None) -> None:
+    def __init__(
+        self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None
+    ) -> None:
         self._device = device
         self._arena = arena
         self._observers = observers
