@@ -8,16 +8,12 @@ of thumb are at times better; the simulator says which.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fgoffload.planner.solving.choices import Choice, Configuration, Mode
+from fgoffload.planner.solving.choices import Configuration, Mode
 from fgoffload.planner.solving.placement import LayerSlot, State, keep_all
-
-_CHEAP_S_PER_BYTE = 2e-12
-"""Running again what takes no longer than this for each byte that it frees is done in all layers: a copy takes ten times as
-long, 20e-12 each way at 50 GB/s."""
-
+from fgoffload.planner.solving.ways import list_ways, make_wide
 
 _KEEPING, _CHEAP, _MOVING = range(3)
-"""Where in `_list_ways` the first three are."""
+"""Where in `list_ways` the first three are."""
 
 
 def list_ladders(slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]]) -> Iterator[Callable[[int], State]]:
@@ -27,7 +23,7 @@ def list_ladders(slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]]
         slots: The layers of a rank.
         modes: What each kind may choose from.
     """
-    ways = {slot.layer.kind: _list_ways(modes[slot.layer.kind]) for slot in slots}
+    ways = {slot.layer.kind: list_ways(modes[slot.layer.kind]) for slot in slots}
     most = max((len(of_kind) for of_kind in ways.values()), default=0)
     for lower in (_KEEPING, _CHEAP):
         for upper in range(lower + 1, most):
@@ -58,7 +54,7 @@ def list_tightened(
         places.setdefault(slot.chunk, []).append(place)
     most = max((len(modes[slot.layer.kind]) for slot in slots), default=0)
     for number in range(most - 1, 0, -1):
-        wide = {kind: _make_wide(of_kind[min(number, len(of_kind) - 1)]) for kind, of_kind in modes.items()}
+        wide = {kind: make_wide(of_kind[min(number, len(of_kind) - 1)]) for kind, of_kind in modes.items()}
         for base in dict.fromkeys((state, _keep_last(state, slots, modes))):
             yield _make_tightened(base, slots, wide, [[*reversed(own[:-1]), own[-1]] for own in places.values()])
             yield _make_tightened(base, slots, wide, list(places.values()))
@@ -150,70 +146,3 @@ def _keep_last(state: State, slots: Sequence[LayerSlot], modes: Mapping[str, Seq
     chunks = [slot.chunk for slot in slots]
     is_last = [chunk != following for chunk, following in zip(chunks, (*chunks[1:], None), strict=True)]
     return tuple(kept[place] if is_last[place] else one for place, one in enumerate(state))
-
-
-def _make_wide(mode: Mode) -> Configuration:
-    return Configuration(mode=mode, chosen=tuple(_pick_cheap(part) for part in mode.parts))
-
-
-def _list_ways(modes: Sequence[Mode]) -> list[Configuration]:
-    """Return what a kind of layer may do, by rule of thumb: keep all; run cheap things again; move all beside; and wider ways.
-
-    Then each part alone does what is worth it, all parts run again as much as they can with copies and without, and each wider
-    mode with and without what moves beside it.
-    """
-    plain = modes[0]
-    cheap = tuple(_pick_cheap(part) for part in plain.parts)
-    most = tuple(_pick_most(part) for part in plain.parts)
-    ways = [
-        Configuration(mode=plain, chosen=tuple(part[0] for part in plain.parts)),
-        Configuration(mode=plain, chosen=cheap),
-        Configuration(mode=plain, chosen=most),
-    ]
-    for place, part in enumerate(plain.parts):
-        for choice in _pick_efficient(part):
-            if choice not in (part[0], cheap[place]):
-                ways.append(Configuration(mode=plain, chosen=(*cheap[:place], choice, *cheap[place + 1 :])))
-    ways.append(Configuration(mode=plain, chosen=tuple(_pick_least(part, moves=False) for part in plain.parts)))
-    ways.append(Configuration(mode=plain, chosen=tuple(_pick_least(part, moves=True) for part in plain.parts)))
-    for mode in modes[1:]:
-        ways.append(_make_wide(mode))
-        ways.append(Configuration(mode=mode, chosen=tuple(_pick_most(part) for part in mode.parts)))
-    return ways
-
-
-def _pick_cheap(part: Sequence[Choice]) -> Choice:
-    """Return what frees most of a part without a copy, and without a recompute that takes long for what it frees."""
-    return min((choice for choice in part if not choice.moved_bytes and _is_cheap(choice)), key=_list_burdens)
-
-
-def _pick_most(part: Sequence[Choice]) -> Choice:
-    """Return what frees most of a part, copies or not, without a recompute that takes long for what it frees."""
-    return min((choice for choice in part if _is_cheap(choice)), key=_list_burdens)
-
-
-def _pick_efficient(part: Sequence[Choice]) -> list[Choice]:
-    """Return the choices that no other is better than in bytes kept, recompute and copies.
-
-    Of choices that are equal in these all are there: some tensors are copied earlier, and wanted later, than others.
-    """
-    costs = {choice: (choice.kept_bytes, choice.recompute_s, choice.moved_bytes) for choice in part}
-    return [choice for choice, own in costs.items() if not any(_is_below(other, own) for other in costs.values())]
-
-
-def _is_below(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
-
-
-def _pick_least(part: Sequence[Choice], *, moves: bool) -> Choice:
-    """Return what frees most of a part, however long it runs again for that; with the fewest copies, or without any."""
-    able = (choice for choice in part if moves or not choice.moved_bytes)
-    return min(able, key=lambda choice: (choice.kept_bytes, choice.moved_bytes, choice.recompute_s))
-
-
-def _is_cheap(choice: Choice) -> bool:
-    return choice.recompute_s <= _CHEAP_S_PER_BYTE * max(-choice.kept_bytes, 0)
-
-
-def _list_burdens(choice: Choice) -> tuple[float, ...]:
-    return (choice.kept_bytes, choice.recompute_s, choice.moved_bytes)

@@ -1,16 +1,24 @@
 """What ways to treat a layer cost, by short simulations, with waits worked out by hand."""
 
+from pathlib import Path
+
 import pytest
 from support.deepseek_ranks import make_layer, make_ranks
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, TransferPolicy
+from fgoffload.integrations.megatron.model_shapes import read_model_file
+from fgoffload.planner import build_ranks, get_hardware
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving import frontier
 from fgoffload.planner.solving.choices import list_configurations, list_modes
 from fgoffload.planner.solving.frontier import list_candidates, measure_layer, pick_best
 from fgoffload.units import GIB, MIB
+from fgoffload.watched import find_watched
+
+ARGUMENTS = Path(__file__).parents[4] / "arguments"
 
 
 def measure(layer, **options):
@@ -88,7 +96,7 @@ def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():
 def test_candidates_are_not_worse_in_bytes_kept_bytes_moved_and_recompute_than_any_way():
     layer = make_toy_layer()
     modes = list_modes(layer, min_offloaded_bytes=1)
-    candidates = [(one.kept_bytes, one.moved_bytes, one.recompute_s) for one in list_candidates(layer, modes)]
+    candidates = [(one.kept_bytes, one.moved_bytes, one.recompute_s) for one in list_candidates(layer, modes, longest=2)]
     for way in list_configurations(modes):
         costs = (way.kept_bytes, way.moved_bytes, way.recompute_s)
         assert any(all(a <= b for a, b in zip(candidate, costs, strict=True)) for candidate in candidates)
@@ -100,10 +108,42 @@ def test_a_large_layer_has_some_hundred_candidates_and_fewer_for_each_place():
     layer = make_layer("moe")
     modes = list_modes(layer, min_offloaded_bytes=2 * MIB)
     points = measure_layer(make_ranks()[0], layer, modes)
-    assert len(list_candidates(layer, modes)) <= 200
+    assert len(list_candidates(layer, modes, longest=2)) <= 200
     assert 10 < len(points.last) < len(points.every)
     assert 10 < len(points.inner) < len(points.every)
     assert points.inner[0] is points.last[0] is points.every[0]
+
+
+def is_watched(configuration):
+    leaving = [tag for tag, action in configuration.actions if action.offloads]
+    return find_watched(leaving, shares_router_input=False).covers_layer
+
+
+def test_of_ways_that_are_alike_the_one_that_takes_the_host_less_is_a_candidate():
+    # The router's input and the residual are as large, and hide as well behind other layers.
+    sizes = {"mlp_norm": 4, "router": 4}
+    segments = [Segment(name=name, forward_s=1.0, backward_s=2.0) for name in sizes]
+    tensors = [SavedTensor(name=name, tags=(name,), size_bytes=size) for name, size in sizes.items()]
+    layer = LayerModel(kind="toy", segments=tuple(segments), tensors=tuple(tensors))
+    modes = list_modes(layer, min_offloaded_bytes=1)
+    leaving = [tuple(tag for tag, _ in one.actions) for one in list_candidates(layer, modes, longest=2)]
+    assert sorted(leaving) == [(), ("mlp_norm",), ("mlp_norm", "router")]
+    # In a chunk by itself both kinds are measured.
+    leaving = [tuple(tag for tag, _ in one.actions) for one in list_candidates(layer, modes, longest=1)]
+    assert sorted(leaving) == [(), ("mlp_norm",), ("mlp_norm", "router"), ("router",)]
+
+
+def test_where_a_layer_is_a_chunk_watching_it_hides_the_first_copy_back():
+    ranks = build_ranks(*read_model_file(ARGUMENTS / "mixtral_8x7b.sh"), get_hardware("h100"))
+    assert {len(chunk.layers) for chunk in ranks[0].chunks} == {1}
+    layer = ranks[0].chunks[0].layers[0].model
+    points = measure_layer(ranks[0], layer, list_modes(layer, min_offloaded_bytes=ranks[0].min_offloaded_bytes)).last
+    # Of those that free half of the layer.
+    added_s = {True: [], False: []}
+    for point in points:
+        if 2 * point.kept_bytes <= layer.saved_bytes:
+            added_s[is_watched(point.configuration)].append(point.last.added_s)
+    assert 2 * min(added_s[True]) < min(added_s[False])
 
 
 def test_with_a_host_budget_bytes_that_leave_are_bytes_to_save():
