@@ -66,20 +66,20 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
     ]
 
 
-def list_simulated(summaries: Sequence[Summary], forecasts: Forecasts) -> list[Point]:
-    """Return what the simulator says that the planner's plans take, and `nothing`: none without plans of the planner."""
+def list_simulated(summaries: Sequence[Summary], forecasts: Forecasts, system: System) -> list[Point]:
+    """Return what the simulator says that the plans of a system take, and `nothing`: none where it has none."""
     found: dict[Setting, Point] = {}
     for one in summaries:
         predicted = forecasts.get(one.setting, Forecast()).predictions.get(Source.TABLE)
-        if one.setting.system in (System.NOTHING, System.BUDGET) and one.worst is not None and predicted is not None:
+        if one.setting.system in (System.NOTHING, system) and one.worst is not None and predicted is not None:
             found[one.setting] = Point(predicted.find_peak(one.worst), predicted.ratio)
-    return sorted(found.values()) if any(setting.system is System.BUDGET for setting in found) else []
+    return sorted(found.values()) if any(setting.system is system for setting in found) else []
 
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str, forecasts: Forecasts = NO_FORECASTS) -> None:
     """Write a picture of peak memory against step time, with a line through the frontier of each system.
 
-    A dashed line goes through what the simulator says of the planner's plans.
+    Dashed lines go through what the simulator says of plans.
 
     Args:
         path: Of the picture; its suffix says the format.
@@ -111,8 +111,10 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str,
             # Doing nothing is open to every system.
             shown = [point for point in points if point.ratio <= MOST_RATIO]
             _draw_line(axes, find_frontier([*nothing, *shown]), scale, color=color)
-    if simulated := list_simulated(summaries, forecasts):
-        _draw_line(axes, simulated, scale, color=LINES[System.BUDGET][1], linestyle="--", label="fgoffload: planner, simulated")
+    for system in (System.PLAN, System.BUDGET):
+        label, color, _ = LINES[system]
+        if simulated := list_simulated(summaries, forecasts, system):
+            _draw_line(axes, simulated, scale, color=color, linestyle="--", label=f"{label}, simulated")
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     if any(one.ratio is not None and one.ratio > MOST_RATIO for one in summaries):
         axes.set_ylim(top=MOST_RATIO)

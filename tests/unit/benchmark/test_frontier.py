@@ -123,7 +123,7 @@ def test_the_picture_has_a_line_for_each_system_from_nothing_along_its_frontier(
     assert [points for _, style, points in drawn["lines"] if style == "--"] == []
 
 
-def test_a_dashed_line_goes_through_what_the_planner_predicts_of_its_own_plans(tmp_path, drawn):
+def test_dashed_lines_go_through_what_is_predicted_of_plans_of_the_planner_apart_from_others(tmp_path, drawn):
     found = [
         summary("nothing", 20, 1.0),
         summary("plan:x.json", 17, 1.2),
@@ -133,14 +133,17 @@ def test_a_dashed_line_goes_through_what_the_planner_predicts_of_its_own_plans(t
     ]
     forecasts = {
         parse_setting("nothing"): forecast(21, 1.0),
-        parse_setting("plan:x.json"): forecast(16, 1.1),  # one of the user's: no bound
+        parse_setting("plan:x.json"): forecast(16, 1.125),  # one of the user's
         parse_setting("budget:18GiB"): forecast(18, 1.05),
         parse_setting("budget:16GiB"): forecast(15.5, 1.125),
     }
     write_frontier_plot(tmp_path / "frontier.png", found, title="a model", forecasts=forecasts)
-    dashed = [points for _, style, points in drawn["lines"] if style == "--"]
-    assert dashed == [[(15.5, 1.125), (18.0, 1.05), (21.0, 1.0)]]
-    assert list_simulated(found[:2], forecasts) == []
+    dashed = [(color, points) for color, style, points in drawn["lines"] if style == "--"]
+    assert dashed == [
+        (LINES[System.PLAN][1], [(16.0, 1.125), (21.0, 1.0)]),
+        (LINES[System.BUDGET][1], [(15.5, 1.125), (18.0, 1.05), (21.0, 1.0)]),
+    ]
+    assert list_simulated(found[:2], forecasts, System.BUDGET) == []
 
 
 def test_a_setting_far_beyond_the_others_does_not_squeeze_them(tmp_path, drawn):
