@@ -7,13 +7,14 @@ Nothing is looked up by process, so two threads, two models, and a model within 
 """
 
 import contextvars
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
 from fgoffload.engine.handles import Handle, Packed, hold
-from fgoffload.engine.region import is_in_backward
+from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks, is_in_backward
 from fgoffload.integrations.pytorch.outputs import find_tensor
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
@@ -42,7 +43,8 @@ def begin_lane(owner: EngineOwner) -> Lane:
 class UncompiledSaving(Saving):
     """A pack hook that `torch.compile` does not look into.
 
-    It would trace the engine wherever autograd saves between two graphs.
+    It would trace the engine wherever autograd saves between two graphs. What ends it may come late, after an interrupt, and
+    below hooks of somebody else: it takes off its own alone.
     """
 
     __slots__ = ()
@@ -56,6 +58,17 @@ class UncompiledSaving(Saving):
     def take_back(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""
         return super().take_back(handle)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop, and leave hooks on that are not its own: those above go aside, and back."""
+        above = []
+        while (hooks := _find_top_hooks(True)) is not None and hooks[0] is not self:  # noqa: FBT003 - while tracing too
+            above.append(hooks)
+            _pop_hooks()
+        if hooks is not None:
+            super().__exit__(kind, error, trace)
+        while above:
+            _push_hooks(*above.pop())
 
 
 class SizedSaving(UncompiledSaving):

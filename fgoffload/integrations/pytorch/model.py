@@ -1,10 +1,10 @@
 """Offload for any module tree: regions around modules that are named by globs.
 
 [Note: Hooks on modules]
-Forward hooks, and not other forwards in the modules' place: a copy of a model takes its hooks along, and they are told which
-module runs. They are closures, because copying a model copies bound methods with what they are bound to. `always_call` lets
-them run after an exception too, but torch does not call them for what is no `Exception`, a keyboard interrupt for one: then
-`remove` does what they did not. `torch.compile` does not look into them: it compiles what lies between.
+A copy of a model takes its forward hooks along, and they are told which module runs. They are closures, because copying a model
+copies bound methods with what they are bound to. `always_call` lets them run after an exception too, but torch does not call
+them for what is no `Exception`, a keyboard interrupt for one: see [Note: Interrupted forwards]. `torch.compile` does not look
+into them: it compiles what lies between.
 
 They hold the handle, and neither they nor the handle hold a module: weights, handle, engine and host memory go with the last
 reference to the model, and nothing of them waits for Python's cyclic collector.
@@ -12,10 +12,8 @@ reference to the model, and nothing of them waits for Python's cyclic collector.
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -27,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from fgoffload.engine import is_inert
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.buffers import BufferWatch
+from fgoffload.integrations.pytorch.calls import Call, Calls, WatchedForward
 from fgoffload.integrations.pytorch.devices import DeviceChoice
-from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, find_running, is_shadowed
+from fgoffload.integrations.pytorch.forward import Forward, find_running, is_shadowed
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import ModuleSite, Patterns, find_sites
@@ -82,38 +81,6 @@ def offload(
     return handle
 
 
-@dataclasses.dataclass(slots=True)
-class _Call:
-    """One module that forward is in."""
-
-    module: torch.nn.Module
-    error: BaseException | None
-    """The exception that was being handled when it began, by code around it."""
-    own_forward: Forward | None = None
-    """The forward that began with this module, and ends with it."""
-    forward: Forward | None = None
-    """The forward whose layer it is, where it is a region."""
-    region: SavingRegion | None = None
-
-    def close(self, output: Any, *, is_failed: bool) -> None:
-        """Forward has left the module."""
-        try:
-            if self.forward is not None:
-                self.forward.layers.pop()
-            if self.region is not None:
-                self.region.close(output, is_failed=is_failed)
-        finally:
-            if self.own_forward is not None:
-                self.own_forward.finish(is_failed=is_failed)
-
-
-class _Calls(threading.local):
-    """The modules that this thread is in, outermost first; those with hooks of one handle."""
-
-    def __init__(self) -> None:
-        self.open: list[_Call] = []
-
-
 class ModelOffload(EngineOwner):
     """Offload of one model, until `remove` or `close`. Made by `offload`.
 
@@ -136,10 +103,11 @@ class ModelOffload(EngineOwner):
             )
         self._model = weakref.ref(model)  # its hooks hold the handle
         self._buffers = BufferWatch()
-        self._calls = _Calls()
-        self._hooks: list[RemovableHandle] = []
+        self._calls = Calls()
+        self._hooks: list[RemovableHandle | WatchedForward] = []
         if self.config.enabled:
             self._hook(model, self._enter_model)
+            self._hooks.append(WatchedForward.put(model, self._calls))
             for site in sites:
                 self._hook(site.module, self._make_entry(site))
 
@@ -150,12 +118,14 @@ class ModelOffload(EngineOwner):
         For code that calls the model's parts and not the model itself. Without it, each module call outside of the model's
         forward is a forward by itself: right, but nothing comes back ahead of backward.
         """
+        count = len(self._calls.open)
         forward = self._begin(self._model())
         is_failed = True
         try:
             yield
             is_failed = False
         finally:
+            self._calls.abandon(count)
             if forward is not None:
                 forward.finish(is_failed=is_failed)
 
@@ -171,8 +141,7 @@ class ModelOffload(EngineOwner):
         """Take all hooks off the modules, and those on saved tensors that an interrupted forward has left on this thread."""
         while self._hooks:
             self._hooks.pop().remove()
-        while self._calls.open:
-            self._calls.open.pop().close(None, is_failed=True)
+        self._calls.abandon()
 
     def close(self) -> None:
         """Do as `remove` does, and give back all memory but what a graph still wants."""
@@ -222,12 +191,14 @@ class ModelOffload(EngineOwner):
         return forward
 
     def _enter_model(self, module: torch.nn.Module, given: Any) -> None:
-        call = _Call(module, sys.exc_info()[1])
+        if not self._calls.running:
+            self._calls.abandon()  # see [Note: Interrupted forwards]
+        call = Call(module, sys.exc_info()[1])
         self._calls.open.append(call)
         call.own_forward = self._begin(module, given)
 
     def _enter_site(self, module: torch.nn.Module, given: Any, tag: str, layer: int) -> None:
-        call = _Call(module, sys.exc_info()[1])
+        call = Call(module, sys.exc_info()[1])
         self._calls.open.append(call)
         if is_shadowed():
             self.count_shadowed(tag)
@@ -236,6 +207,8 @@ class ModelOffload(EngineOwner):
         call.forward = find_running(self)
         if call.forward is None:
             call.forward = call.own_forward = self._begin(module, given)
+            if not isinstance(vars(module).get("forward"), WatchedForward):
+                self._hooks.append(WatchedForward.put(module, self._calls))  # from its next call on
         if call.forward is not None:
             call.region = call.forward.begin_region(tag, find_tensor(given), layer=layer)
             call.forward.layers.append(layer)

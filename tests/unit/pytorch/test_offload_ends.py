@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
+import inspect
 import pickle
 import weakref
 
@@ -113,15 +115,100 @@ def test_a_hook_of_somebody_else_that_raises_before_ours_ran_is_passed_on():
         check_equal(expected, get_gradients(net, lambda: net(inputs)))
 
 
-def test_remove_undoes_what_a_keyboard_interrupt_has_left():
+def pack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def check_after_interrupt(net: nn.Module, handle: fgoffload.ModelOffload, expected: list[torch.Tensor]) -> None:
+    """Check that the next step is right, and that it leaves nothing."""
+    inputs = make_inputs()
+    check_equal(expected, get_gradients(net, lambda: net(inputs)))
+    assert not has_hooks()
+    assert handle.engine.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("part", ["model", "layer", "context"])
+def test_an_interrupt_leaves_no_hooks_and_the_next_step_is_right(part, kind):
     net, inputs = make_net(), make_inputs()
-    handle = fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL)
-    net.layers[1].mlp[1] = Fails(KeyboardInterrupt)
+    expected = get_gradients(net, lambda: net(inputs))
+    with fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL) as handle:
+        net.layers[1](inputs)
+        for _ in range(2):
+            net.layers[1].mlp[1] = Fails(kind)
+            with pytest.raises(kind), handle.forward() if part == "context" else contextlib.nullcontext():
+                (net if part == "model" else net.layers[1])(inputs.requires_grad_())
+            assert not has_hooks()
+            net.layers[1].mlp[1] = nn.GELU()
+            inputs = make_inputs()
+            check_after_interrupt(net, handle, expected)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_an_interrupt_in_a_hook_of_somebody_else_is_undone_by_the_next_forward(place):
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+
+    def interrupt(module: nn.Module, *given: object) -> None:
+        raise KeyboardInterrupt
+
+    early = net.register_forward_hook(interrupt) if place == "after" else None
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        hook = early or net.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            net(inputs)
+        hook.remove()
+        check_after_interrupt(net, handle, expected)
+        with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+            pass
+        assert not handle._calls.open
+
+
+def test_remove_leaves_hooks_of_somebody_else_on():
+    net, inputs = make_net(), make_inputs().requires_grad_()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+
+    def interrupt(module: nn.Module, *given: object) -> None:
+        raise KeyboardInterrupt
+
+    net.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         net(inputs)
-    assert has_hooks()  # torch does not call hooks for it
-    handle.close()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, pack):
+        handle.remove()
+        inputs.tanh()
+    assert len(packed) == 1
     assert not has_hooks()
+
+
+def test_remove_puts_each_forward_back():
+    net = make_net()
+    own = net.layers[0].mlp.forward = functools.partial(type(net.layers[0].mlp).forward, net.layers[0].mlp)
+    inputs = make_inputs()
+    before = [dict(vars(module)) for module in net.modules()]
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    assert inspect.signature(net.forward) == inspect.signature(type(net).forward.__get__(net))
+    net.layers[0].mlp(inputs)
+    assert net.layers[0].mlp.forward is not own
+    handle.remove()
+    assert [vars(module).keys() for module in net.modules()] == [found.keys() for found in before]
+    assert net.layers[0].mlp.forward is own
+
+
+def test_the_forward_of_a_copy_of_an_offloaded_model_runs_its_own_weights():
+    net, inputs = make_net(), make_inputs()
+    with fgoffload.offload(net, PATTERNS, ALL):
+        other, shallow = copy.deepcopy(net), copy.copy(net)
+        shallow._modules = copy.deepcopy(net)._modules
+        for model in (other, shallow):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+        expected = net(inputs)
+        assert torch.equal(other.forward(inputs), other(inputs))
+        assert torch.equal(shallow(inputs), other(inputs))
+        assert not torch.equal(other(inputs), expected)
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["model", "part"])
