@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.decorators import skip
 
 from fgoffload.errors import StateError
 from fgoffload.integrations.pytorch.forward import Forward, SavingRegion
@@ -94,8 +95,9 @@ class WatchedForward:
         else:
             vars(module)[_NAME] = self._before
 
-    # Only what it calls is compiled: torch breaks no graph inside of a `try`.
+    # Only what it calls is compiled: torch breaks no graph inside of a `try`. Without `skip` it would look at each call again.
     @functools.partial(torch.compiler.disable, recursive=False)
+    @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward that was there before, and close what it leaves open."""
         calls = self._calls

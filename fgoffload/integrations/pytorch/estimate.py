@@ -201,9 +201,7 @@ class _FollowingEngine(OffloadEngine):
         super().__init__(min_offloaded_bytes=min_offloaded_bytes, **options)
         self._smallest_bytes = min_offloaded_bytes
         self._fates: dict[int, _Fate] = {}
-
-    def is_always_too_small(self, tensor: torch.Tensor) -> bool:
-        return False  # what stays is followed too
+        self.is_always_too_small = lambda tensor: False  # what stays is followed too
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
         """Do as always, and note whether the storage of `tensor` stays."""

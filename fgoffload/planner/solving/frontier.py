@@ -206,7 +206,7 @@ def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: in
     resolution_s = max(layer.forward_s / parts, 1e-9)
     costs: dict[tuple[int, ...], Configuration] = {}
     for one in sorted(found, key=lambda one: _is_watched(layer, one)):
-        cost = (
+        cost: tuple[int, ...] = (
             round(one.recompute_s / resolution_s),
             round(one.kept_bytes / resolution_bytes),
             round(one.moved_bytes / resolution_bytes),
