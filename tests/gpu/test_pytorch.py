@@ -1,0 +1,267 @@
+"""Plain PyTorch on a real device: each way in gives the bits of a training without it, and moves bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+from support.hostile import HostileGpu
+from support.models import ALL, ATTN_BYTES, LAYERS, MLP_BYTES, PATTERNS, ROW_BYTES, ROWS, WIDTH, Net, check_equal, get_gradients
+from support.models import make_inputs as make_host_inputs
+from support.models import make_net as make_host_net
+from support.sites import Sites, has_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fgoffload
+from fgoffload.engine import OffloadEngine
+from fgoffload.engine.stats import TimeKind
+from fgoffload.policy import HostMemory
+
+DEVICE = "cuda"
+PAGEABLE = dataclasses.replace(ALL, host_memory=HostMemory.PAGEABLE)
+
+pytestmark = pytest.mark.usefixtures("_deterministic")
+
+
+def make_net() -> Net:
+    return make_host_net().to(DEVICE)
+
+
+def make_inputs(seed: int = 1) -> torch.Tensor:
+    return make_host_inputs(seed).to(DEVICE)
+
+
+@pytest.mark.parametrize("config", [ALL, PAGEABLE], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("modules", [PATTERNS, list(PATTERNS)], ids=["tags", "globs"])
+def test_modules_by_pattern(modules, config):
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    with fgoffload.offload(net, modules, config) as handle:
+        for _ in range(3):
+            check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        stats = handle.stats()
+        assert stats.d2h_bytes == 3 * LAYERS * (ATTN_BYTES + MLP_BYTES)
+    check_equal(expected, get_gradients(net, lambda: net(inputs)))
+    assert not has_hooks()
+
+
+def test_whatever_is_saved_in_a_block():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    block = fgoffload.saved_tensors(ALL, group_bytes=3 * ROW_BYTES)
+
+    def run() -> torch.Tensor:
+        with block:
+            return net(inputs)
+
+    for _ in range(3):
+        check_equal(expected, get_gradients(net, run))
+    assert block.stats().h2d_bytes > LAYERS * MLP_BYTES
+    block.close()
+
+
+def test_a_region_placed_by_hand():
+    class Places(Net):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                with fgoffload.region(hidden, "block") as region:
+                    hidden = layer(hidden)
+                    region.end(hidden)
+            return hidden.square().mean()
+
+    torch.manual_seed(0)
+    net, inputs = Places().to(DEVICE), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    with fgoffload.offload(net, config=ALL) as handle:
+        for _ in range(2):
+            check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        assert handle.stats().tags["block"].d2h_bytes > LAYERS * MLP_BYTES
+
+
+def test_one_tensor_by_hand_frees_its_memory_and_comes_back():
+    tensor = torch.randn(1 << 20, device=DEVICE)
+    expected, before = tensor.cpu(), torch.cuda.memory_allocated()
+    offloaded = fgoffload.offload_tensor(tensor)
+    del tensor
+    torch.cuda.synchronize()
+    assert offloaded.is_on_host
+    assert torch.cuda.memory_allocated() == before - (4 << 20)
+    assert torch.equal(offloaded.reload().cpu(), expected)
+
+
+def test_an_estimate_says_what_then_leaves():
+    net, inputs = make_net(), make_inputs()
+    estimate = fgoffload.estimate_savings(lambda: net(inputs), net, PATTERNS, ALL)
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        get_gradients(net, lambda: net(inputs))
+        assert estimate.leaving_bytes == handle.stats().d2h_bytes == LAYERS * (ATTN_BYTES + MLP_BYTES)
+
+
+def test_a_filter_keeps_what_it_says():
+    net, inputs = make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    narrow = dataclasses.replace(ALL, keep=lambda tensor: tensor.size(-1) == WIDTH)
+    with fgoffload.offload(net, PATTERNS, narrow) as handle:
+        check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        assert handle.stats().d2h_bytes == LAYERS * 8 * ROW_BYTES  # both sides of the activation, four times as wide
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_forwards_alone_before_between_and_after_steps(around):
+    net, inputs, others = make_net(), make_inputs(), make_inputs(2)
+    expected, loss = get_gradients(net, lambda: net(inputs)), net(others).detach()
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        for _ in range(3):
+            with around():
+                assert torch.equal(net.eval()(others), loss)
+            net.train()
+            check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        with around():
+            assert torch.equal(net(others), loss)
+        assert handle.stats().d2h_bytes == 3 * LAYERS * (ATTN_BYTES + MLP_BYTES)
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside of regions", "around them"])
+def test_checkpoints_inside_of_regions_and_around_them(is_inside, is_reentrant):
+    class Again(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, hidden, use_reentrant=is_reentrant)
+
+    net, inputs = make_net(), make_inputs().requires_grad_()
+    for number, layer in enumerate(net.layers):
+        if is_inside:
+            layer.mlp = Again(layer.mlp)
+        elif number != 1:
+            net.layers[number] = Again(layer)
+    patterns = PATTERNS if is_inside else {"layers.1.attn": "attn", "layers.1.mlp": "mlp"}
+    expected = get_gradients(net, lambda: net(inputs))
+    with fgoffload.offload(net, patterns, ALL) as handle:
+        for _ in range(2):
+            check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        assert handle.stats().d2h_bytes >= 2 * ATTN_BYTES
+
+
+def test_a_gradient_of_a_gradient():
+    net, inputs = make_net(), make_inputs()
+
+    def run() -> torch.Tensor:
+        first = torch.autograd.grad(net(inputs), list(net.parameters()), create_graph=True)
+        return sum(gradient.square().sum() for gradient in first)
+
+    expected = get_gradients(net, run)
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        check_equal(expected, get_gradients(net, run))
+        assert handle.stats().h2d_bytes > 0
+
+
+def test_a_table_that_all_microbatches_save_leaves_once_at_most():
+    class Rotating(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(ROWS, WIDTH))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden * self.table)
+            return hidden.square().mean()
+
+    torch.manual_seed(0)
+    net, inputs = Rotating().to(DEVICE), make_inputs()
+
+    def run() -> torch.Tensor:
+        return net(inputs) + net(inputs * 2) + net(inputs * 3)
+
+    expected = get_gradients(net, run)
+    with fgoffload.saved_tensors(ALL) as block:
+        found = get_gradients(net, run)
+    check_equal(expected, found)
+    # Each layer saves its input beside the table, which is as large: three microbatches of these leave, and one table at most.
+    assert 0 < block.stats().tags["saved"].held_elsewhere_bytes <= 2 * ROW_BYTES
+    block.close()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int32, torch.bool],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor[3:, 5:],
+        lambda tensor: tensor[:, :1].expand(-1, 9),
+        lambda tensor: tensor[:0],
+        lambda tensor: tensor[::2],
+    ],
+    ids=["whole", "transposed", "with an offset", "expanded", "empty", "every other row"],
+)
+def test_types_and_views_come_back_to_the_bit_with_their_strides(look, dtype):
+    seen = []
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, saved):
+            ctx.save_for_backward(saved)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(ctx.saved_tensors[0])
+            return gradient, None
+
+    octets = torch.randint(0, 2 if dtype is torch.bool else 256, (64, 64 * dtype.itemsize), dtype=torch.uint8)
+    values = octets.view(dtype)
+    x = torch.ones(4, device=DEVICE, requires_grad=True)
+    with fgoffload.saved_tensors(ALL, group_bytes=1) as block:
+        output = Save.apply(x, look(values.to(DEVICE)))
+    output.sum().backward()
+    expected = look(values)
+    assert (seen[0].dtype, seen[0].size(), seen[0].stride()) == (dtype, expected.size(), expected.stride())
+    as_bytes = [one.cpu().contiguous().view(torch.uint8) for one in (seen[0], expected)]
+    assert torch.equal(*as_bytes)
+    assert (block.stats().d2h_bytes > 0) == (expected.numel() > 0)
+    block.close()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_model_and_regions_in_it(backend):
+    inputs, expected = make_inputs(), None
+    if backend == "inductor":
+        pytest.importorskip("triton", reason="inductor needs Triton on a GPU")
+    for offloads in (False, True):
+        torch.compiler.reset()
+        net = make_net()
+        handle = fgoffload.offload(net, PATTERNS, ALL if offloads else dataclasses.replace(ALL, keep=torch.is_tensor))
+        compiled = torch.compile(net, backend=backend)
+        found = [get_gradients(net, lambda compiled=compiled: compiled(inputs)) for _ in range(2)]
+        moved_bytes = handle.stats().d2h_bytes
+        handle.close()
+        expected = expected or found[0]
+        for gradients in found:
+            check_equal(expected, gradients)
+        assert (moved_bytes > 0) == offloads
+    torch.compiler.reset()
+
+
+def test_times_are_those_of_the_device():
+    device = HostileGpu(late={"d2h", "h2d"}, milliseconds=20.0)
+    engine = OffloadEngine(device=device, is_timed=True, host_budget_bytes=64 << 20)
+    sites = Sites(engine)
+    h = torch.randn(256, 256, device=DEVICE, requires_grad=True) * 2
+    output = sites(torch.sin, h)
+    del h
+    torch.cuda.synchronize()
+    engine.poll()
+    output.sum().backward()
+    seconds = engine.finish_step().tags["core_attn"].seconds
+    engine.close()
+    # The clock of the GPU says how long a sleep is: 20 ms at 2 GHz. Compute waits for what comes back, and does nothing else.
+    assert set(seconds) == set(TimeKind)
+    assert all(0.015 < seconds[kind] < 1.0 for kind in TimeKind)
