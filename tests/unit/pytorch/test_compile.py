@@ -1,5 +1,8 @@
 """`torch.compile` of a module in a region, of the model around regions, and of the code around a block: the same bits."""
 
+import contextlib
+import dataclasses
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,10 +24,15 @@ from torch import nn
 
 import fgoffload
 
-BACKENDS = ["eager", "aot_eager"]
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+KEEPS_ALL = dataclasses.replace(ALL, keep=torch.is_tensor)
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)]
 
 # Torch's own, whenever a graph begins with a tensor that has a history; it hides the warning where warnings are no errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # of what inductor imports
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +59,11 @@ def compile_parts(net: nn.Module, backend: str) -> Callable[..., torch.Tensor]:
 
 def get_expected(compile_model: Callable[..., Callable[..., torch.Tensor]], backend: str) -> list[torch.Tensor]:
     net, inputs = make_net(), make_inputs()
-    compiled = compile_model(net, backend)
-    expected = get_gradients(net, lambda: compiled(inputs))
+    # Inductor fuses what lies between graph breaks, and gives other bits where these are: the same regions, and nothing leaves.
+    keeps = fgoffload.offload(net, PATTERNS, KEEPS_ALL) if backend == "inductor" else contextlib.nullcontext()
+    with keeps:
+        compiled = compile_model(net, backend)
+        expected = get_gradients(net, lambda: compiled(inputs))
     torch.compiler.reset()
     return expected
 
@@ -106,25 +117,30 @@ def test_a_model_that_ran_compiled_before_offload_stays_right_and_is_warned_abou
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_block_around_and_inside_of_compiled_code_gives_the_same_bits(backend):
-    expected = get_expected(compile_whole, backend)
-    net = make_net()
-    block = fgoffload.saved_tensors(ALL, group_bytes=20_000, device="cpu")
+@pytest.mark.parametrize("is_outside", [True, False], ids=["block around compiled code", "block in compiled code"])
+def test_a_block_around_and_inside_of_compiled_code_gives_the_same_bits(is_outside, backend):
+    def run(config: fgoffload.TransferConfig) -> tuple[list[torch.Tensor], int]:
+        net, inputs, block = make_net(), make_inputs(), fgoffload.saved_tensors(config, group_bytes=20_000, device="cpu")
+        inner = torch.compile(net, backend=backend) if is_outside else net
 
-    def run(inputs: torch.Tensor) -> torch.Tensor:
-        with block:
-            return net(inputs)
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            with block:
+                return inner(inputs)
 
-    inner = torch.compile(net, backend=backend)
+        compiled = forward if is_outside else torch.compile(forward, backend=backend)
+        first, second = (get_gradients(net, lambda: compiled(inputs)) for _ in range(2))
+        check_equal(first, second)
+        assert not has_hooks()
+        moved_bytes = block.stats().d2h_bytes
+        block.close()
+        torch.compiler.reset()
+        return first, moved_bytes
 
-    def run_compiled(inputs: torch.Tensor) -> torch.Tensor:
-        with block:
-            return inner(inputs)
-
-    check_twice(net, run_compiled, expected)
-    check_twice(net, torch.compile(run, backend=backend), expected)
-    assert block.stats().d2h_bytes > 0
-    block.close()
+    (expected, kept_bytes), (found, moved_bytes) = run(KEEPS_ALL), run(ALL)
+    check_equal(expected, found)
+    assert kept_bytes == 0 < moved_bytes
+    if backend != "inductor":
+        check_equal(get_expected(compile_whole, backend), found)
 
 
 class Places(nn.Module):
