@@ -49,6 +49,8 @@ class Row:
     gpus: int = 1
     plan: tuple[tuple[int, str, str], ...] = ()
     """Layer, tag, action."""
+    options: tuple[tuple[str, float], ...] = ()
+    """Fields of `OffloadConfig`, and their values."""
     layers_by_chunk: int | None = None
     """Layers that the first chunks of all ranks have together, in an interleaved pipeline; None without one."""
     evaluates_after: tuple[int, ...] = ()
@@ -186,6 +188,7 @@ ROWS = (
     Row("dense", DENSE, DENSE_TAGS),
     Row("MoE, all-to-all", MOE, MOE_TAGS),
     Row("MoE, all-gather", MOE.replace("alltoall", "allgather"), MOE_TAGS),
+    Row("half of the sites", MOE, MOE_TAGS, options=(("activation_offload_fraction", 0.5),)),
     Row("MoE, fused permutation", f"{MOE} --moe-permute-fusion", MOE_TAGS.replace(" moe_combine", "")),
     Row("mixed dense and MoE, shared experts", MIXED, MIXED_TAGS),
     Row("no activation fusion", f"{MIXED} --no-bias-swiglu-fusion", MIXED_TAGS),
@@ -269,6 +272,13 @@ ROWS = (
         f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE}",
         MIXED_TAGS,
         gpus=2,
+    ),
+    Row(
+        "1F1B, fewer bytes on later stages",
+        f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE}",
+        MIXED_TAGS,
+        gpus=2,
+        options=(("delta_offload_bytes_across_pp_ranks", 1 << 20),),
     ),
     Row("1F1B, variable sequence length", f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE} --variable-seq-lengths", MIXED_TAGS, gpus=2),
     Row(

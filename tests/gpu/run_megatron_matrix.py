@@ -174,7 +174,7 @@ def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=row.gpus)
     arguments = parse_arguments(row.flags.split(), source=row.name, world_size=row.gpus)
     Trainer.initialize_parallel(arguments)
-    options: dict[str, object] = {"min_offloaded_tensor_size": 64}
+    options: dict[str, object] = {"min_offloaded_tensor_size": 64, **dict(row.options)}
     if row.plan:
         actions = {Site(chunk=row.find_chunk(layer), layer=layer, tag=tag): Action(action) for layer, tag, action in row.plan}
         path = folder / f"plan-{rank}.json"
