@@ -4,9 +4,11 @@ import contextlib
 
 import pytest
 from support.attention import reference_attention
+from support.grouped_experts import grouped_experts
 from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train
 
 from fgoffload import ConfigError, IntegrationError, OffloadConfig, default_tags
+from fgoffload.integrations.megatron import limits
 from fgoffload.integrations.megatron.arguments import parse_arguments
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -18,7 +20,7 @@ OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 
 MODULES = ("layernorm", "core_attn", "mlp", "moe", "shared_experts", "mla_up_proj")
-"""All of `--recompute-modules` that run on the CPU; `moe_act` needs Transformer Engine's grouped linears."""
+"""All of `--recompute-modules` that run on the CPU; `moe_act` needs grouped linears, and has a test of its own."""
 
 REFUSED = [(module, tag.name) for tag in default_tags() for module in tag.excluded_by]
 
@@ -51,6 +53,15 @@ def test_selective_recompute_of_a_module_and_all_tags_that_it_allows(module, cap
     # The linears save the norms' output alone, and what is recomputed for them is not theirs to move: that is said.
     assert unmoved == ({"qkv_linear", "mlp_fc1"} if module == "layernorm" else set())
     assert caplog.text.count("its storage belongs to a recompute, which empties and refills it") == len(unmoved)
+
+
+def test_selective_recompute_of_the_activation_of_grouped_experts_and_all_tags_that_it_allows(monkeypatch):
+    # Megatron's grouped experts with linears that stand in for Transformer Engine's, which need a GPU.
+    monkeypatch.setattr(limits, "_find_what_local_layers_lack", lambda arguments: [])
+    tags = list_allowed("moe_act")
+    with grouped_experts():
+        assert find_unmoved(f"{make_flags('moe_act')} --moe-grouped-gemm", tags) == set()
+    assert {"expert_fc1", "expert_fc2"} & set(tags) == {"expert_fc1"}
 
 
 def test_all_modules_that_recompute_together_and_all_tags_that_they_allow():
