@@ -7,9 +7,10 @@ import pytest
 import torch
 from support.sites import Sites, check_same_bits, get_gradients, make_engine
 from support.tensors import assert_same_bits, leaf
+from support.ticking import D2H_S, H2D_S, WAIT_S, TickingCpuDevice
 
 from fgoffload import Site, StateError, TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, Hazard, KeptReason, Lane, TimeKind
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason, Lane, TimeKind
 
 NBYTES = 64 * 64 * 4
 
@@ -139,35 +140,26 @@ def test_capture_of_a_graph_is_refused():
 
 
 def test_times_are_those_between_the_events_around_copies_and_waits():
-    class Ticking(CpuDevice):
-        """A copy to the host takes 2 s by its clock, one to the device 3 s, and a wait for one of these 5 s."""
-
-        now_s = 0.0
-
-        def record_event(self, stream, *, is_timed=False):
-            return self.now_s
-
-        def copy_bytes(self, *, destination, source, stream) -> None:
-            self.now_s += 2.0 if stream is self.d2h_stream else 3.0
-            super().copy_bytes(destination=destination, source=source, stream=stream)
-
-        def wait_event(self, stream, event, hazard) -> None:
-            self.now_s += 5.0 if hazard is Hazard.BUFFER_UNFILLED else 0.0
-
-    engine = make_engine(Ticking(), is_timed=True)
+    engine = make_engine(device := TickingCpuDevice(), is_timed=True)
     tags = {"core_attn": 1, "moe_act": 3}
 
-    def run(sites):
+    def compute(h: torch.Tensor) -> torch.Tensor:
+        device.now_s += 1000.0
+        return h.sin()
+
+    def run(sites: Sites) -> torch.Tensor:
         h = x * 2
         for tag, count in tags.items():
             for _ in range(count):
-                h = sites(torch.sin, h, tag=tag)
+                h = sites(compute, h, tag=tag)
         return h
 
     check_same_bits(run, [x := leaf(64, 64)], engine)
     found = engine.finish_step().tags
+    # A window of no bytes: compute waits for each copy to the host, and again for each one back.
     for tag, count in tags.items():
-        assert found[tag].seconds == {TimeKind.D2H: 2.0 * count, TimeKind.H2D: 3.0 * count, TimeKind.WAIT: 5.0 * count}
+        wait_s = sum(WAIT_S.values())
+        assert found[tag].seconds == {TimeKind.D2H: D2H_S * count, TimeKind.H2D: H2D_S * count, TimeKind.WAIT: wait_s * count}
     engine.close()
 
 

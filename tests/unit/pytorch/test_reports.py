@@ -1,15 +1,18 @@
 """What is logged: one line at set-up, one at the end, and a warning for what has no effect."""
 
+import dataclasses
 import logging
 
 import pytest
 import torch
 from support.models import ALL, LAYERS, PATTERNS, WIDTH, make_inputs, make_net
+from support.ticking import D2H_S, H2D_S, WAIT_S, TickingCpuDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import TransferConfig
+from fgoffload.engine import Hazard, TimeKind
 
 NAMES = "fgoffload.integrations.pytorch"
 
@@ -53,6 +56,21 @@ def test_one_line_at_the_end_says_what_the_run_saved(logged):
         "offload of Net ends after 6 forwards: of 264.00 KiB that the regions of one saved, 264.00 KiB (100.0%)"
     )
     assert line.endswith("at most 264.00 KiB of host memory in use")
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_seconds_are_in_stats_where_they_were_asked_for(is_timed):
+    net = make_net()
+    config = dataclasses.replace(ALL, is_timed=is_timed)
+    with fgoffload.offload(net, PATTERNS, config, device=TickingCpuDevice()) as handle:
+        for _ in range(2):
+            train(net)
+            stats = handle.stats()
+            for tag, storages in (("attn", 2), ("mlp", 3)):
+                copies = LAYERS * storages
+                wait_s = LAYERS * WAIT_S[Hazard.SOURCE_STILL_COPIED] + copies * WAIT_S[Hazard.BUFFER_UNFILLED]
+                expected = {TimeKind.D2H: D2H_S * copies, TimeKind.H2D: H2D_S * copies, TimeKind.WAIT: wait_s}
+                assert stats.tags[tag].seconds == (expected if is_timed else {})
 
 
 def test_what_was_called_back_or_stayed_was_not_gone(logged):

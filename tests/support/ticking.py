@@ -1,0 +1,29 @@
+"""A device whose clock moves by known seconds, so that a test can say exactly what was measured."""
+
+from fgoffload.engine import CpuDevice, Hazard
+
+D2H_S, H2D_S = 2.0, 3.0
+"""Of one copy."""
+WAIT_S = {Hazard.BUFFER_UNFILLED: 5.0, Hazard.SOURCE_STILL_COPIED: 7.0}
+"""Of compute, for what comes back, and for what leaves when the window is full."""
+OTHER_WAIT_S = 100.0
+"""Of one copy for what is before it: no time of the copy's own."""
+
+
+class TickingCpuDevice(CpuDevice):
+    """The CPU, on which nothing but copies and waits takes time, and `now_s` what a test adds to it."""
+
+    now_s = 0.0
+
+    def record_event(self, stream, *, is_timed=False):
+        return self.now_s
+
+    def is_done(self, event):
+        return False  # so that compute has to wait for each copy to the host that the window has no room for
+
+    def copy_bytes(self, *, destination, source, stream):
+        self.now_s += D2H_S if stream is self.d2h_stream else H2D_S
+        super().copy_bytes(destination=destination, source=source, stream=stream)
+
+    def wait_event(self, stream, event, hazard):
+        self.now_s += WAIT_S.get(hazard, OTHER_WAIT_S)
