@@ -103,7 +103,8 @@ def test_an_optimized_module_may_be_offloaded_before_its_first_forward(backend):
     compiled = torch.compile(net, backend=backend)
     with fgoffload.offload(compiled, PATTERNS, ALL) as handle:
         check_twice(net, compiled, expected)
-        assert handle.stats().tags["mlp"].groups == 2 * LAYERS
+        stats = handle.stats().tags["mlp"]
+        assert (stats.groups, stats.d2h_bytes) == (2 * LAYERS, 2 * LAYERS * MLP_BYTES)
 
 
 def test_a_model_that_ran_compiled_before_offload_stays_right_and_is_warned_about(caplog):
