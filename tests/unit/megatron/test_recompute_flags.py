@@ -1,6 +1,7 @@
 """Megatron's own recompute flags with offload of all that they leave: the same bits as the same recompute without offload."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 from support.attention import reference_attention
@@ -8,7 +9,7 @@ from support.grouped_experts import grouped_experts
 from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train
 
 from fgoffload import ConfigError, IntegrationError, OffloadConfig, default_tags
-from fgoffload.integrations.megatron import limits
+from fgoffload.integrations.megatron import training
 from fgoffload.integrations.megatron.arguments import parse_arguments
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -19,14 +20,31 @@ FULL = "--recompute-granularity full --recompute-method"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 
-MODULES = ("layernorm", "core_attn", "mlp", "moe", "shared_experts", "mla_up_proj")
-"""All of `--recompute-modules` that run on the CPU; `moe_act` needs grouped linears, and has a test of its own."""
+MODULES = ("layernorm", "core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
+"""All of `--recompute-modules`."""
+NEEDS = {"mla_up_proj": LATENT, "moe_act": "--moe-grouped-gemm"}
+"""Flags of models that have what the module is."""
 
 REFUSED = [(module, tag.name) for tag in default_tags() for module in tag.excluded_by]
+SAVED_NOTHING = [row for row in REFUSED if row != ("moe_act", "expert_fc2")]
+"""But for one whose tensor is saved, emptied and filled again."""
 
 
 def make_flags(*modules):
-    return f"{MIXED} {SELECTIVE} {' '.join(modules)} {LATENT if 'mla_up_proj' in modules else ''}"
+    return " ".join([MIXED, SELECTIVE, *modules, *(flags for module, flags in NEEDS.items() if module in modules)])
+
+
+@contextlib.contextmanager
+def stand_ins(flags):
+    """Give the model of `flags` what needs Transformer Engine otherwise, until the body ends."""
+    with contextlib.ExitStack() as stack:
+        if "--multi-latent-attention" in flags:
+            stack.enter_context(reference_attention())
+        if "--moe-grouped-gemm" in flags:
+            stack.enter_context(grouped_experts())
+            # Megatron wants the flag for `moe_act`, and the local layers are refused with it.
+            stack.enter_context(mock.patch.object(training, "refuse_what_is_not_built"))
+        yield
 
 
 def list_allowed(*modules):
@@ -38,8 +56,7 @@ def list_allowed(*modules):
 
 def find_unmoved(flags, tags):
     """Train with and without offload of `tags`, compare every bit, and return the tags that moved nothing."""
-    needs_reference = "--multi-latent-attention" in flags
-    with reference_attention() if needs_reference else contextlib.nullcontext():
+    with stand_ins(flags):
         expected, _ = train(flags)
         found, moved = train(flags, make_config(*tags))
     assert found == expected
@@ -55,13 +72,15 @@ def test_selective_recompute_of_a_module_and_all_tags_that_it_allows(module, cap
     assert caplog.text.count("its storage belongs to a recompute, which empties and refills it") == len(unmoved)
 
 
-def test_selective_recompute_of_the_activation_of_grouped_experts_and_all_tags_that_it_allows(monkeypatch):
-    # Megatron's grouped experts with linears that stand in for Transformer Engine's, which need a GPU.
-    monkeypatch.setattr(limits, "_find_what_local_layers_lack", lambda arguments: [])
-    tags = list_allowed("moe_act")
-    with grouped_experts():
-        assert find_unmoved(f"{make_flags('moe_act')} --moe-grouped-gemm", tags) == set()
-    assert {"expert_fc1", "expert_fc2"} & set(tags) == {"expert_fc1"}
+def test_each_tag_by_itself_beside_the_experts_activation():
+    flags = f"{make_flags('moe_act')} --global-batch-size 2"
+    with stand_ins(flags):
+        expected, _ = train(flags, steps=1)
+        for tag in list_allowed("moe_act"):
+            tags = ("core_attn", tag) if tag == "attn_proj" else (tag,)
+            found, moved = train(flags, make_config(*tags), steps=1)
+            assert (tag, found) == (tag, expected)
+            assert all(moved[name] for name in tags)
 
 
 def test_all_modules_that_recompute_together_and_all_tags_that_they_allow():
@@ -94,12 +113,18 @@ def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_b
     ) in str(refused.value)
 
 
-@pytest.mark.parametrize(("module", "tag"), [row for row in REFUSED if row[0] in MODULES and row[1] in MIXED_TAGS])
+@pytest.mark.parametrize(("module", "tag"), [row for row in SAVED_NOTHING if row[0] in MODULES and row[1] in MIXED_TAGS])
 def test_a_tag_that_is_refused_would_save_nothing(module, tag, monkeypatch):
     monkeypatch.setattr(OffloadConfig, "check_recompute", lambda self, modules: None)
     # Past the checks, the first step finds out.
     with pytest.raises(IntegrationError, match=f"--offload-modules '{tag}' saved nothing in the first step on any rank"):
         train(f"{make_flags(module)} --global-batch-size 2", make_config(tag), steps=1)  # one microbatch says it
+
+
+def test_the_input_of_the_experts_second_linear_would_stay_beside_a_recompute_of_their_activation(monkeypatch, caplog):
+    monkeypatch.setattr(OffloadConfig, "check_recompute", lambda self, modules: None)
+    assert find_unmoved(make_flags("moe_act"), ["expert_fc2"]) == {"expert_fc2"}
+    assert "its storage belongs to a recompute, which empties and refills it" in caplog.text
 
 
 @pytest.mark.parametrize(("module", "tag"), [("core_attn", "core_attn"), ("mlp", "mlp_fc1")])
