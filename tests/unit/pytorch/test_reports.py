@@ -73,6 +73,22 @@ def test_seconds_are_in_stats_where_they_were_asked_for(is_timed):
                 assert stats.tags[tag].seconds == (expected if is_timed else {})
 
 
+def test_at_debug_each_group_that_leaves_has_a_line_and_each_storage_that_comes_back_names_its_group(caplog):
+    caplog.set_level(logging.DEBUG, logger="fgoffload")
+    net = make_net()
+    with fgoffload.offload(net, PATTERNS, ALL):
+        train(net)
+    lines = [line.getMessage() for line in caplog.records if line.levelno == logging.DEBUG]
+    groups = [(f"layers.{layer}.{tag} mb=0", tag) for layer in range(LAYERS) for tag in ("attn", "mlp")]
+    sizes = {"attn": ["8.00 KiB"] * 2, "mlp": ["8.00 KiB", "32.00 KiB", "32.00 KiB"]}
+    assert [line for line in lines if line.startswith("offload ")] == [
+        f"offload {name}: {len(sizes[tag])} storages, {'16.00' if tag == 'attn' else '72.00'} KiB" for name, tag in groups
+    ]
+    assert sorted(line for line in lines if line.startswith("reload ")) == sorted(
+        f"reload {name}: {size}" for name, tag in groups for size in sizes[tag]
+    )
+
+
 def test_what_was_called_back_or_stayed_was_not_gone(logged):
     net = make_net()
     config = TransferConfig(min_offloaded_bytes=0)  # a window of 1 GiB: nothing is gone when backward begins
