@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+from gpu.megatron_results import judge_row
 from gpu.megatron_rows import FULL, IMPOSSIBLE, LATENT, LATENT_TAGS, METHODS, MIXED, MIXED_TAGS, MODULES, ROWS, SELECTIVE
 from packaging.version import Version
 
@@ -45,7 +46,7 @@ def test_a_row_has_flags_that_parse_and_tags_that_go_with_them(row):
     assert arguments.uses_transformer_engine
     assert bool(row.plan) != bool(row.tags)
     if row.tags:
-        offload = OffloadConfig(offload_modules=tuple(row.tags.split()))
+        offload = OffloadConfig(offload_modules=tuple(row.tags.split()), **dict(row.options))
         offload.check_recompute(arguments.transformer.get("recompute_modules", ()))
 
 
@@ -54,7 +55,7 @@ def test_megatrons_config_accepts_a_row_without_offload_and_with(row, transforme
     arguments = parse(row)
     leaving = [tag for _, tag, action in row.plan if action.endswith("offload") and tag in TAGS]
     tags = tuple(row.tags.split()) or tuple(dict.fromkeys(leaving))
-    for offload in (None, OffloadConfig(offload_modules=tags)):
+    for offload in (None, OffloadConfig(offload_modules=tags, **dict(row.options))):
         assert build_transformer_config(arguments, offload=offload).num_layers == arguments.transformer["num_layers"]
 
 
@@ -67,6 +68,38 @@ def test_the_plan_of_a_row_names_layers_that_the_row_has_in_chunks_that_it_has(r
     actions = {Site(chunk=row.find_chunk(layer), layer=layer, tag=tag): Action(action) for layer, tag, action in row.plan}
     plan = OffloadPlan(actions=actions)
     assert OffloadPlan.from_json(plan.to_json(), source=row.name) == plan
+
+
+def list_rows_with(option):
+    return [pytest.param(row, dict(row.options)[option], id=row.name) for row in ROWS if option in dict(row.options)]
+
+
+@pytest.mark.parametrize(("row", "fraction"), list_rows_with("activation_offload_fraction"))
+def test_of_a_part_of_the_sites_each_tag_moves_that_the_matrix_wants_to_move(row, fraction):
+    transformer = parse(row).transformer
+    assert "moe_layer_freq" not in transformer  # all layers are alike
+    tags = sorted(row.tags.split(), key=default_tags().names.index)  # in the order of forward
+    sites = [Site(chunk=0, layer=layer, tag=tag) for layer in range(transformer["num_layers"]) for tag in tags]
+    leaving = {site: action.offloads for site, action in OffloadPlan.from_fraction(sites, fraction).actions.items()}
+    assert not all(leaving.values())
+    moved = {site.tag: 64 for site, leaves in leaving.items() if leaves}
+    found = {"reproduces": True, "equal": True, "differ": "", "tags": tags, "moved": moved}
+    log = f"Running with {row.attention} backend"
+    assert judge_row(row.name, [found], expected_kernel=row.attention, log=log)["equal"] == "yes"
+
+
+@pytest.mark.parametrize(("row", "less_bytes"), list_rows_with("delta_offload_bytes_across_pp_ranks"))
+def test_where_later_stages_offload_less_the_first_one_has_layers_of_both_kinds(row, less_bytes):
+    arguments = parse(row)
+    layers, stages = arguments.transformer["num_layers"], arguments.pipeline_parallel_size
+    assert less_bytes > 0
+    assert stages == row.gpus > 1
+    assert set(arguments.transformer["moe_layer_freq"][: layers // stages]) == {0, 1}
+
+
+def test_rows_with_options_of_ours_are_there():
+    options = {name for row in ROWS for name, _ in row.options}
+    assert options == {"activation_offload_fraction", "delta_offload_bytes_across_pp_ranks"}
 
 
 def test_a_row_that_a_version_cannot_take_says_why():
