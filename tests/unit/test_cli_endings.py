@@ -60,22 +60,30 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(stderr):
         assert Path("memory.png").is_file()
 
 
-def test_ctrl_c_during_the_training_with_offload_says_no_more_than_that(capsys, monkeypatch):
-    from fgoffload.integrations.megatron.forward_step import ForwardStep
+# A process of its own: where closing takes longer than the second that it may take, the command ends its process.
+INTERRUPTED_FORWARD = """
+import signal, sys
+from fgoffload.cli import main
+from fgoffload.integrations.megatron.forward_step import ForwardStep
 
-    forward = ForwardStep.__call__
+signal.signal(signal.SIGINT, signal.default_int_handler)
+forward = ForwardStep.__call__
 
-    def forward_and_interrupt(step, microbatches, chunk):
-        result = forward(step, microbatches, chunk)
-        if chunk.config.fine_grained_activation_offloading:
-            signal.raise_signal(signal.SIGINT)  # the graph of this forward is alive and wants its tensors back
-        return result
+def forward_and_interrupt(step, microbatches, chunk):
+    result = forward(step, microbatches, chunk)
+    if chunk.config.fine_grained_activation_offloading:
+        signal.raise_signal(signal.SIGINT)  # the graph of this forward is alive and wants its tensors back
+    return result
 
-    monkeypatch.setattr(ForwardStep, "__call__", forward_and_interrupt)
-    assert main(["train", ARGUMENTS, "--steps", "1"]) == 130
-    shown, said = capsys.readouterr()
-    assert shown == ""
-    assert_messages(said, "training without offload: 1 step", "training with offload: 1 step", "fgoffload: interrupted")
+ForwardStep.__call__ = forward_and_interrupt
+sys.exit(main(["train", sys.argv[1], "--steps", "1"]))
+"""
+
+
+def test_ctrl_c_during_the_training_with_offload_says_no_more_than_that():
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_FORWARD, ARGUMENTS], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (130, ""), ended.stderr
+    assert_messages(ended.stderr, "training without offload: 1 step", "training with offload: 1 step", "fgoffload: interrupted")
 
 
 def start(*arguments):
