@@ -75,7 +75,8 @@ class UnitModel:
     """The unit runs again right before the backward of this stretch: where Megatron asks for what was dropped, which may be
     earlier than the first stretch that needs it."""
     extra_s: float = 0.0
-    """Seconds of compute beside the forward of its stretches: what ran again is copied to where others look for it."""
+    """Seconds of compute beside the forward of its stretches: what it takes longer than that, and copies of what ran again to
+    where others look for it."""
     extra_bytes: int = 0
     """Device bytes beside what was dropped, from running again until the backward of all its stretches is over."""
 

@@ -1,6 +1,7 @@
 """What kernels, collectives and copies reach of the peaks of a device, where nobody has measured yet.
 
-Kernels were measured by others, on Hopper, as the fields say; on other devices they are a guess. A profile replaces them.
+Kernels were measured on Hopper, by others and by us, as the fields say; on other devices they are a guess. A profile replaces
+them.
 """
 
 import dataclasses
@@ -12,13 +13,14 @@ from fgoffload.planner.checks import check_count, check_rate
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Parts of the peaks, above 0 and at most 1, and what each launch costs."""
+    """Parts of the peaks, above 0 and at most 1, and what a launch and running again cost beside."""
 
-    matmul: float = 0.70
+    matmul: float = 0.66
     """Of the bf16 rate, in large matrix products.
 
-    Source: at best 794.5 TFLOP/s on H100 and H200, 0.80, over many shapes (Stas Bekman, Machine Learning Engineering, table of
-    maximum achievable matmul FLOPS). The shapes of a layer are not the best ones.
+    Source: a step of 28 layers of Llama 3 8B on an H200, 1375 ms, of which these are 72%: with 0.66 it is predicted 1.2% lower
+    (docs/results/predictions_h200_202611.md), with 0.70 5.3%. At best, over many shapes, H100 and H200 reach 794.5 TFLOP/s,
+    0.80 (Stas Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS).
     """
     grouped_matmul: float = 0.62
     """Of the bf16 rate, in the matrix products of experts.
@@ -58,6 +60,13 @@ class Efficiency:
     Source: DeepEP's first release names 43 to 58 GB/s, with cards of 50, for dispatch and combine over 16 to 64 ranks, in which
     traffic within the node counts too.
     """
+    rerun_extra: float = 0.10
+    """By which part of its forward what runs again takes longer than that.
+
+    Source: full recompute on H200s beside what profiles of the same trainings measured of forward, 442 ms more a step where
+    forward takes 403 (28 layers of Llama 3 8B), and 451 where it takes 404 (latent attention with experts): 0.10 and 0.12. W2,
+    whose forward waits for the host, took 0.04 less. Why it is so was not traced.
+    """
     kernel_start_s: float = 3e-6
     """Seconds from one kernel to the next on the device. Assumed."""
     host_s_per_launch: float = 10e-6
@@ -69,7 +78,7 @@ class Efficiency:
     """Seconds before the bytes of a collective move. Assumed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts that are none, and seconds below 0.
+        """Refuse parts that are none, and costs below 0.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -78,13 +87,14 @@ class Efficiency:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(f"{field.name} {value!r} is no number. Give one like {field.default}.")
-            if field.name in _SECONDS and not 0 <= value < math.inf:
-                raise ConfigError(f"{field.name} {value} is not from 0 on and finite. Give seconds like {field.default}.")
-            if field.name not in _SECONDS and not 0 < value <= 1:
+            if field.name in _FROM_ZERO and not 0 <= value < math.inf:
+                raise ConfigError(f"{field.name} {value} is not from 0 on and finite. Give one like {field.default}.")
+            if field.name not in _FROM_ZERO and not 0 < value <= 1:
                 raise ConfigError(f"{field.name} {value} is not above 0 and at most 1. Give a part like {field.default}.")
 
 
-_SECONDS = ("kernel_start_s", "host_s_per_launch", "collective_start_s")
+_FROM_ZERO = ("rerun_extra", "kernel_start_s", "host_s_per_launch", "collective_start_s")
+"""Fields that may be 0, and above 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from fgoffload.planner.operations.attention_ops import list_attention_work, list
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear
 from fgoffload.planner.operations.mlp_ops import list_mlp_work
 from fgoffload.planner.operations.ops import Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
-from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment, UnitModel
 from fgoffload.planner.timing.efficiency import Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.network_rates import make_network_rates
@@ -81,7 +81,13 @@ def make_layer_model(
             segments = _hide_shared_experts(segments, works, clock)
     tensors = list_saved_tensors(shape)
     units = make_units(shape, segments, tensors, copy_bytes_per_s=clock.memory_bytes_per_s)
+    units = tuple(_lengthen(unit, segments, by=efficiency.rerun_extra) for unit in units)
     return LayerModel(kind=kind, segments=segments, tensors=tensors, units=units)
+
+
+def _lengthen(unit: UnitModel, segments: Sequence[Segment], *, by: float) -> UnitModel:
+    forward_s = sum(segment.forward_s for segment in segments if segment.name in unit.segments)
+    return dataclasses.replace(unit, extra_s=unit.extra_s + by * forward_s)
 
 
 def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION) -> tuple[SegmentWork, ...]:

