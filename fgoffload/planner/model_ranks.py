@@ -19,7 +19,13 @@ from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.rank_model import (
+    DEFAULT_MIN_OFFLOADED_BYTES,
+    ChunkModel,
+    NumberedLayer,
+    RankModel,
+    find_host_pace,
+)
 from fgoffload.planner.ranks.schedule import find_turning_chunk, list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Efficiency, Network
@@ -77,16 +83,18 @@ def build_ranks(
     ranks = []
     for rank, chunks in enumerate(list_chunks(model, parallelism)):
         static = list_rank_memory(model, parallelism, rank, assumptions=assumptions)
+        models = tuple(_build_chunk(chunk, layers) for chunk in chunks)
         ranks.append(
             RankModel(
                 rank=rank,
                 static_bytes=static.total_bytes,
-                chunks=tuple(_build_chunk(chunk, layers) for chunk in chunks),
+                chunks=models,
                 passes=list_passes(parallelism.pipeline, rank=rank),
                 link=link,
                 policy=assumptions.policy,
                 min_offloaded_bytes=assumptions.min_offloaded_bytes,
                 step_end_s=_count_update_s(static, hardware, assumptions),
+                host_pace=find_host_pace(models, parallelism.pipeline),
                 turning_chunk=find_turning_chunk(parallelism.pipeline, rank=rank),
             )
         )

@@ -1,12 +1,14 @@
 """What one pipeline rank runs in a step, and on what: the simulator's input, and the solver's."""
 
 import dataclasses
+import enum
 import math
+from collections.abc import Iterable
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
-from fgoffload.planner.ranks.schedule import Pass
+from fgoffload.planner.ranks.schedule import Pass, Pipeline
 from fgoffload.policy import TransferPolicy
 from fgoffload.units import MIB
 
@@ -69,6 +71,29 @@ class ChunkModel:
     """Of each microbatch, by what is before and behind the layers and by what no tag covers: stays whatever the plan says."""
 
 
+class HostPace(enum.Enum):
+    """How far ahead of compute the host runs: the engine sees a copy that is done only where the host is.
+
+    Source: llama3_8b_layers on an H200, whose layers never let the host wait. Of three settings the peak was 1.6% to 2.6% above
+    what is simulated with a host beside compute, a window each time, and is within 0.3% of what is with one a step ahead
+    (docs/results/predictions_h200_202611.md).
+    """
+
+    BESIDE = "beside compute"  # layers let it wait, as token dispatchers do; or the device is the host
+    PASS_AHEAD = "a pass ahead"  # 1F1B: it waits for each exchange between stages, and within a pass for nothing
+    STEP_AHEAD = "a step ahead"  # it has launched all that follows before the first copy is done
+
+
+def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace:
+    """Return how far the host runs ahead on a rank with these chunks, on a device that is not the host.
+
+    The interleaved schedule counts as one without waits: Megatron overlaps its exchanges there (`overlap_p2p_comm`).
+    """
+    if any(segment.host_wait is not None for chunk in chunks for layer in chunk.layers for segment in layer.model.segments):
+        return HostPace.BESIDE
+    return HostPace.PASS_AHEAD if pipeline.stages > 1 and pipeline.chunks == 1 else HostPace.STEP_AHEAD
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
     """What a pipeline rank runs in a step."""
@@ -91,6 +116,8 @@ class RankModel:
     """After the last pass: the reduction of gradients and the optimizer."""
     host_budget_bytes: int | None = None
     """Of this rank, or None for no limit."""
+    host_pace: HostPace = HostPace.BESIDE
+    """Where the host is when it looks for copies that are done."""
     turning_chunk: int | None = None
     """The chunk that ends the model, where the backward of each microbatch comes right after its forward; None elsewhere."""
     has_engine: bool = True

@@ -3,8 +3,9 @@
 [Note: Where the engine looks]
 The engine lets go of what copies no longer need where it looks for them: where forward comes to a layer, where a group is
 submitted, where backward comes to a group, and where it has passed a layer of which nothing left. Device memory is freed there,
-and not when a copy is done (`OffloadEngine.poll`). Here the host is as far as compute is; one that has run ahead sees fewer
-copies done. `tests/unit/planner/simulation/test_simulator_engine.py` runs the engine beside this.
+and not when a copy is done (`OffloadEngine.poll`). It sees what is done where the host is, and a host that has run ahead of
+compute sees fewer copies done: `RankModel.host_pace`. `tests/unit/planner/simulation/test_simulator_engine.py` runs the engine
+beside this.
 """
 
 import collections
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
-from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.chunk_program import (
     ChunkProgram,
@@ -88,6 +89,7 @@ class RankRun:
         self._host_bytes = self._host_peak_bytes = 0
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
+        self._pass_start_s = 0.0
         self._abandoned = 0
         """Parcels that backward is through with, and that a copy to the host still holds."""
         acts: Mapping[type[Step], Callable[..., None]] = self._ACT
@@ -101,6 +103,7 @@ class RankRun:
         """Run a pass whose input is there at `ready_s`, and return when its output is."""
         self._wait_until(ready_s, Cause.NEIGHBOURS)
         self._pass = one
+        self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
         if one.kind is PassKind.FORWARD:
             lane = self._lanes[one.chunk, one.microbatch] = LaneRun(program)
@@ -280,10 +283,12 @@ class RankRun:
 
     def _poll(self) -> None:
         """Let go of what copies that are done no longer need. See [Note: Where the engine looks]."""
-        if not self._in_flight:
+        pace = self._rank.host_pace
+        if not self._in_flight or pace is HostPace.STEP_AHEAD:
             return
         self._link.advance(self.clock_s)
-        while self._in_flight and self._in_flight[0].copy.end_s <= self.clock_s:
+        host_s = self.clock_s if pace is HostPace.BESIDE else self._pass_start_s
+        while self._in_flight and self._in_flight[0].copy.end_s <= host_s:
             self._release_oldest()
 
     def _release_oldest(self) -> None:

@@ -17,7 +17,15 @@ from pathlib import Path
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
-from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES, ChunkModel, LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.rank_model import (
+    DEFAULT_MIN_OFFLOADED_BYTES,
+    ChunkModel,
+    HostPace,
+    LinkModel,
+    NumberedLayer,
+    RankModel,
+    find_host_pace,
+)
 from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
 from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
@@ -27,6 +35,9 @@ from fgoffload.text_files import read_text_file
 
 FORMAT = 2
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
+
+CPU = "CPU"
+"""The name of a device that is the host itself."""
 
 DEFAULT_TOLERANCE = 0.1
 """Part by which backward and what each tag saves of two layers may differ and the layers still be of one kind. Times of one
@@ -149,7 +160,7 @@ class Profile:
     """A link and, where a model was measured too, its pipeline ranks."""
 
     device: str
-    """For people, as the driver or the system names it."""
+    """As the driver names it, or `CPU`."""
     versions: Mapping[str, str]
     """Of what took part, by name: torch, megatron-core."""
     date: str
@@ -286,6 +297,7 @@ def make_rank_model(
         min_offloaded_bytes=measured.min_offloaded_bytes,
         step_end_s=measured.step_end_s,
         host_budget_bytes=host_budget_bytes,
+        host_pace=HostPace.BESIDE if profile.device == CPU else find_host_pace(chunks, pipeline),
         turning_chunk=find_turning_chunk(pipeline, rank=rank),
     )
 

@@ -10,6 +10,7 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.planner import Assumptions, ExpertsShape, ModelShape, Parallelism, build_ranks, get_hardware, plan, planning
 from fgoffload.planner.memory.static_memory import NO_OPTIMIZER, ParameterState
 from fgoffload.planner.model_ranks import count_host_bytes_per_node, list_rank_memory
+from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.efficiency import Network
 from fgoffload.units import GIB
@@ -38,6 +39,14 @@ def test_layers_that_are_alike_are_one_kind_and_share_their_model():
     assert [layer.kind for layer in layers] == ["dense"] * 2 + ["moe"] * 4
     assert layers[0] is layers[1]
     assert layers[2] is layers[5]
+
+
+def test_the_host_runs_ahead_where_no_layer_has_experts():
+    dense = dataclasses.replace(MODEL, experts=None, ffn_hidden_size=8192)
+    assert [rank.host_pace for model in (dense, MIXED) for rank in build_ranks(model, ONE, H200)] == [
+        HostPace.STEP_AHEAD,
+        HostPace.BESIDE,
+    ]
 
 
 def test_layers_with_a_window_are_a_kind_of_their_own():

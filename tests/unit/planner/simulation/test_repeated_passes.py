@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.rank_models import make_chunk, make_layer, make_link, make_rank, offload
 
 from fgoffload.planner.ranks.layer_model import Segment
+from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulator import Detail, simulate
@@ -108,7 +109,7 @@ def test_where_nothing_leaves_each_pass_is_run(count_run):
     assert count_run(ranks, plan)[1] == 144
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=120)
 @given(
     st.sampled_from(((2, 1, 9), (3, 1, 12), (2, 2, 8), (3, 2, 9), (2, 3, 8))),
     st.sampled_from(("core_attn", "expert_fc1")),
@@ -120,9 +121,10 @@ def test_where_nothing_leaves_each_pass_is_run(count_run):
     st.sampled_from((None, 150, 500)),
     st.lists(st.sampled_from((0.0, 0.01, 0.3, 1.0, 5.0)), min_size=3, max_size=3),
     st.sampled_from((1, 2)),
+    st.sampled_from(HostPace),
 )
 def test_steps_are_the_same_as_pass_by_pass(
-    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step
+    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step, pace
 ):
     stages, chunks, microbatches = shape
     pipeline = Pipeline(stages=stages, chunks=chunks, microbatches=microbatches)
@@ -133,5 +135,6 @@ def test_steps_are_the_same_as_pass_by_pass(
         window_bytes=window,
         prefetch_bytes=prefetch,
         host_budget_bytes=budget_bytes,
+        host_pace=pace,
     )
     check_pass_by_pass(ranks, make_plan(pipeline, tag, step=step))

@@ -11,6 +11,7 @@ from support.rank_models import STATIC_BYTES, make_chunk, make_layer, make_link,
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
 from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.planner.simulation.simulation_result import LaneName, Waits
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
@@ -133,6 +134,23 @@ def test_where_backward_comes_next_no_more_stays_than_prefetch_allows():
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
     assert list_copies(result, LaneName.D2H) == [(20, 40), (40, 60)]
     assert list_copies(result, LaneName.H2D) == [(100, 110)]
+
+
+@pytest.mark.parametrize(("pace", "peak"), [(HostPace.BESIDE, 200), (HostPace.PASS_AHEAD, 400), (HostPace.STEP_AHEAD, 600)])
+def test_a_host_ahead_of_compute_sees_no_copy_done(pace, peak):
+    # Groups leave at 20, 40 and 60, 10 s each. Beside compute all but the last two are seen to be through; from the start of
+    # the second pass, at 60, the first two of the first pass; from the start of the step none.
+    chunk, passes = make_chunk(FC1, FC1, FC1), read_passes("F0 F1 B1 B0")
+    rank = make_rank(chunk, passes=passes, prefetch_bytes=0, host_pace=pace)
+    result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)))
+    assert result.peak_bytes == STATIC_BYTES + peak
+
+
+def test_a_host_ahead_of_compute_holds_a_window_and_waits_for_nothing_in_it():
+    # The window takes one group: the one before it is let go of when it leaves, and is through by then.
+    rank = make_rank(make_chunk(*[FC1] * 5), window_bytes=100, prefetch_bytes=0, host_pace=HostPace.STEP_AHEAD)
+    result = simulate_rank(rank, offload("expert_fc1", range(5)))
+    assert (result.peak_bytes, result.waits.window_s) == (STATIC_BYTES + 200, 0)
 
 
 def test_memory_that_a_copy_still_reads_goes_with_the_copy():

@@ -12,6 +12,7 @@ from support.rank_models import STATIC_BYTES, make_chunk, make_link, make_rank
 
 from fgoffload import Action, OffloadPlan, PlanError, Site
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment
+from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.ranks.schedule import PassKind, Pipeline
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.planner.simulation.layer_choice import resolve_layer
@@ -77,6 +78,7 @@ policies = st.fixed_dictionaries(
         "prefetch_bytes": st.sampled_from((0, 400, 1000, 10**6)),
         "host_budget_bytes": st.sampled_from((None, 700, 3000)),
         "min_offloaded_bytes": st.sampled_from((0, 31)),
+        "host_pace": st.sampled_from(HostPace),
     }
 )
 

@@ -9,6 +9,7 @@ from support.rank_models import make_chunk, make_layer, make_link, make_rank, of
 
 from fgoffload import OffloadPlan
 from fgoffload.planner.ranks.layer_model import Segment
+from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
@@ -85,7 +86,7 @@ layers = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=90)
 @given(
     st.lists(layers, min_size=4, max_size=4),
     st.sampled_from(((1, 1, 40), (2, 1, 40), (3, 1, 45), (2, 2, 60))),
@@ -95,12 +96,15 @@ layers = st.builds(
     st.sampled_from((0.0, 0.25)),
     st.sampled_from((None, 500)),
     st.lists(st.sampled_from((0.0, 0.01, 0.3, 1.0)), min_size=3, max_size=3),
+    st.sampled_from(HostPace),
 )
 # A copy ends just when the engine looks: in round 34 the rounding of all times before it once made that a bit later.
-@example([SLOW_FIRST, *[FAST] * 3], (3, 1, 45), 40.0, 100, 150, 0.25, None, [1.0, 1.0, 0.0])
-def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(own, shape, rate, window, prefetch, slowdown, budget, slower):
+@example([SLOW_FIRST, *[FAST] * 3], (3, 1, 45), 40.0, 100, 150, 0.25, None, [1.0, 1.0, 0.0], HostPace.BESIDE)
+def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(
+    own, shape, rate, window, prefetch, slowdown, budget, more_s, pace
+):
     stages, chunks, microbatches = shape
-    more = [Segment(name="more", forward_s=more_s, backward_s=0.0) for more_s in slower]
+    more = [Segment(name="more", forward_s=one_s, backward_s=0.0) for one_s in more_s]
     pipeline = Pipeline(stages=stages, chunks=chunks, microbatches=microbatches)
     ranks = [
         make_rank(
@@ -111,6 +115,7 @@ def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(own, shape, rat
             window_bytes=window,
             prefetch_bytes=prefetch,
             host_budget_bytes=budget,
+            host_pace=pace,
         )
         for rank in range(stages)
     ]

@@ -9,9 +9,10 @@ import pytest
 
 from fgoffload import ConfigError, TransferPolicy
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
-from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
+from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.timing.profile import (
+    CPU,
     CopyRate,
     LinkProfile,
     MeasuredTraining,
@@ -277,3 +278,16 @@ def test_of_layers_that_save_other_tensors_the_larger_one_counts():
     small = dataclasses.replace(small, tensors=small.tensors[:1])
     profiles = [make_profile(layer).ranks[0] for layer in (small, large)]
     assert merge_processes(profiles)[0].layers[0].model == large
+
+
+@pytest.mark.parametrize(
+    ("device", "wait", "pace"),
+    [
+        ("a device", None, HostPace.STEP_AHEAD),
+        ("a device", HostWait.HOLD, HostPace.BESIDE),
+        (CPU, None, HostPace.BESIDE),
+    ],
+)
+def test_the_host_runs_ahead_of_a_device_that_never_lets_it_wait(device, wait, pace):
+    profile = dataclasses.replace(make_profile(make_layer("a", wait=wait), stages=1), device=device)
+    assert make_rank_model(profile, rank=0).host_pace is pace
