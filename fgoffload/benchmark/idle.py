@@ -8,10 +8,14 @@ A gap lies at a wait if the host comes back from that wait within it: the kernel
 That holds for bytes that a copy brings and for bytes that a kernel writes, of which no copy tells. How much of such a gap the
 host spends inside of waits is counted too: that is what copies ahead of those bytes make longer. The rest is launching, and
 what the host had not launched before it began to wait.
+
+A gap is a late launch if the call that launched the kernel which ends it came back only after the gap had begun: the host is
+why the device was idle. In all other gaps the kernel had been launched, and the device waited for an event or took its time.
 """
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -50,6 +54,8 @@ class Gap:
     """See [Note: What idle means]."""
     waiting_ms: float
     """Of it, how long the host was inside of waits."""
+    is_late_launch: bool
+    """See [Note: What idle means]. False where the trace does not have the launch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,11 @@ class IdleTime:
     def busy_ms(self) -> float:
         """How long at least one kernel ran."""
         return self.span_ms - self.idle_ms
+
+    @property
+    def late_ms(self) -> float:
+        """All gaps together that are late launches."""
+        return sum(gap.span.ms for gap in self.gaps if gap.is_late_launch)
 
     @property
     def at_waits(self) -> tuple[Gap, ...]:
@@ -110,12 +121,14 @@ def find_idle_time(events: Sequence[Event]) -> IdleTime | None:
     if not kernels:
         return None
     waits = list_waits(events)
+    launches = {_get_correlation(event): _get_span(event).end_us for event in events if event.get("cat") in _CALLS}
     gaps: list[Gap] = []
     begin_us = end_us = _get_begin(kernels[0])
     for kernel in kernels:
         span = Span(end_us, _get_begin(kernel))
         if span.ms > 0:
-            gaps.append(_describe_gap(span, shorten(kernel["name"]), waits))
+            launched_us = launches.get(_get_correlation(kernel), -math.inf)
+            gaps.append(_describe_gap(span, kernel, waits, is_late_launch=launched_us > span.begin_us))
         end_us = max(end_us, _get_span(kernel).end_us)
     return IdleTime(span_ms=Span(begin_us, end_us).ms, waits=len(waits), gaps=tuple(gaps))
 
@@ -141,16 +154,17 @@ def shorten(name: str) -> str:
     return plain.partition("<")[0].partition("(")[0]
 
 
-def _describe_gap(span: Span, kernel: str, waits: Sequence[Span]) -> Gap:
+def _describe_gap(span: Span, kernel: Event, waits: Sequence[Span], *, is_late_launch: bool) -> Gap:
     # The host is in one wait at a time, so that their ends are in order too.
     first = bisect.bisect_left(waits, span.begin_us, key=lambda wait: wait.end_us)
     last = bisect.bisect_left(waits, span.end_us, key=lambda wait: wait.begin_us)
     own = waits[first:last]
     return Gap(
         span=span,
-        kernel=kernel,
+        kernel=shorten(kernel["name"]),
         is_at_wait=any(span.begin_us <= wait.end_us <= span.end_us for wait in own),
         waiting_ms=sum(map(span.find_overlap_ms, own)),
+        is_late_launch=is_late_launch,
     )
 
 

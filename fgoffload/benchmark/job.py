@@ -18,6 +18,11 @@ def make_file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "_", name)
 
 
+def name_trace(setting: Setting) -> str:
+    """Return the name of the file that a setting's trace goes to."""
+    return f"trace_{make_file_name(setting.name)}.json.gz"
+
+
 class Purpose(enum.Enum):
     """What a benchmark finds out."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.benchmark.job import Job, Run, make_file_name
+from fgoffload.benchmark.job import Job, Run, name_trace
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
 from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks, plan_for_budget
@@ -75,7 +75,7 @@ class Runner:
             if needs_cpu_support() and setting.system in _SEEN_BY_LEDGER:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
-                _write_trace(trainer, self._job.trace_folder / f"trace_{make_file_name(setting.name)}.json.gz")
+                _write_trace(trainer, self._job.trace_folder / name_trace(run.setting))
         merged = merge_ranks(_gather(measurement))
         if setting == NOTHING:
             self._plain_step_s = merged.seconds

@@ -356,8 +356,9 @@ def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surrou
     from fgoffload.benchmark.frontier import write_frontier_plot
     from fgoffload.benchmark.prediction_report import build_prediction_tables, format_predictions
     from fgoffload.benchmark.report import build_budget_table, build_times_table, format_markdown, name_run
-    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME, PREDICTIONS_NAME, SEARCH_NAME
+    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME, PREDICTIONS_NAME, SEARCH_NAME, TRACES_NAME
     from fgoffload.benchmark.search_report import build_search_table, format_search
+    from fgoffload.benchmark.trace_report import build_trace_table, format_traces, read_traces
 
     summaries, workload, forecasts = results.summarize(), results.workload, results.forecasts
     pages = {
@@ -366,6 +367,9 @@ def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surrou
     }
     if results.search is not None:
         pages[SEARCH_NAME] = format_search(results.search, summaries)
+    traces = read_traces(checked.folder, (one.setting for one in summaries)) if checked.writes_traces else {}
+    if checked.writes_traces:
+        pages[TRACES_NAME] = format_traces(traces)
     for name, page in pages.items():
         (checked.folder / name).write_text(page, encoding="utf-8")
     console.print(build_times_table(summaries, workload, surroundings, forecasts))
@@ -375,6 +379,8 @@ def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surrou
         console.print(build_search_table(results.search, summaries))
     for table in build_prediction_tables(summaries, forecasts):
         console.print(table)
+    if traces:
+        console.print(build_trace_table(traces))
     title = name_run(workload, surroundings)
     try:
         write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=title, forecasts=forecasts)

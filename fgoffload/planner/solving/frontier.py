@@ -32,9 +32,9 @@ from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.planner.simulation.simulation_result import RankResult
 from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.choices import Configuration, Mode
+from fgoffload.planner.solving.host_work import find_watched_ops
 from fgoffload.planner.solving.ways import list_ways
 from fgoffload.planner.worker_processes import map_in_processes
-from fgoffload.watched import find_watched
 
 _MICROBATCHES = 4
 _PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
@@ -220,9 +220,7 @@ def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: in
 
 def _is_watched(layer: LayerModel, configuration: Configuration) -> bool:
     """Return whether the engine watches or follows a whole layer. See [Note: Layers that are watched]."""
-    leaving = {tag for tag, action in configuration.actions if action.offloads}
-    shares = any("shared_expert" in tensor.tags for tensor in layer.tensors)
-    return find_watched(leaving, shares_router_input=shares).covers_layer
+    return find_watched_ops(layer, configuration).covers_layer
 
 
 def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> tuple[Place, Place]:

@@ -26,6 +26,9 @@ _CHAINS = 2
 """Runs of ranks that follow each other, and that processes may search at once. As many on any number of cores, so that a plan
 is the same; no more, since what the program of a rank is off tells the next one of its chain."""
 
+_MORE_ALONE = 2
+"""Times that the limits of layers' passes are as high where there is one search: the time of the others is not needed."""
+
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
 
@@ -69,6 +72,8 @@ class RankSearches:
                 )
             self.of_ranks.append(searches[alike])
         self._apart = list(searches.values())
+        if len(self._apart) == 1:
+            self._limits = _raise_limits(limits)
 
     @property
     def simulations(self) -> int:
@@ -211,6 +216,7 @@ class RankSearches:
             before = search.simulations
             founds[number] = self._improve(search, found, budget_bytes, left)
             left -= search.simulations - before
+        self._settle(founds, budget_bytes)
         self._founds = founds
         by_search = {id(search): founds[number].state for number, search in enumerate(self._apart)}
         return tuple(by_search[id(search)] for search in self.of_ranks)
@@ -259,6 +265,15 @@ class RankSearches:
         found = search.improve_found(found, budget_bytes, simulations=most)
         self._left_passes -= (search.simulations - before) * search.layer_passes
         return found
+
+    def _settle(self, founds: dict[int, Found], budget_bytes: int) -> None:
+        """Let the host do less on each rank where that costs next to nothing."""
+        left_passes = self._limits.settling_passes
+        for number, found in founds.items():
+            search, before = self._apart[number], self._apart[number].simulations
+            most = max(left_passes, 0) // max(search.layer_passes, 1)
+            founds[number] = search.settle_found(found, budget_bytes, simulations=most)
+            left_passes -= (search.simulations - before) * search.layer_passes
 
     def _get_urgency(self, number: int, found: Found, budget_bytes: int) -> tuple[float, float]:
         """Return what is larger for a rank that needs to be bettered more: bytes above the budget, then time."""
@@ -328,6 +343,11 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
         if model not in known:
             known[model] = list_modes(model, min_offloaded_bytes=rank.min_offloaded_bytes)
     return {kind: known[model] for kind, model in models.items()}
+
+
+def _raise_limits(limits: SearchLimits) -> SearchLimits:
+    names = ("layer_passes", "ladder_passes", "settling_passes")
+    return dataclasses.replace(limits, **{name: _MORE_ALONE * getattr(limits, name) for name in names})
 
 
 def _list_kinds(search: RankSearch) -> list[tuple[int, LayerModel]]:

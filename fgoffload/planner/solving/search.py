@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.solving.choices import Mode, count_configurations, list_configurations
 from fgoffload.planner.solving.copy_price import CopyPrice
 from fgoffload.planner.solving.frontier import LayerPoints
+from fgoffload.planner.solving.host_work import count_host_s
 from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_ladders, list_tightened
 from fgoffload.planner.solving.moments import count_backwards, list_moments
 from fgoffload.planner.solving.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
@@ -49,6 +50,9 @@ _SCALE = 12
 _LOOSER = 2
 """How many of those above the budget are solved."""
 
+_ALIKE = 0.0025
+"""Of plans that differ by no more than this part of a step, the one with least host work is taken."""
+
 _REPAIRS = 12
 """Simulations to bring the fastest plan within the budget where it is a little above it. A few are enough, or none are."""
 
@@ -65,6 +69,9 @@ class Verdict:
 
 Judge = Callable[[OffloadPlan], Verdict]
 """Simulates a rank under a plan, alone or with its neighbours."""
+
+Score = Callable[[State, int], tuple[float, ...]]
+"""What a better state has less of, within a budget in bytes."""
 
 Knowledge = dict[object, tuple[State, Verdict]]
 """What a judge said of states, by their actions."""
@@ -83,6 +90,8 @@ class SearchLimits:
     """The same limit for large models: forwards and backwards of single layers in those simulations. One takes 25 to 100 us."""
     ladder_passes: int = 8_000
     """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, over all ranks."""
+    settling_passes: int = 2_000
+    """The same limit for plans that are about as fast, and have the host do less, over all ranks."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""
     gap: float = 1e-3
@@ -99,6 +108,7 @@ class SearchLimits:
             ("simulations", 0),
             ("layer_passes", 0),
             ("ladder_passes", 0),
+            ("settling_passes", 0),
             ("programs", 1),
         ):
             limit = getattr(self, name)
@@ -108,7 +118,7 @@ class SearchLimits:
             raise ConfigError(f"gap {self.gap!r} is not from 0 to below 1. Give a part of the step, as in 0.001.")
 
 
-THOROUGH = SearchLimits(simulations=4000, layer_passes=200_000, ladder_passes=40_000)
+THOROUGH = SearchLimits(simulations=4000, layer_passes=200_000, ladder_passes=40_000, settling_passes=40_000)
 """For whoever has minutes: about ten times as long as the default, and of W2 at 14.6 GiB a step that is 1.3% shorter."""
 
 
@@ -165,6 +175,8 @@ class RankSearch:
         self._in_flight = _count_in_flight_at_peak(rank)
         self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
         """Forwards and backwards of single layers in a simulation."""
+        self._held_bytes = 0 if rank.host_pace is HostPace.BESIDE else rank.policy.window_bytes
+        """Of what left last, where the host runs ahead: programs take it for gone, and the device holds it."""
         self._microbatches = tuple(count_backwards(rank.passes, chunk=chunk) for chunk in range(len(rank.chunks)))
 
     @property
@@ -213,6 +225,7 @@ class RankSearch:
         """
         if self.plans <= self._limits.exhaustive_plans:
             return self._make_found(self._pick(self.list_states(), budget_bytes))
+        off_bytes = off_bytes or self._held_bytes
         kept = keep_all(self.slots, self.modes)
         # Nothing is faster than to keep all, and of plans that are as fast it is the simplest.
         if self.judge(kept).peak_bytes <= budget_bytes:
@@ -243,6 +256,31 @@ class RankSearch:
         state = self.improve(found.state, budget_bytes, simulations=simulations)
         return dataclasses.replace(found, state=state, verdict=self.judge(state))
 
+    def settle_found(self, found: Found, budget_bytes: int, *, simulations: int) -> Found:
+        """Return a plan that is about as fast as `found`, and has the host do less, where it has to keep up with compute.
+
+        Args:
+            found: What is best by the simulator.
+            budget_bytes: Of the device.
+            simulations: That may be run for it at most.
+        """
+        if self._is_done(found, budget_bytes) or self.rank.host_pace is not HostPace.BESIDE:
+            return found
+        longest_s = found.verdict.step_s * (1 + _ALIKE)
+        known = [state for state, verdict in self.knowledge.values() if verdict.step_s <= longest_s]
+        best = min(known, key=lambda state: self._score_host(state, budget_bytes))
+        state = self.improve(best, budget_bytes, simulations=simulations, score=self._score_host)
+        if self.judge(state).step_s > longest_s:
+            state = best
+        return dataclasses.replace(found, state=state, verdict=self.judge(state))
+
+    def _score_host(self, state: State, budget_bytes: int) -> tuple[float, ...]:
+        """Return what a better plan has less of: as `score`, with what the host does in forward on the clock."""
+        above_bytes, step_s, *rest = self.score(state, budget_bytes)
+        pairs = zip(self.slots, state, strict=True)
+        host_s = sum(count_host_s(slot.layer, one) * self._microbatches[slot.chunk] for slot, one in pairs)
+        return (above_bytes, step_s + host_s, *rest)
+
     def _is_done(self, found: Found, budget_bytes: int) -> bool:
         """Return whether nothing can be better: all is kept, or all plans were simulated."""
         keeps_all = found.state == keep_all(self.slots, self.modes) and found.verdict.peak_bytes <= budget_bytes
@@ -253,18 +291,19 @@ class RankSearch:
         found = {kind: tuple(list_configurations(modes)) for kind, modes in self.modes.items()}
         return itertools.product(*(found[slot.layer.kind] for slot in self.slots))
 
-    def improve(self, state: State, budget_bytes: int, *, simulations: int) -> State:
-        """Return the best state that moves lead to, until none makes it better or `simulations` more were run."""
+    def improve(self, state: State, budget_bytes: int, *, simulations: int, score: Score | None = None) -> State:
+        """Return the best state by `score` that moves lead to, until none makes it better or `simulations` more were run."""
+        score = score or self.score
         most = self.simulations + simulations
-        score = self.score(state, budget_bytes)
+        lowest = score(state, budget_bytes)
         while True:
             for move in itertools.chain.from_iterable(self._list_moves(state, budget_bytes, doubt) for doubt in _DOUBTS):
                 if self.simulations >= most or time.monotonic() > self._deadline_s:
                     return state
                 candidate = apply_move(state, move)
-                candidate_score = self.score(candidate, budget_bytes)
-                if candidate_score < score:
-                    state, score = candidate, candidate_score
+                candidate_score = score(candidate, budget_bytes)
+                if candidate_score < lowest:
+                    state, lowest = candidate, candidate_score
                     break
             else:
                 return state
@@ -349,7 +388,7 @@ class RankSearch:
         lowest = (budget_bytes - self.rank.static_bytes) // step_bytes + 1
         for place in range(lowest, min(lowest + _LOOSER, _SCALE)):
             if place not in self._loose:
-                result = self._solve(self.rank.static_bytes + place * step_bytes, 0.0)
+                result = self._solve(self.rank.static_bytes + place * step_bytes - self._held_bytes, 0.0)
                 self._loose[place] = [] if result is None else [place_counts(result, self.slots, order) for order in Order]
             yield from self._loose[place]
 

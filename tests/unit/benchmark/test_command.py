@@ -146,12 +146,14 @@ def test_settings_are_measured_side_by_side(capsys):
     # `nothing` of each kind of process.
     assert sorted(row["setting"] for row in document["predictions"]) == sorted([*predicted, "nothing", "nothing"])
     found = {path.name for path in Path("results/tiny").iterdir()}
+    assert "this device is no GPU" in Path("results/tiny/traces.md").read_text(encoding="utf-8")
     traces = {f"trace_{name}.json.gz" for name in ("nothing", "recompute_full", "ours_expert_fc1", "plan_x")}
     assert found >= traces | {
         "frontier.png",
         "results.md",
         "run.json",
         "results.csv",
+        "traces.md",
         "profile.json",
         "log_main_0.txt",
         "log_te-layers_2.txt",

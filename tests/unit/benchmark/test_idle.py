@@ -101,6 +101,27 @@ def test_ranges_in_each_other_count_a_wait_once_and_each_call_in_them():
     assert list_waits(events) == [(12, 18), (50, 60)]
 
 
+def launch(begin, end, correlation):
+    return event("cuda_runtime", "cudaLaunchKernel", begin, end, correlation=correlation)
+
+
+def launched_kernel(begin, end, correlation):
+    return event("kernel", "k", begin, end, stream=7, correlation=correlation)
+
+
+def test_a_gap_is_the_hosts_where_the_next_kernel_was_launched_only_in_it():
+    kernels = [
+        launched_kernel(0, 100, 1),
+        launched_kernel(130, 200, 2),
+        launched_kernel(250, 300, 3),
+        launched_kernel(301, 310, 4),
+    ]
+    # The second was launched in time, and waited for something; the third while the device was idle; of the last nobody knows.
+    found = find_idle_time([*kernels, launch(10, 15, 1), launch(90, 99, 2), launch(196, 240, 3)])
+    assert [gap.is_late_launch for gap in found.gaps] == [False, True, False]
+    assert (found.late_ms, found.idle_ms) == pytest.approx((0.05, 0.081))
+
+
 def test_without_kernels_nothing_is_known():
     assert find_idle_time([wait_range(0, 10), event("cpu_op", "aten::add", 0, 5)]) is None
 

@@ -1,0 +1,76 @@
+"""Shows where the time of traced steps goes, by setting: for the terminal, and as `traces.md`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from fgoffload.benchmark.idle import IdleTime, find_idle_time
+from fgoffload.benchmark.job import name_trace
+from fgoffload.benchmark.settings import Setting
+from fgoffload.benchmark.traces import Event, is_copy, read_events
+
+HEADINGS = (
+    "setting",
+    "first to last kernel, ms",
+    "kernels run",
+    "launched late",
+    "in gaps of at most",
+    "other idle time",
+    "in gaps of at most",
+    "copies to the host",
+    "copies back",
+)
+"""Of the table. All are milliseconds."""
+
+LEGEND = """\
+All are milliseconds of one step under torch's profiler, which makes the host slower: idle times are longer than without it.
+"Kernels run": at least one did. "Launched late": none ran, and the next one was launched only then. All other idle time is
+before kernels that had been launched. Copies run beside kernels."""
+"""Below the table of the page."""
+
+NO_KERNEL = "No kernel was traced: this device is no GPU."
+
+
+def read_traces(folder: Path, settings: Iterable[Setting]) -> Mapping[str, tuple[str, ...]]:
+    """Return the cells under `HEADINGS`, but for the first, of each setting that left a trace with kernels.
+
+    Args:
+        folder: Where the traces are.
+        settings: In the order of the table.
+    """
+    rows: dict[str, tuple[str, ...]] = {}
+    for setting in settings:
+        path = folder / name_trace(setting)
+        if setting.name in rows or not path.exists():
+            continue
+        events = read_events(path)
+        idle = find_idle_time(events)
+        if idle is not None:
+            rows[setting.name] = _list_cells(events, idle)
+    return rows
+
+
+def build_trace_table(rows: Mapping[str, tuple[str, ...]]) -> Table:
+    """Return the table for the terminal."""
+    table = Table(*HEADINGS, title="one traced step, ms", title_justify="left")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def format_traces(rows: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the page `traces.md`."""
+    if not rows:
+        return f"{NO_KERNEL}\n"
+    lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
+    lines += [f"| {' | '.join((name, *cells))} |" for name, cells in rows.items()]
+    return "\n".join([*lines, "", LEGEND, ""])
+
+
+def _list_cells(events: Sequence[Event], idle: IdleTime) -> tuple[str, ...]:
+    late = [gap.span.ms for gap in idle.gaps if gap.is_late_launch]
+    other = [gap.span.ms for gap in idle.gaps if not gap.is_late_launch]
+    copies = (sum(event["dur"] for event in events if is_copy(event, way=way)) / 1e3 for way in ("DtoH", "HtoD"))
+    times = (idle.span_ms, idle.busy_ms, sum(late), max(late, default=0.0), sum(other), max(other, default=0.0), *copies)
+    return tuple(f"{one:.2f}" if place in (3, 5) else f"{one:.1f}" for place, one in enumerate(times))

@@ -1,0 +1,35 @@
+"""What a plan has the host do, of which the simulator counts nothing: of plans that are as fast the one with less is taken.
+
+Most trainings have a host that is ahead of its device and does this for free. Where layers let it wait for their routing it
+often is not, and then all that it does in forward is on the clock: of two plans of W2 that are predicted alike, one took a
+step 5% longer, since the router of one layer left and that layer was followed (docs/results/w2_moe_h200_202611.md).
+"""
+
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.solving.choices import Configuration
+from fgoffload.watched import Watched, find_watched
+
+_FORWARD_S = 50e-6
+"""Of a region or a unit that runs again: half of the 74 to 151 us that a region takes a host, as it was measured on H200
+(docs/results/engine_h200_202611.md); the other half is in backward, where the host is ahead."""
+
+_WATCHING = {Watched.NOTHING: 0, Watched.ATTENTION: 3, Watched.FOLLOWED: 5, Watched.LAYER: 10}
+"""In regions. Source: of W2 on an H200, forward of a layer took the host 2.2 ms more under a profiler, which makes it
+twice as slow, where it was watched, and half of that less where it was followed."""
+
+
+def count_host_s(layer: LayerModel, configuration: Configuration) -> float:
+    """Return the seconds of a forward pass in which the host is busy with what a layer does."""
+    again = sum(action.recomputes for _, action in configuration.actions)
+    regions = len(_list_leaving(configuration)) + again + _WATCHING[find_watched_ops(layer, configuration)]
+    return regions * _FORWARD_S
+
+
+def find_watched_ops(layer: LayerModel, configuration: Configuration) -> Watched:
+    """Return which ops of a layer the engine watches."""
+    shares = any("shared_expert" in tensor.tags for tensor in layer.tensors)
+    return find_watched(_list_leaving(configuration), shares_router_input=shares)
+
+
+def _list_leaving(configuration: Configuration) -> list[str]:
+    return [tag for tag, action in configuration.actions if action.offloads]
