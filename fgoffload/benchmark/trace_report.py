@@ -69,8 +69,13 @@ def format_traces(rows: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _list_cells(events: Sequence[Event], idle: IdleTime) -> tuple[str, ...]:
-    late = [gap.span.ms for gap in idle.gaps if gap.is_late_launch]
-    other = [gap.span.ms for gap in idle.gaps if not gap.is_late_launch]
+    longest = {False: 0.0, True: 0.0}
+    for gap in idle.gaps:
+        longest[gap.is_late_launch] = max(longest[gap.is_late_launch], gap.span.ms)
     copies = (sum(event["dur"] for event in events if is_copy(event, way=way)) / 1e3 for way in ("DtoH", "HtoD"))
-    times = (idle.span_ms, idle.busy_ms, sum(late), max(late, default=0.0), sum(other), max(other, default=0.0), *copies)
-    return tuple(f"{one:.2f}" if place in (3, 5) else f"{one:.1f}" for place, one in enumerate(times))
+    return (
+        *(f"{idle.span_ms:.1f}", f"{idle.busy_ms:.1f}"),
+        *(f"{idle.late_ms:.1f}", f"{longest[True]:.2f}"),
+        *(f"{idle.idle_ms - idle.late_ms:.1f}", f"{longest[False]:.2f}"),
+        *(f"{copy_ms:.1f}" for copy_ms in copies),
+    )

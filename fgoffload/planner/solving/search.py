@@ -51,7 +51,7 @@ _LOOSER = 2
 """How many of those above the budget are solved."""
 
 _ALIKE = 0.0025
-"""Of plans that differ by no more than this part of a step, the one with least host work is taken."""
+"""By how much a plan may be slower by the simulator, as a part of a step, if the host has more than that less to do."""
 
 _REPAIRS = 12
 """Simulations to bring the fastest plan within the budget where it is a little above it. A few are enough, or none are."""
