@@ -34,7 +34,7 @@ from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeas
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
+from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.policy import PLANNED_SHARE
 from fgoffload.units import format_bytes, format_ms
 
@@ -195,7 +195,8 @@ class AutoOffload(StepMeasurement):
         # The slowest link of all: which process of a pipeline rank is late makes no difference to the step.
         link = min((one.link for one in self._measured), key=lambda link: link.copies[-1].d2h_bytes_per_s)
         ranks = merge_processes(one.rank for one in self._measured)
-        profile = Profile(device=self._device.type, versions={}, date="", link=link, ranks=ranks)
+        device = CPU if self._device.type == "cpu" else self._device.type
+        profile = Profile(device=device, versions={}, date="", link=link, ranks=ranks)
         host_budget_bytes = min(one.host_budget_bytes for one in self._measured)
         models = [
             make_rank_model(

@@ -5,12 +5,13 @@ import logging
 
 import pytest
 from support.pipeline import Training, run_pipeline, run_trainings
-from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_trainer, train
+from support.trainings import DENSE, HIDDEN_BYTES, MIXED, MOE, SHARED, make_trainer, train
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations.megatron import auto
 from fgoffload.planner.solving import solver
+from fgoffload.units import GIB
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -77,6 +78,16 @@ def test_every_step_has_the_same_bits_and_all_but_the_first_keep_to_the_budget(m
         predicted_bytes = found.planned[step].peak_bytes - static_bytes
         # Copies of the CPU are done at once, and those of the simulator take time, in which both sides hold the bytes.
         assert 0.6 * predicted_bytes <= found.activation_bytes[step] <= 1.03 * predicted_bytes
+
+
+def test_the_host_of_a_dense_model_is_beside_compute_where_it_is_the_device():
+    expected, static_bytes = run(DENSE, None), count_static(DENSE)
+    budget_bytes = static_bytes + int(0.7 * expected.activation_bytes[1])
+    # A window larger than all that leaves: a host ahead of its device would hold it all, and no budget would be kept.
+    found = run(DENSE, make_auto(budget_bytes, offload_window_bytes=GIB))
+    assert found.bits == expected.bits
+    assert found.moved[1] > 0
+    assert found.planned[1].plan.count(Action.OFFLOAD) > 0
 
 
 def test_a_budget_for_all_moves_nothing_and_is_predicted(model):
