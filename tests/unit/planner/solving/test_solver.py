@@ -312,17 +312,20 @@ def count_rank_host_s(rank, solution):
     return microbatches * sum(count_host_s(slot.layer, configuration) for slot, configuration in pairs)
 
 
-@pytest.mark.parametrize("part", [0.4, 0.75])
-def test_where_the_host_keeps_up_with_compute_plans_that_are_about_as_fast_have_it_do_less(part, monkeypatch):
+def test_where_the_host_keeps_up_with_compute_plans_that_are_about_as_fast_have_it_do_less(monkeypatch):
     rank = build_w2()
     kept, least = simulate([rank], OffloadPlan(actions={})).peak_bytes, find_least_budget([rank])
-    budget_bytes = round(least + part * (kept - least))
-    settled = solve([rank], budget_bytes=budget_bytes)
+    budgets = [round(least + part * (kept - least)) for part in (0.4, 0.5, 0.75)]
+    settled = [solve([rank], budget_bytes=budget_bytes) for budget_bytes in budgets]
     monkeypatch.setattr(RankSearch, "settle_found", lambda self, found, budget_bytes, *, simulations: found)
-    fastest = solve([rank], budget_bytes=budget_bytes)
-    assert settled.result.peak_bytes <= budget_bytes
-    assert settled.result.step_s <= fastest.result.step_s * 1.0025
-    assert count_rank_host_s(rank, settled) < count_rank_host_s(rank, fastest)
+    fastest = [solve([rank], budget_bytes=budget_bytes) for budget_bytes in budgets]
+    for one, other in zip(settled, fastest, strict=True):
+        assert one.result.peak_bytes <= one.budget_bytes
+        assert one.result.step_s <= other.result.step_s * 1.0025
+        host_s, other_host_s = count_rank_host_s(rank, one), count_rank_host_s(rank, other)
+        assert one.result.step_s + host_s <= other.result.step_s + other_host_s
+    # Of some the fastest does least already, and which they are depends on the version of HiGHS.
+    assert sum(count_rank_host_s(rank, one) for one in settled) < sum(count_rank_host_s(rank, one) for one in fastest)
 
 
 def test_a_host_that_runs_ahead_may_do_all_that_it_likes():
