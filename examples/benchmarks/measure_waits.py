@@ -41,7 +41,7 @@ from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import describe_workload, load_arguments
 from fgoffload.benchmark.measurement import find_quantiles
 from fgoffload.benchmark.report import ABSENT, name_run, name_versions
-from fgoffload.benchmark.runner import Runner, name_device, quiet_collector, reset_peaks
+from fgoffload.benchmark.runner import Runner, quiet_collector, reset_peaks
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.surroundings import find_surroundings
 from fgoffload.benchmark.traces import read_events, write_trace
@@ -49,6 +49,7 @@ from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.methods import wrap_symbol
+from fgoffload.integrations.megatron.parallel import name_device
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_policy import Kernels, Update

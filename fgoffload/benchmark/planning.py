@@ -16,7 +16,7 @@ from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.solving.search import THOROUGH
+from fgoffload.planner.solving.search_limits import THOROUGH
 from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.policy import PLANNED_SHARE

@@ -140,7 +140,7 @@ class Runner:
     @functools.cached_property
     def _ranks(self) -> tuple[RankModel, ...]:
         """What the planner takes the training for."""
-        return build_job_ranks(self._job, find_hardware(name_device()))
+        return build_job_ranks(self._job, find_hardware(parallel.name_device()))
 
     def _parse_flags(self, setting: Setting) -> TrainingArguments:
         return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
@@ -193,11 +193,6 @@ def reset_peaks() -> None:
     """Let the allocators' peaks begin here."""
     if not needs_cpu_support():
         torch.cuda.reset_peak_memory_stats()
-
-
-def name_device() -> str:
-    """Return what torch calls the device of this process."""
-    return "CPU" if needs_cpu_support() else torch.cuda.get_device_name()
 
 
 def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_bytes: int | None) -> Measurement:

@@ -45,9 +45,9 @@ def describe_error(error: BaseException) -> str:
 def _run_task(task: Task, connection: Connection) -> None:
     # Here, since it loads torch and, behind it, Megatron-Core and Transformer Engine.
     from fgoffload.benchmark.loading import load_arguments
-    from fgoffload.benchmark.runner import Runner, name_device
+    from fgoffload.benchmark.runner import Runner
     from fgoffload.benchmark.surroundings import find_surroundings
-    from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, join_processes
+    from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
 
     job = task.job
     if job.world_size > 1:

@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
-from fgoffload.integrations.megatron.parallel import join_processes
+from fgoffload.integrations.megatron.parallel import join_processes, name_device
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.plan import OffloadPlan
@@ -105,7 +105,7 @@ def process_groups(training: Training, launch: Launch) -> Iterator[None]:
 
 def describe_setting(training: Training) -> Setting:
     """Return what the table and the plot say about `training`."""
-    device, ranks = "CPU" if needs_cpu_support() else torch.cuda.get_device_name(), training.arguments.world_size
+    device, ranks = name_device(), training.arguments.world_size
     return Setting(
         arguments_file=training.arguments_file,
         layers=training.arguments.transformer["num_layers"],

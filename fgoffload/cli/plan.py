@@ -158,7 +158,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
     from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
     from fgoffload.planner.model_ranks import build_ranks
-    from fgoffload.planner.solving.search import THOROUGH
+    from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
 
     model, parallelism = _read_model(checked)

@@ -22,7 +22,7 @@ from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import NearestFlags, find_nearest
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
-from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.worker_processes import map_in_processes

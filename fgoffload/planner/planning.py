@@ -34,7 +34,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
-from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import Solution, solve
 from fgoffload.planner.timing.hardware import Hardware
 

@@ -11,7 +11,7 @@ from fgoffload.engine.host_memory import SHARE
 from fgoffload.integrations.megatron import model_shapes
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner import planning
-from fgoffload.planner.solving.search import THOROUGH, SearchLimits
+from fgoffload.planner.solving.search_limits import THOROUGH, SearchLimits
 from fgoffload.planner.timing.hardware import HARDWARE
 from fgoffload.policy import HOST_SHARE
 from fgoffload.units import TIB, format_bytes

@@ -13,6 +13,7 @@ from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import has_transformer_engine, refuse_what_is_not_built
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+from fgoffload.planner.timing.profile import CPU
 
 
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
@@ -86,6 +87,11 @@ def destroy_parallel() -> None:
 def get_device() -> torch.device:
     """Return where models live: the CPU, or the current GPU."""
     return torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
+
+
+def name_device() -> str:
+    """Return what the driver calls the device of this process, or `CPU`."""
+    return CPU if needs_cpu_support() else torch.cuda.get_device_name()
 
 
 def get_data_parallel_rank() -> int:

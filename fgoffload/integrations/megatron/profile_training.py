@@ -15,11 +15,12 @@ from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TokenSource
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.parallel import name_device
 from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy, Update
-from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, merge_processes
+from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, merge_processes
 from fgoffload.units import TIB
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ def _make_profile(link: LinkProfile, ranks: tuple[RankProfile, ...]) -> Profile:
     if ranks:
         versions["megatron-core"] = str(load_module("megatron.core").__version__)
     return Profile(
-        device=CPU if needs_cpu_support() else torch.cuda.get_device_name(),
+        device=name_device(),
         versions=versions,
         date=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
         link=link,

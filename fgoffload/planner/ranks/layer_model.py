@@ -118,6 +118,11 @@ class LayerModel:
         """Bytes of all tensors that it saves where nothing runs again, without those that all layers share."""
         return sum(tensor.size_bytes for tensor in self.tensors if not tensor.is_same_in_all_layers)
 
+    @property
+    def shares_router_input(self) -> bool:
+        """Return whether shared experts save the hidden states that the router gets too."""
+        return any("shared_expert" in tensor.tags for tensor in self.tensors)
+
     def find_unit(self, name: str) -> UnitModel | None:
         """Return the unit called `name`, or None where the layer cannot run it again by itself."""
         return next((unit for unit in self.units if unit.name == name), None)

@@ -219,7 +219,7 @@ class _Layer:
         self._has_copies = has_copies
         self._holder = _find_holder(resolved)
         self._dispatcher = None if self._holder is None else dispatcher
-        self._shares_router_input = any("shared_expert" in one.tags for one in numbered.model.tensors)
+        self._shares_router_input = numbered.model.shares_router_input
         self._behind_attention = _find_behind_attention(self._segments)
         """The first stretch behind attention, or None where there is none."""
         self._watched = self._find_watched()

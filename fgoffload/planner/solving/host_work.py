@@ -27,8 +27,7 @@ def count_host_s(layer: LayerModel, configuration: Configuration) -> float:
 
 def find_watched_ops(layer: LayerModel, configuration: Configuration) -> Watched:
     """Return which ops of a layer the engine watches."""
-    shares = any("shared_expert" in tensor.tags for tensor in layer.tensors)
-    return find_watched(_list_leaving(configuration), shares_router_input=shares)
+    return find_watched(_list_leaving(configuration), shares_router_input=layer.shares_router_input)
 
 
 def _list_leaving(configuration: Configuration) -> list[str]:

@@ -19,7 +19,8 @@ from fgoffload.planner.solving.megatron_flags import NearestFlags, baselines, fi
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s, load_solver
-from fgoffload.planner.solving.search import Found, Judge, Knowledge, RankSearch, SearchLimits, Verdict
+from fgoffload.planner.solving.search import Found, Judge, Knowledge, RankSearch, Verdict
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.worker_processes import map_in_processes
 
 _CHAINS = 2

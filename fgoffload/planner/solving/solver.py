@@ -18,7 +18,7 @@ from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.solving.placement import State, keep_all
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.reasons import Decision, explain_rank
-from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.units import check_bytes, format_bytes
 
 DEFAULT_TIME_LIMIT_S = 600.0

@@ -13,7 +13,7 @@ from support.toy_ranks import draw_rank
 
 from fgoffload import OffloadPlan, PlanError
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve
 from fgoffload.planner.worker_processes import map_in_processes, share_work
 

@@ -21,7 +21,7 @@ from fgoffload.planner.solving.megatron_flags import (
     find_nearest,
 )
 from fgoffload.planner.solving.rank_searches import RankSearches
-from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import solve
 from fgoffload.units import GIB
 

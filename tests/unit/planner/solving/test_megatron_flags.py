@@ -21,7 +21,7 @@ from fgoffload.planner.solving.megatron_flags import (
     choose_usual_modules,
     find_nearest_flags,
 )
-from fgoffload.planner.solving.search import SearchLimits
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.worker_processes import share_work
 from fgoffload.units import GIB

@@ -24,7 +24,8 @@ from fgoffload.planner.solving.host_work import count_host_s
 from fgoffload.planner.solving.megatron_flags import baselines, find_nearest_flags
 from fgoffload.planner.solving.placement import list_slots
 from fgoffload.planner.solving.rank_searches import RankSearches
-from fgoffload.planner.solving.search import RankSearch, SearchLimits
+from fgoffload.planner.solving.search import RankSearch
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve, sweep
 from fgoffload.units import GIB
 
