@@ -19,7 +19,7 @@ from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.megatron_flags import NearestFlags, find_nearest
+from fgoffload.planner.solving.megatron_flags import NearestFlags
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.search_limits import SearchLimits
@@ -101,8 +101,7 @@ def show_plan(
         console.print("Everything is kept: the budget holds as it is.")
     if len(ranks) > 1:
         console.print(build_rank_table(report))
-    nearest = find_nearest(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
-    console.print(describe_flags(nearest, report.solution.result))
+    console.print(describe_flags(report.solution.nearest, report.solution.result))
     if (path := files["json"]) is not None:
         _write(path, report.solution.plan.to_json())
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)

@@ -11,6 +11,7 @@ not to be made (`_can_copy`), and what a copy that could not be made, or that en
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _allowed_processes = 1
+
+_TICKET_BYTES = 4
+_MOST_TICKETS = 512
+"""In a pipe at once: so many bytes are written, and read, as a whole. Where there is more to do a ticket is for each 512th."""
 
 
 @contextlib.contextmanager
@@ -44,32 +49,40 @@ def share_work(processes: int | None = None) -> Iterator[None]:
         _allowed_processes = before
 
 
-def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], *, niceness: int = 0) -> list[Result]:
     """Return what `function` makes of each of `items`, in order.
 
+    Each process begins with one of the first of them, this one with the very first, and takes the next that nobody has taken
+    whenever it is through with one.
+
     Args:
-        function: Runs Python alone. What it returns can be pickled, and what it changes is lost.
+        function: Runs Python alone. What it returns can be pickled, and what it changes is lost; but what the first item has it
+            change, and import, this process keeps.
         items: What for. They need not be pickled: the copies have them.
+        niceness: Of the copies, beyond that of this process: where this one has a core, and shares work of its own, they wait.
     """
     work = list(items)
     count = max(1, min(_allowed_processes, len(work))) if _can_copy() else 1
-    own, *others = (work[first::count] for first in range(count))
+    if count == 1:
+        return [function(item) for item in work]
+    found: dict[int, Result] = {}
     workers: list[_Worker] = []
-    try:
-        for share in others:
-            try:
-                workers.append(_Worker(functools.partial(_map, function, share), earlier=workers))
-            except OSError:  # no more processes, files or memory for now
-                break
-        found = [_map(function, own)]
-        left = [_map(function, share) for share in others[len(workers) :]]
-        # Where a worker ended without a result its share is done here, and an error is raised where somebody sees it.
-        found += [worker.collect() or _map(function, share) for worker, share in zip(workers, others, strict=False)]
-        found += left
-    finally:
-        for worker in workers:
-            worker.stop()
-    return [found[place % count][place // count] for place in range(len(work))]
+    with contextlib.closing(_Tickets(count, len(work))) as tickets:
+        do_own = functools.partial(_do, function, work, tickets)
+        try:
+            for first in range(1, count):
+                try:
+                    workers.append(_Worker(functools.partial(do_own, first), earlier=workers, niceness=niceness))
+                except OSError:  # no more processes, files or memory for now
+                    break
+            found |= do_own(0)
+            for worker in workers:
+                found |= worker.collect() or {}
+        finally:
+            for worker in workers:
+                worker.stop()
+    # What a worker had taken that ended without a result is done here, and an error is raised where somebody sees it.
+    return [found[number] if number in found else function(item) for number, item in enumerate(work)]
 
 
 def _can_copy() -> bool:
@@ -88,8 +101,40 @@ def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _map(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    return [function(item) for item in items]
+def _do(function: Callable[[Item], Result], work: Sequence[Item], tickets: "_Tickets", first: int) -> dict[int, Result]:
+    """Return by number what comes of the thing with the number `first`, and of all that this process takes after it."""
+    return {number: function(work[number]) for number in itertools.chain((first,), tickets.take())}
+
+
+class _Tickets:
+    """The numbers of things to do, of which each process that shares them takes the next one.
+
+    A pipe that is full and closed: what one process reads of it no other does, and nobody has to wait for one that was killed.
+
+    Args:
+        begin: The first number.
+        end: The number behind the last one.
+    """
+
+    def __init__(self, begin: int, end: int) -> None:
+        self._stride = max(1, min(end - begin, _MOST_TICKETS))
+        self._end = end
+        self._source: int | None = None
+        with contextlib.suppress(OSError):  # with no file left nobody takes one
+            self._source, target = os.pipe()
+            firsts = range(begin, min(begin + self._stride, end))
+            os.write(target, b"".join(number.to_bytes(_TICKET_BYTES, "little") for number in firsts))
+            os.close(target)
+
+    def take(self) -> Iterator[int]:
+        """Yield the next number that nobody has taken, until there is none."""
+        while self._source is not None and (ticket := os.read(self._source, _TICKET_BYTES)):
+            yield from range(int.from_bytes(ticket, "little"), self._end, self._stride)
+
+    def close(self) -> None:
+        """Take no more."""
+        if self._source is not None:
+            os.close(self._source)
 
 
 class _Worker:
@@ -98,16 +143,17 @@ class _Worker:
     Args:
         work: What, as a function whose result can be pickled.
         earlier: Workers that were started before, and that are not stopped yet.
+        niceness: More than that of this process.
 
     Raises:
         OSError: There is no worker: the system has no more processes or files for this one.
     """
 
-    def __init__(self, work: Callable[[], Any], *, earlier: Sequence["_Worker"] = ()) -> None:
+    def __init__(self, work: Callable[[], Any], *, earlier: Sequence["_Worker"] = (), niceness: int = 0) -> None:
         context = multiprocessing.get_context("fork")
         self.results, results = context.Pipe(duplex=False)
         read_here = [self.results, *(worker.results for worker in earlier)]
-        self._process = context.Process(target=_work, args=(work, results, read_here), daemon=True)
+        self._process = context.Process(target=_work, args=(work, results, read_here, niceness), daemon=True)
         try:
             with warnings.catch_warnings():
                 # Python 3.12 warns of threads: the one that waits for Ctrl-C, and NumPy's libraries', which no copy calls.
@@ -135,13 +181,14 @@ class _Worker:
         self.results.close()
 
 
-def _work(work: Callable[[], Any], results: Connection, read_by_first: Sequence[Connection]) -> None:
+def _work(work: Callable[[], Any], results: Connection, read_by_first: Sequence[Connection], niceness: int) -> None:
     # Copies of what the first process reads from. While one is open here, no worker would see that the first is gone: whoever
     # sends a result would wait for ever.
     for connection in read_by_first:
         connection.close()
     # Ctrl-C reaches all processes of a terminal: the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(niceness)
     with share_work(processes=1):
         try:
             found = work()

@@ -217,7 +217,7 @@ def find_nearest(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_b
 
     They are looked for on the fullest ranks, and checked on all. First what recompute alone comes to; then, beside what does
     not fit, the tags that Megatron knows too: one after the other until it does, and all of them, less those that it fits
-    without. The same arguments give the same object: what was found is kept for a while.
+    without.
 
     Args:
         ranks: The pipeline, by number.
@@ -226,12 +226,6 @@ def find_nearest(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_b
     """
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
-    return _find_nearest(tuple(ranks), budget_bytes)
-
-
-# The solver begins with what users would choose, and whoever shows its plan shows that beside it.
-@functools.lru_cache(maxsize=4)
-def _find_nearest(ranks: tuple[RankModel, ...], budget_bytes: int) -> NearestFlags | None:
     search = _FlagSearch(_pick_fullest(ranks), budget_bytes)
     short = shorten_together(ranks)
     for _ in range(_MOST_CHECKS):

@@ -30,6 +30,9 @@ is the same; no more, since what the program of a rank is off tells the next one
 _MORE_ALONE = 2
 """Times that the limits of layers' passes are as high where there is one search: the time of the others is not needed."""
 
+_BASELINES_NICENESS = 10
+"""Of copies that simulate baselines meanwhile: they take what the search leaves of the cores."""
+
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
 
@@ -56,6 +59,7 @@ class RankSearches:
         self._left_passes = 0
         self._least: tuple[State, ...] | None = None
         self._baselines: dict[str, tuple[State, ...]] = {}
+        self._nearest: dict[int, NearestFlags | None] = {}
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
         self._points: dict[object, LayerPoints] = {}
         searches: dict[RankModel, RankSearch] = {}
@@ -124,7 +128,7 @@ class RankSearches:
     def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:
         """Return the states that users would choose: the baselines, and the flags that come nearest to the budget."""
         usual = list(self.list_baselines().values())
-        nearest = self._simulate_usual(budget_bytes)
+        nearest = self.find_nearest(budget_bytes)
         if nearest is not None:
             usual.append(self._read_plan(nearest.flags.make_plan(self.ranks)))
             if nearest.flags.offload_modules:
@@ -132,25 +136,18 @@ class RankSearches:
                 self._results.setdefault(_make_key(usual[-1]), nearest.result)
         return usual
 
-    def _simulate_usual(self, budget_bytes: int) -> NearestFlags | None:
-        """Simulate the baselines and look for the flags that come nearest to the budget, side by side; return the latter."""
-        plans = {_make_key(states): self.make_plan(states) for states in self.list_baselines().values()}
-        plans = {key: plan for key, plan in plans.items() if key not in self._results}
-        # The longest first, where much leaves: another process has it while this one is with the flags.
-        longest_first = sorted(plans, key=lambda key: -sum(one.offloads for one in plans[key].actions.values()))
-        work: list[Callable[[], Any]] = [functools.partial(self._find_nearest, budget_bytes)]
-        work += [functools.partial(simulate, self.ranks, plans[key]) for key in longest_first]
-        nearest: NearestFlags | None
-        nearest, *results = map_in_processes(_call, work)
-        self._results |= dict(zip(longest_first, results, strict=True))
-        self._together += len(plans)
-        return nearest
+    def find_nearest(self, budget_bytes: int) -> NearestFlags | None:
+        """Return the flags that come nearest to the budget, or None where none keep to it; looked for once."""
+        if budget_bytes and budget_bytes not in self._nearest:
+            # The first process has to import what the searches need, and another one looks for flags meanwhile.
+            work: list[Callable[[], Any]] = [functools.partial(self._load_solver, budget_bytes)]
+            work.append(functools.partial(find_nearest, self.ranks, budget_bytes=budget_bytes))
+            _, self._nearest[budget_bytes] = map_in_processes(_call, work)
+        return self._nearest.get(budget_bytes)
 
-    def _find_nearest(self, budget_bytes: int) -> NearestFlags | None:
-        """Return the flags that come nearest; in the first process, with what the searches after it need imported."""
+    def _load_solver(self, budget_bytes: int) -> None:
         if any(search.needs_programs(budget_bytes) for search in self._apart):
             load_solver()
-        return find_nearest(self.ranks, budget_bytes=budget_bytes) if budget_bytes else None
 
     def find_states(self, budget_bytes: int, *, starts: Sequence[State] = ()) -> tuple[State, ...]:
         """Return the fastest states found within the budget; where none fit, those with the least bytes above it.
@@ -164,9 +161,23 @@ class RankSearches:
             return self._try_all(budget_bytes)
         begins = [*self.list_usual(budget_bytes), *([tuple(starts)] if starts else [])]
         self._left_passes = self._limits.layer_passes
-        found = self._correct(self._find_apart(budget_bytes, begins), budget_bytes)
+        found = self._find_together(budget_bytes, begins)
         # By construction no slower than what users would choose, nor than what the search began with.
         return min([found, *begins], key=lambda states: self._score(states, budget_bytes))
+
+    def _find_together(self, budget_bytes: int, begins: Sequence[Sequence[State]]) -> tuple[State, ...]:
+        """Return the best states found from `begins`, with what the baselines come to simulated beside it."""
+        plans = {_make_key(states): self.make_plan(states) for states in self.list_baselines().values()}
+        unknown = [key for key in plans if key not in self._results]
+        # The longest first, where much leaves.
+        unknown.sort(key=lambda key: -sum(action.offloads for action in plans[key].actions.values()))
+        work: list[Callable[[], Any]] = [lambda: self._correct(self._find_apart(budget_bytes, begins), budget_bytes)]
+        work += [functools.partial(simulate, self.ranks, plans[key]) for key in unknown]
+        found: tuple[State, ...]
+        found, *results = map_in_processes(_call, work, niceness=_BASELINES_NICENESS)
+        self._results |= dict(zip(unknown, results, strict=True))
+        self._together += len(unknown)
+        return found
 
     def find_least_states(self) -> tuple[State, ...]:
         """Return the states with the least peaks found."""

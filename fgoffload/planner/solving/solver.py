@@ -15,6 +15,7 @@ from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.solving.megatron_flags import NearestFlags
 from fgoffload.planner.solving.placement import State, keep_all
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.reasons import Decision, explain_rank
@@ -46,6 +47,8 @@ class Solution:
     baselines: Mapping[str, StepResult]
     """What people compare with, by name: `fgoffload.planner.solving.megatron_flags.baselines`. Where one of them keeps to the
     budget the plan is no slower. Those that offload nothing are Megatron's own, without this package."""
+    nearest: NearestFlags | None
+    """Megatron's own flags that come nearest to the plan within the budget, or None where none keep to it."""
     simulations: int
     """Of single ranks; one of all ranks together counts as many as there are."""
     states: tuple[State, ...]
@@ -150,6 +153,7 @@ def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -
         bound_s=bound_s,
         gap=gap,
         baselines=searches.simulate_baselines(),
+        nearest=searches.find_nearest(budget_bytes),
         simulations=searches.simulations - before,
         states=states,
     )

@@ -1,6 +1,7 @@
 """Work that several processes share: the same results in the same order, whatever becomes of a worker."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -46,6 +47,51 @@ def test_processes_share_work_only_where_that_is_allowed():
         found = map_in_processes(lambda place: (place, list_processes()), range(2))
     assert len(found[1][1]) == 1
     assert list_processes() == {os.getpid()}
+
+
+@pytest.mark.parametrize("count", [7, 700, 2000])
+def test_who_is_through_takes_what_nobody_has_taken(count):
+    first = os.getpid()
+
+    def work(number):
+        if os.getpid() == first:
+            time.sleep(1)
+        return number, os.getpid()
+
+    with share_work(2):
+        found = map_in_processes(work, range(count))
+    assert [number for number, _ in found] == list(range(count))
+    assert [process == first for _, process in found] == [True, *[False] * (count - 1)]
+
+
+def test_the_first_thing_is_done_here():
+    changed = []
+    with share_work(3):
+        map_in_processes(changed.append, [1, 2, 3])
+    assert changed == [1]
+
+
+def test_copies_may_be_nicer_than_this_process():
+    with share_work(3):
+        found = map_in_processes(lambda _: os.nice(0), range(3), niceness=3)
+    assert found == [os.nice(0), *[min(os.nice(0) + 3, 19)] * 2]
+
+
+def test_no_file_stays_open():
+    with share_work(3):
+        before = os.listdir("/proc/self/fd")
+        map_in_processes(str, range(9))
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_without_files_all_is_done_here(monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", refuse)
+    with share_work(3):
+        found = map_in_processes(lambda number: (number, os.getpid()), range(9))
+    assert found == [(number, os.getpid()) for number in range(9)]
 
 
 def test_what_a_worker_that_was_killed_had_to_do_is_done_here():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import multiprocessing
 
 import pytest
 from support.deepseek_ranks import make_ranks
@@ -11,7 +12,7 @@ from fgoffload import Action, ConfigError, OffloadPlan
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving import megatron_flags
+from fgoffload.planner.solving import megatron_flags, rank_searches
 from fgoffload.planner.solving.megatron_flags import (
     FullMethod,
     FullRecompute,
@@ -186,15 +187,25 @@ def test_where_everything_fits_the_nearest_flags_are_none():
     assert find_nearest_flags(ranks, budget_bytes=kept.peak_bytes) == MegatronFlags()
 
 
+@pytest.mark.parametrize("exhaustive_plans", [0, 10**12])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_flags_that_the_solver_began_with_are_not_looked_for_again(monkeypatch, processes):
-    ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=5)
+def test_a_solution_has_the_flags_that_come_nearest_and_looks_for_them_once(monkeypatch, processes, exhaustive_plans):
+    ranks = make_ranks(stages=2, chunks=1, layers=1, microbatches=5)
     budget_bytes = simulate(ranks, OffloadPlan(actions={})).peak_bytes - GIB
+    expected = megatron_flags.find_nearest(ranks, budget_bytes=budget_bytes)
+    looked = multiprocessing.get_context("fork").Value("i", 0)
+
+    def count(*args, **options):
+        with looked.get_lock():
+            looked.value += 1
+        return megatron_flags.find_nearest(*args, **options)
+
+    monkeypatch.setattr(rank_searches, "find_nearest", count)
     with share_work(processes):
-        solve(ranks, budget_bytes=budget_bytes, limits=SearchLimits(exhaustive_plans=0))
-    expected = megatron_flags.find_nearest(ranks, budget_bytes=budget_bytes + 1)
-    monkeypatch.setattr(megatron_flags, "_FlagSearch", None)
-    assert megatron_flags.find_nearest(ranks, budget_bytes=budget_bytes) == expected
+        solution = solve(ranks, budget_bytes=budget_bytes, limits=SearchLimits(exhaustive_plans=exhaustive_plans))
+    assert solution.nearest == expected
+    assert expected is not None
+    assert looked.value == 1
 
 
 def test_where_no_flags_fit_there_are_none():
