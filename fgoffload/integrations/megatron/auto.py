@@ -12,14 +12,19 @@ A model that needs a budget may not fit while everything is kept. So a layer is 
 with a part in reserve for what is not known yet. Else all its tags are offloaded while it is measured, as far as host memory
 allows: its bytes are the same, and its times count only where it was kept in no microbatch. Where that does not fit either, the
 first step fails as it would with every tag selected.
+
+[Note: A plan that takes more than was said]
+What operators have for a moment was measured in one step, in which other layers stayed than in those that follow. So the first
+step under a plan is looked at: where it took more than the budget on any rank, by what the allocator counts, the next plan
+leaves free what that step took beyond its prediction. After a few of these the last one stays, with a warning.
 """
 
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,9 +45,14 @@ from fgoffload.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
 
+Own = TypeVar("Own")
+
 KEPT_PART = 0.8
 """Of the budget, that a measured step may fill before layers leave: the rest is for the loss, for gradients of activations and
 for the largest layer's temporary tensors, of which nothing is known yet."""
+
+MOST_CHECKS = 3
+"""Plans in a row whose first step is looked at. See [Note: A plan that takes more than was said]."""
 
 _NOTHING = OffloadPlan(actions={})
 
@@ -57,6 +67,16 @@ class _Measured:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """What the first step under a plan took on one process, in device bytes."""
+
+    peak_bytes: int
+    """At its worst moment."""
+    beyond_bytes: int
+    """Of them: more than was predicted of its pipeline rank."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
     """The plan in use, and what is expected of it."""
 
@@ -64,10 +84,15 @@ class PlannedStep:
     """For all ranks."""
     call: ScheduleCall
     """The largest step that it is for."""
-    peak_bytes: int
-    """Device bytes at the worst moment of the worst rank."""
+    peaks: Mapping[int, int]
+    """By pipeline rank: device bytes at its worst moment."""
     step_s: float
     """Of the step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the highest peak of any rank."""
+        return max(self.peaks.values())
 
 
 class AutoOffload(StepMeasurement):
@@ -96,6 +121,14 @@ class AutoOffload(StepMeasurement):
         """What runs again, by the plan in use."""
         self._kept_bytes = 0
         """Of parameters and gradients, where nobody counts device bytes."""
+        self._current: ScheduleCall | None = None
+        """The step that runs, or ran last."""
+        self._taken_bytes: int | None = None
+        """At peak, of the first step under the plan in use; None when it was compared, and where it will not be."""
+        self._left_checks = 0
+        """Steps that will still be compared so."""
+        self._beyond_bytes = 0
+        """How much more a step took than was predicted of its plan: what all later plans leave free."""
         self._is_leaving = False
         """Whether the layer that forward is in is offloaded while it is measured."""
         self.request()
@@ -109,7 +142,7 @@ class AutoOffload(StepMeasurement):
         self._layers[chunk, int(layer.layer_number) - 1] = (weakref.ref(layer), inputs)
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """A schedule begins: plan where a step was measured, and plan again where this one goes beyond the plan.
+        """A schedule begins: plan where a step was measured, and again where a plan was left behind by this step or the last.
 
         Raises:
             PlanError: No plan fits the budget; all processes raise alike.
@@ -121,9 +154,17 @@ class AutoOffload(StepMeasurement):
         elif self.planned is not None and not _is_within(call, self.planned.call):
             logger.info("a step of %s is beyond the plan for %s: planning again", _say(call), _say(self.planned.call))
             self._plan(call)
+        elif self.planned is not None and self._taken_bytes is not None:
+            self._check(self.planned, self._taken_bytes)
         if self.state is MeasurementState.WANTED:
             self._kept_bytes = self._count_bytes()
+        self._current = call
         super().begin_step(call)
+
+    def finish_step(self) -> None:  # noqa: D102
+        super().finish_step()
+        if self.planned is not None and self._current == self.planned.call and self._left_checks and self._memory is not None:
+            self._taken_bytes = self._memory.count_peak()
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None] | None:
         """Return a context that records a layer, which leaves where there is no room. See [Note: A step that does not fit]."""
@@ -165,27 +206,60 @@ class AutoOffload(StepMeasurement):
             self.planned = None
             self.request()
             return
+        self._left_checks = MOST_CHECKS
         wanted = ScheduleCall(microbatches=max(call.microbatches, measured.microbatches), tokens=measured.tokens)
-        found, failure = None, None
+        failure = self._try_to_plan(wanted)
+        if failure is not None:
+            raise failure
+
+    def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
+        """Follow the fastest plan for `call` from now on; where there is none change nothing, and return why. All do alike."""
+        found, cause = None, None
         if _is_first_process():
             try:
-                found = self._solve(wanted)
+                found = self._solve(call)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
-                found, failure = f"the first process could not plan: {type(error).__name__}: {error}", error
+                found, cause = f"the first process could not plan: {type(error).__name__}: {error}", error
         planned = _broadcast(found)
         if isinstance(planned, str):
-            raise PlanError(planned) from failure
+            failure = PlanError(planned)
+            failure.__cause__ = cause
+            return failure
         self.planned = planned
         self._apply(planned.plan)
+        if self._memory is not None:
+            self._memory.take_peak()  # the peak from now on is of this plan
         logger.info(
             "plan for %s: %d sites are offloaded and %d units run again; %s at peak of %s, %s a step expected",
-            _say(wanted),
+            _say(call),
             planned.plan.count(Action.OFFLOAD) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
             planned.plan.count(Action.RECOMPUTE) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
             format_bytes(planned.peak_bytes),
             format_bytes(self._budget_bytes),
             format_ms(planned.step_s),
         )
+        return None
+
+    def _check(self, planned: PlannedStep, taken_bytes: int) -> None:
+        """Plan again where the first step under a plan took more than the budget on any process. All know of all."""
+        self._taken_bytes = None
+        self._left_checks -= 1
+        beyond_bytes = taken_bytes - planned.peaks[self._get_rank()]
+        taken = _gather(_Taken(peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
+        peak_bytes = max(one.peak_bytes for one in taken)
+        if peak_bytes <= self._budget_bytes:
+            self._left_checks = 0
+            return
+        self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
+        above = f"a step took {format_bytes(peak_bytes)} at peak, {peak_bytes - self._budget_bytes} bytes above the budget"
+        if not self._left_checks:
+            logger.warning("%s, after %d plans: the last one stays. Give a budget that much smaller.", above, MOST_CHECKS)
+            return
+        logger.info("%s, and %s more than predicted: planning again", above, format_bytes(self._beyond_bytes))
+        failure = self._try_to_plan(planned.call)
+        if failure is not None:
+            self._left_checks = 0
+            logger.warning("%s, and its plan stays: no other one was found. %s", above, failure)
 
     def _solve(self, call: ScheduleCall) -> "PlannedStep | str":
         """Return the plan for `call`, or why there is none."""
@@ -209,10 +283,15 @@ class AutoOffload(StepMeasurement):
             for rank in ranks
         ]
         try:
-            solution = solve(models, budget_bytes=round(self._budget_bytes * PLANNED_SHARE))
+            solution = solve(models, budget_bytes=self._count_planned_bytes())
         except OffloadError as error:
             return f"--offload-memory-budget {self._budget_bytes}: {error}"
-        return PlannedStep(plan=solution.plan, call=call, peak_bytes=solution.result.peak_bytes, step_s=solution.result.step_s)
+        peaks = {rank.rank: rank.peak_bytes for rank in solution.result.ranks}
+        return PlannedStep(plan=solution.plan, call=call, peaks=peaks, step_s=solution.result.step_s)
+
+    def _count_planned_bytes(self) -> int:
+        """Return the device bytes that a plan may use of the budget."""
+        return min(round(self._budget_bytes * PLANNED_SHARE), self._budget_bytes - self._beyond_bytes)
 
     def _apply(self, plan: OffloadPlan) -> None:
         """Offload by `plan` from now on, and let run again what it says. No forward is under way."""
@@ -241,8 +320,8 @@ def _is_first_process() -> bool:
     return _is_alone() or torch.distributed.get_rank() == 0
 
 
-def _gather(own: _Measured) -> list[_Measured]:
-    """Return what all processes measured, in their order, on each of them."""
+def _gather(own: Own) -> list[Own]:
+    """Return what all processes have of a kind, in their order, on each of them."""
     if _is_alone():
         return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()

@@ -24,6 +24,10 @@ class DeviceMemory(abc.ABC):
         """Return the bytes now. The host does not block."""
 
     @abc.abstractmethod
+    def count_peak(self) -> int:
+        """Return the most bytes since the last `read`. The host does not block."""
+
+    @abc.abstractmethod
     def read(self) -> MemoryReading:
         """Return the bytes now and at peak since the last call. The host does not block."""
 
@@ -37,6 +41,9 @@ class CudaMemory(DeviceMemory):
 
     def count_allocated(self) -> int:  # noqa: D102
         return int(torch.cuda.memory_allocated(self._device))
+
+    def count_peak(self) -> int:  # noqa: D102
+        return int(torch.cuda.max_memory_allocated(self._device))
 
     def read(self) -> MemoryReading:  # noqa: D102
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]

@@ -158,7 +158,7 @@ class StepMeasurement:
         now = self._mark()
         self._device.synchronize(now)
         profile = RankProfile(
-            rank=int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank()),
+            rank=self._get_rank(),
             pipeline=self._find_pipeline(self.call),
             chunks=self._build_chunks(recorder),
             static_bytes=self._count_bytes(),
@@ -170,6 +170,10 @@ class StepMeasurement:
         self._recorder = None
         self.state = MeasurementState.IDLE
         return profile
+
+    def _get_rank(self) -> int:
+        """Return the number of this process's pipeline rank."""
+        return int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
 
     def _count_bytes(self) -> int:
         """Return the device bytes now; where nobody counts, those of parameters and gradients."""

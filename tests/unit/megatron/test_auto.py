@@ -1,5 +1,6 @@
 """`--offload-modules auto`: the first step measures, the others keep to the budget, and every bit stays."""
 
+import contextlib
 import dataclasses
 import logging
 
@@ -9,7 +10,8 @@ from support.trainings import DENSE, HIDDEN_BYTES, MIXED, MOE, SHARED, make_trai
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
-from fgoffload.integrations.megatron import auto
+from fgoffload.integrations.megatron import auto, profiling
+from fgoffload.integrations.megatron.device_memory import MemoryReading
 from fgoffload.planner.solving import solver
 from fgoffload.units import GIB
 
@@ -217,6 +219,114 @@ def test_remove_lets_the_layers_run_once_again(monkeypatch):
         trainer.integration.remove()
         assert not attention.checkpoint_core_attention
         assert not attention.core_attention._forward_pre_hooks
+
+
+class CountedMemory:
+    """In place of an allocator: what a step takes is what it was predicted to take, and so much more."""
+
+    def __init__(self, static_bytes):
+        self.static_bytes = static_bytes
+        self.trainer = None
+        self.beyond = []
+        """By plan: bytes that its steps take beyond their prediction. The last one goes for all later plans."""
+        self.plans = 0
+
+    def count_allocated(self):
+        return self.static_bytes
+
+    def read(self):
+        return MemoryReading(allocated_bytes=self.static_bytes, peak_bytes=self.static_bytes)
+
+    def take_peak(self):
+        self.plans += 1  # once for the measured step, and once for each plan
+        return self.static_bytes
+
+    def count_peak(self):
+        planned = self.trainer.integration.measurement.planned
+        return planned.peak_bytes + self.beyond[min(self.plans - 2, len(self.beyond) - 1)]
+
+
+def run_counted(monkeypatch, caplog, beyond, *, part=0.7, steps=6, changes=None):
+    """Train where steps take `beyond` bytes more than predicted; return the steps, the budget and what was logged about it."""
+    caplog.set_level(logging.INFO, logger="fgoffload.integrations.megatron.auto")
+    static_bytes = count_static(MIXED)
+    memory = CountedMemory(static_bytes)
+    memory.beyond = beyond
+    monkeypatch.setattr(profiling, "find_device_memory", lambda device_type: memory)
+    expected = run(MIXED, None, steps=steps, changes=changes)
+    budget_bytes = static_bytes + int(part * max(expected.activation_bytes))
+    make = make_trainer
+
+    @contextlib.contextmanager
+    def make_and_keep(*args):
+        with make(*args) as memory.trainer:
+            yield memory.trainer
+
+    monkeypatch.setitem(globals(), "make_trainer", make_and_keep)
+    found = run(MIXED, make_auto(budget_bytes), steps=steps, changes=changes)
+    assert found.bits == expected.bits
+    lines = [(record.levelname, record.message) for record in caplog.records if "above the budget" in record.message]
+    return found, budget_bytes, lines
+
+
+def test_a_step_that_takes_more_than_the_budget_is_planned_for_again(monkeypatch, caplog):
+    found, budget_bytes, lines = run_counted(monkeypatch, caplog, [30_000, 70_000])
+    # Measured, planned, and twice planned again with what was missing left free.
+    assert found.planned[1].peak_bytes + 30_000 > budget_bytes
+    assert found.planned[2].peak_bytes <= budget_bytes - 30_000
+    assert found.planned[2].peak_bytes + 70_000 > budget_bytes
+    assert found.planned[3].peak_bytes <= budget_bytes - 70_000
+    assert found.planned[3] is found.planned[4] is found.planned[5]
+    assert [level for level, _ in lines] == ["INFO", "INFO"]
+    above_bytes = found.planned[1].peak_bytes + 30_000 - budget_bytes
+    assert f"{above_bytes} bytes above the budget" in lines[0][1]
+
+
+def test_a_step_within_the_budget_keeps_its_plan_and_is_not_looked_at_again(monkeypatch, caplog):
+    found, budget_bytes, lines = run_counted(monkeypatch, caplog, [10])
+    assert found.planned[1].peak_bytes + 10 <= budget_bytes
+    assert found.planned[1] is found.planned[5]
+    assert lines == []
+
+
+def test_after_a_few_plans_the_last_one_stays_with_a_warning(monkeypatch, caplog):
+    found, _, lines = run_counted(monkeypatch, caplog, [20_000, 40_000, 60_000, 80_000], part=0.8, steps=7)
+    assert found.planned[1] is not found.planned[2] is not found.planned[3]
+    assert found.planned[3] is found.planned[6]
+    assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING"]
+    assert "after 3 plans: the last one stays. Give a budget that much smaller." in lines[2][1]
+
+
+def test_where_no_other_plan_is_found_the_first_stays_with_a_warning(monkeypatch, caplog):
+    found, _, lines = run_counted(monkeypatch, caplog, [10**9])
+    assert found.planned[1] is found.planned[5]
+    assert [level for level, _ in lines] == ["INFO", "WARNING"]
+    assert "its plan stays: no other one was found." in lines[1][1]
+
+
+def test_a_step_that_is_smaller_than_planned_says_nothing(monkeypatch, caplog):
+    changes = {1: {"global_batch_size": 2}, 3: {"global_batch_size": 4}}
+    found, _, lines = run_counted(monkeypatch, caplog, [30_000, 0], changes=changes)
+    # The second and the third step are half as large: only the fourth is one that the plan is for.
+    assert found.planned[1] is found.planned[3]
+    assert found.planned[4] is not found.planned[3]
+    assert len(lines) == 1
+
+
+def test_one_process_above_the_budget_is_enough_for_all_to_plan_again(monkeypatch, caplog):
+    gathered = []
+
+    def gather(own):
+        gathered.append(own)
+        is_taken = hasattr(own, "beyond_bytes")
+        other = dataclasses.replace(own, peak_bytes=2**50, beyond_bytes=25_000) if is_taken and len(gathered) == 2 else own
+        return [own, other]
+
+    monkeypatch.setattr(auto, "_gather", gather)
+    found, budget_bytes, lines = run_counted(monkeypatch, caplog, [0])
+    assert found.planned[2].peak_bytes <= budget_bytes - 25_000 < found.planned[1].peak_bytes
+    assert len(lines) == 1
+    assert len(gathered) == 3  # what was measured, and the first steps of two plans
 
 
 PIPELINE = f"{MOE} --num-layers 4 --global-batch-size 8 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"

@@ -1,0 +1,42 @@
+"""What `--offload-modules auto` reads of the allocator: bytes now, the most since it was read, and the most of all readings."""
+
+import pytest
+import torch
+
+from fgoffload.integrations.megatron.device_memory import find_device_memory
+
+NBYTES = 8 << 20
+"""Of a tensor: a whole number of the allocator's steps."""
+
+
+@pytest.fixture
+def memory():
+    found = find_device_memory("cuda")
+    found.take_peak()
+    return found
+
+
+def take(tensors):
+    """Allocate so many tensors at once, and give them back."""
+    kept = [torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(tensors)]
+    kept.clear()
+
+
+def test_the_peak_is_counted_without_beginning_anew(memory):
+    start_bytes = memory.count_allocated()
+    take(3)
+    assert memory.count_peak() == start_bytes + 3 * NBYTES
+    take(1)
+    assert memory.count_peak() == start_bytes + 3 * NBYTES
+    assert memory.count_allocated() == start_bytes
+
+
+def test_a_reading_begins_anew_and_taking_the_peak_forgets_all_of_them(memory):
+    start_bytes = memory.count_allocated()
+    take(3)
+    assert memory.read().peak_bytes == start_bytes + 3 * NBYTES
+    assert memory.count_peak() == start_bytes
+    take(2)
+    assert memory.read().peak_bytes == start_bytes + 2 * NBYTES
+    assert memory.take_peak() == start_bytes + 3 * NBYTES
+    assert memory.take_peak() == start_bytes
