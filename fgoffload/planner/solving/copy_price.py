@@ -1,10 +1,19 @@
-"""What a program has to take copies for, so that its plans are not late.
+"""What programs and moves have to take copies for, so that plans are not late.
 
 A program knows what a layer's copies cost next to layers that do the same. Where the layers of a plan move more together than
 the link can take, all are late, and the simulator says by how much. So the next program gets a price for each byte.
 """
 
+import collections
 import math
+from collections.abc import Sequence
+
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.solving.placement import LayerSlot, State
+from fgoffload.planner.solving.program import count_copy_room_s
+
+_FULL = 0.95
+"""Of the time that copies have in a forward: from here on one more byte is waited for."""
 
 
 class CopyPrice:
@@ -40,3 +49,19 @@ class CopyPrice:
             self.s_per_byte = (self._too_low + self._too_high) / 2
         else:
             self.s_per_byte += max(late_s, 0.0) / max(moved_bytes, 1)
+
+
+def find_link_price(rank: RankModel, slots: Sequence[LayerSlot], state: State) -> float:
+    """Return the seconds that one more byte takes where the link has no room for it in a forward; else 0.
+
+    Args:
+        rank: The rank.
+        slots: Its layers.
+        state: What they do.
+    """
+    moved_bytes: collections.Counter[int] = collections.Counter()
+    for slot, configuration in zip(slots, state, strict=True):
+        moved_bytes[slot.chunk] += configuration.moved_bytes
+    price = 1 / rank.link.d2h_bytes_per_s
+    rooms = enumerate(count_copy_room_s(rank, chunk) for chunk in rank.chunks)
+    return price if any(moved_bytes[number] * price > _FULL * room_s for number, room_s in rooms) else 0.0

@@ -60,6 +60,8 @@ class Place:
 
     added_s: float
     """Seconds that forward and backward take longer than where all is kept."""
+    d2h_s: float
+    """Seconds in which its copies to the host run."""
     extra_bytes: int
     """The most on the device beside what microbatches in flight keep: on its way, back again, and what compute has."""
 
@@ -232,9 +234,14 @@ def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -
     kept_bytes = layer.saved_bytes + configuration.kept_bytes
     inner = Place(
         added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
+        d2h_s=(longer.d2h_s - shorter.d2h_s) / _MICROBATCHES / (many - few),
         extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
     )
-    last = Place(added_s=alone.step_s / _MICROBATCHES, extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes)
+    last = Place(
+        added_s=alone.step_s / _MICROBATCHES,
+        d2h_s=alone.d2h_s / _MICROBATCHES,
+        extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes,
+    )
     return inner, last
 
 

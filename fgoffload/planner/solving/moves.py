@@ -6,10 +6,14 @@ each would do is estimated here, from its bytes and its recompute; whether it do
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.planner.solving.choices import Configuration
 from fgoffload.planner.solving.placement import LayerSlot, State
+
+_TRIES = 2
+"""Of one change in different layers, before other changes have their turn."""
 
 _MOST_OF_EACH = 32
 """Changes that free memory, and as many that use it, of which pairs are made: 2016 pairs are more than are ever simulated."""
@@ -85,6 +89,45 @@ def list_pairs(changes: Sequence[Change]) -> list[Move]:
     return [pair for pair in itertools.combinations([*freeing, *using], 2) if _may_pair(*pair)]
 
 
+def order_moves(
+    state: State, slots: Sequence[LayerSlot], moves: Iterable[Move], *, above_bytes: int, doubt_bytes: float
+) -> list[Move]:
+    """Return those of `moves` that may better a state, the most promising first.
+
+    The same change in another layer mostly comes to the same: each is tried in two layers that are far from each other before
+    any is in more.
+
+    Args:
+        state: What the layers do.
+        slots: The layers.
+        moves: From `state`.
+        above_bytes: How far its peak is above the budget; below 0 where it fits.
+        doubt_bytes: By how much moves may exceed the budget by estimate. Infinite lets all through, slower ones too.
+    """
+    found = []
+    for move in moves:
+        peak_bytes = sum(change.peak_bytes for change in move)
+        step_s = sum(change.step_s for change in move)
+        if above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt_bytes)):
+            found.append((step_s, peak_bytes, move))
+        elif above_bytes > 0 and (peak_bytes <= -above_bytes or math.isinf(doubt_bytes)):
+            # What frees enough, the fastest first; and then the rest.
+            found.append((step_s if peak_bytes <= -above_bytes else math.inf, peak_bytes, move))
+    ordered = [move for _, _, move in sorted(found, key=lambda row: row[:2])]
+    alike: dict[object, list[int]] = {}
+    for number, move in enumerate(ordered):
+        alike.setdefault(_describe(state, slots, move), []).append(number)
+    turns = {number: turn // _TRIES for numbers in alike.values() for turn, number in enumerate(spread(numbers))}
+    return [ordered[number] for number in sorted(turns, key=lambda number: (turns[number], number))]
+
+
+def spread(numbers: Sequence[int]) -> list[int]:
+    """Return `numbers` in another order: the first ones lie as far from each other as they can."""
+    bits = max(len(numbers) - 1, 1).bit_length()
+    places = sorted(range(len(numbers)), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
+    return [numbers[place] for place in places]
+
+
 def apply_move(state: State, move: Move) -> State:
     """Return `state` after the changes of `move`."""
     layers = list(state)
@@ -97,6 +140,11 @@ def apply_move(state: State, move: Move) -> State:
         chosen[change.part] = change.configuration.chosen[change.part]
         layers[change.place] = Configuration(mode=change.configuration.mode, chosen=tuple(chosen))
     return tuple(layers)
+
+
+def _describe(state: State, slots: Sequence[LayerSlot], move: Move) -> object:
+    """Return what `move` has in common with the same in other layers."""
+    return frozenset((slots[one.place].layer.kind, state[one.place].actions, one.configuration.actions) for one in move)
 
 
 def _list_others(configuration: Configuration) -> Iterator[tuple[int | None, Configuration]]:

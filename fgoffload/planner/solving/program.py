@@ -171,6 +171,7 @@ class _Program:
             ]
             self._require(_Row(dict.fromkeys([variable for _, variable in found.inner[kind]], 1.0)), layers, layers)
         self._add_first_copy(found, len(chunk.layers) - 1, microbatches)
+        self._add_late_copies(found, chunk, microbatches)
         self._add_extra(found, len(chunk.layers) - 1)
         return found
 
@@ -191,6 +192,21 @@ class _Program:
         moving = _Row(dict.fromkeys([variable for point, variable in chunk.last if point.configuration.moved_bytes], longest))
         waited = self._add(0, math.inf, cost=microbatches)
         self._add_levels(waits, waited, moving, inner_layers, step=_WAIT_STEPS * self._resolution_s / self._unit_s)
+
+    def _add_late_copies(self, chunk: _Chunk, model: ChunkModel, microbatches: int) -> None:
+        """Add the seconds for which forward waits since all its layers together move more than the link takes meanwhile.
+
+        Short simulations say what a layer waits for once the window is full. Layers that each move a bit more than the link
+        takes beside them fill it only in a long chunk.
+        """
+        places = [(point, point.last, variable) for point, variable in chunk.last]
+        places += [(point, point.inner, variable) for points in chunk.inner.values() for point, variable in points]
+        late = self._add(0, math.inf, cost=microbatches)
+        row = _Row({late: 1.0})
+        for point, place, variable in places:
+            waited_s = max(place.added_s - point.configuration.recompute_s, 0.0)
+            row[variable] = (waited_s - place.d2h_s) / self._unit_s
+        self._require(row, -count_copy_room_s(self._rank, model) / self._unit_s, math.inf)
 
     def _add_extra(self, chunk: _Chunk, inner_layers: int) -> None:
         """Let the most bytes beside what is kept be those of the layer that has most."""
@@ -347,6 +363,16 @@ def count_step_s(rank: RankModel) -> float:
         seconds = sum(segment.forward_pass_s + segment.backward_s for segment in _list_segments(chunk))
         step_s += seconds * count_backwards(rank.passes, chunk=number)
     return step_s
+
+
+def count_copy_room_s(rank: RankModel, chunk: ChunkModel) -> float:
+    """Return for how many seconds copies to the host may run that forward of a chunk submits, before it has to wait for them.
+
+    What comes behind the last layer does not count: when that one ends no more than a window may be on its way.
+    """
+    layers = (segment for layer in chunk.layers for segment in layer.model.segments)
+    forward_s = sum(segment.forward_pass_s for segment in (*chunk.first, *layers))
+    return forward_s + rank.policy.window_bytes / rank.link.d2h_bytes_per_s
 
 
 def _count_fixed_bytes(chunk: ChunkModel) -> int:

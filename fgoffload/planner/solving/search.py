@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.solving.choices import Mode, count_configurations, list_configurations
-from fgoffload.planner.solving.copy_price import CopyPrice
+from fgoffload.planner.solving.copy_price import CopyPrice, find_link_price
 from fgoffload.planner.solving.frontier import LayerPoints
 from fgoffload.planner.solving.host_work import count_host_s
 from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_ladders, list_tightened
 from fgoffload.planner.solving.moments import count_backwards, list_moments
-from fgoffload.planner.solving.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps
+from fgoffload.planner.solving.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps, order_moves
 from fgoffload.planner.solving.placement import (
     Order,
     State,
@@ -281,7 +281,7 @@ class RankSearch:
             is_repeated = last is not None and result.chunks == last.chunks
             placed = [place_counts(result, self.slots, order) for order in Order]
             states += placed
-            best = self._pick(placed, budget_bytes)
+            best = self._pick_promising(placed, budget_bytes)
             peak_bytes = self.judge(best).peak_bytes
             # The bound that counts is of a program without a price on copies.
             first, last, off_bytes = first or result, result, peak_bytes - result.peak_bytes
@@ -301,6 +301,14 @@ class RankSearch:
             elif not is_close:
                 asked_bytes = min(budget_bytes - off_bytes, asked_bytes - above_bytes)
         return first, off_bytes
+
+    def _pick_promising(self, states: Sequence[State], budget_bytes: int) -> State:
+        """Return the best of `states`, or the fastest one where that is a little above the budget and much faster."""
+        best = self._pick(states, budget_bytes)
+        fastest = min(states, key=lambda state: self.judge(state).step_s)
+        is_near = self.judge(fastest).peak_bytes <= budget_bytes * (1 + 1 / _CLOSE_PARTS)
+        is_faster = self.judge(fastest).step_s < self.judge(best).step_s * (1 - _LATE_PARTS)
+        return fastest if is_near and is_faster else best
 
     def _count_added_s(self, state: State) -> float:
         """Return the seconds that the step is longer than where all is kept."""
@@ -351,12 +359,17 @@ class RankSearch:
         """Return what moves make of the fastest state that is a little above the budget, where that is worth it."""
         best = self._pick(states, budget_bytes)
         most_bytes = budget_bytes * (1 + 1 / _CLOSE_PARTS)
-        near = [state for state in states if self.judge(state).peak_bytes <= most_bytes]
-        fastest = min(near, key=lambda state: self.judge(state).step_s, default=best)
-        is_faster = self.judge(fastest).step_s < self.judge(best).step_s * (1 - self._limits.gap)
-        if self.judge(fastest).peak_bytes <= budget_bytes or not (is_faster or self.judge(best).peak_bytes > budget_bytes):
+        fits = self.judge(best).peak_bytes <= budget_bytes
+        longest_s = self.judge(best).step_s * (1 - self._limits.gap) if fits else math.inf
+        near = [state for state in states if budget_bytes < self.judge(state).peak_bytes <= most_bytes]
+        near = [state for state in near if self.judge(state).step_s < longest_s]
+        if not near:
             return best
-        return self._pick([best, self.improve(fastest, budget_bytes, simulations=_REPAIRS)], budget_bytes)
+        # The fastest of them may be far above the budget, the lowest hardly faster.
+        fastest = min(near, key=lambda state: self.judge(state).step_s)
+        lowest = min(near, key=lambda state: self.judge(state).peak_bytes)
+        repaired = [self.improve(state, budget_bytes, simulations=_REPAIRS) for state in dict.fromkeys((fastest, lowest))]
+        return self._pick([best, *repaired], budget_bytes)
 
     def _solve(self, budget_bytes: int, moved_s_per_byte: float) -> ProgramResult | None:
         left_s = self._deadline_s - time.monotonic()
@@ -388,27 +401,14 @@ class RankSearch:
             doubt: One of `_DOUBTS`.
         """
         above_bytes = self.judge(state).peak_bytes - budget_bytes
+        dynamic_bytes = max(self.judge(keep_all(self.slots, self.modes)).peak_bytes - self.rank.static_bytes, 1)
+        order = functools.partial(order_moves, state, self.slots, above_bytes=above_bytes, doubt_bytes=doubt * dynamic_bytes)
         prices = self._make_prices(state)
         ways = {kind: [point.configuration for point in points.every] for kind, points in self._points().items()}
         changes = list_changes(state, self.slots, ways, prices)
-        yield from self._order([(change,) for change in changes], above_bytes, doubt)
+        yield from order([(change,) for change in changes])
         yield from list_swaps(state, self.slots, prices)
-        yield from self._order(list_pairs(changes), above_bytes, doubt)
-
-    def _order(self, moves: Iterable[Move], above_bytes: int, doubt: float) -> list[Move]:
-        """Return those of `moves` that may better a state whose peak is `above_bytes` above the budget, in order."""
-        dynamic_bytes = max(self.judge(keep_all(self.slots, self.modes)).peak_bytes - self.rank.static_bytes, 1)
-        doubt_bytes = doubt * dynamic_bytes
-        found = []
-        for move in moves:
-            peak_bytes = sum(change.peak_bytes for change in move)
-            step_s = sum(change.step_s for change in move)
-            if above_bytes <= 0 and peak_bytes + above_bytes <= doubt_bytes and (step_s <= 0 or math.isinf(doubt)):
-                found.append((step_s, peak_bytes, move))
-            elif above_bytes > 0 and (peak_bytes <= -above_bytes or math.isinf(doubt)):
-                # What frees enough, the fastest first; and then the rest.
-                found.append((step_s if peak_bytes <= -above_bytes else math.inf, peak_bytes, move))
-        return [move for _, _, move in sorted(found, key=lambda row: row[:2])]
+        yield from order(list_pairs(changes))
 
     def _make_prices(self, state: State) -> Prices:
         """Return what bytes and seconds come to, as `state` and a plan that keeps all compare."""
@@ -419,7 +419,9 @@ class RankSearch:
         return Prices(
             in_flight=self._in_flight,
             microbatches=self._microbatches,
-            s_per_byte=max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0,
+            s_per_byte=max(
+                find_link_price(self.rank, self.slots, state), max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0
+            ),
         )
 
 

@@ -1,16 +1,19 @@
 """The mixed-integer program of a rank: against all counts tried one by one, and each rule by hand."""
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
-from fgoffload import Action
+from fgoffload import Action, OffloadPlan, TransferPolicy
 from fgoffload.planner.ranks.schedule import PassKind, Pipeline
-from fgoffload.planner.solving.choices import Choice, Configuration, Mode
-from fgoffload.planner.solving.frontier import LayerPoint, LayerPoints, Place, find_efficient
+from fgoffload.planner.simulation.simulator import simulate_rank
+from fgoffload.planner.solving.choices import Choice, Configuration, Mode, list_configurations, list_modes
+from fgoffload.planner.solving.frontier import LayerPoint, LayerPoints, Place, find_efficient, measure_layer
 from fgoffload.planner.solving.moments import list_moments
+from fgoffload.planner.solving.placement import list_slots, make_plan
 from fgoffload.planner.solving.program import solve_program
 from fgoffload.units import GIB, MIB
 
@@ -18,19 +21,22 @@ SAVED_BYTES = 21
 """Of a toy layer, in its five tensors."""
 
 
-def make_point(*, kept_bytes, moved_bytes=0, inner_s=0.0, last_s=0.0, inner_extra=0, last_extra=0, scale=GIB):
+def make_point(
+    *, kept_bytes, moved_bytes=0, recompute_s=0.0, inner_s=0.0, last_s=0.0, d2h_s=0.0, inner_extra=0, last_extra=0, scale=GIB
+):
     """Return a way to treat a layer with these costs, in units of `scale`: what differs by MiB is alike to the program."""
     actions = (("core_attn", Action.OFFLOAD),) if moved_bytes else ()
     choice = Choice(
         actions=(*actions, (f"way of {kept_bytes} {moved_bytes} {inner_s} {last_s}", Action.RECOMPUTE)),
         kept_bytes=(kept_bytes - SAVED_BYTES) * scale,
         moved_bytes=moved_bytes * scale,
+        recompute_s=recompute_s,
     )
     return LayerPoint(
         configuration=Configuration(mode=Mode(base=choice, parts=()), chosen=()),
         kept_bytes=kept_bytes * scale,
-        inner=Place(added_s=inner_s, extra_bytes=inner_extra * scale),
-        last=Place(added_s=last_s, extra_bytes=last_extra * scale),
+        inner=Place(added_s=inner_s, d2h_s=d2h_s, extra_bytes=inner_extra * scale),
+        last=Place(added_s=last_s, d2h_s=d2h_s, extra_bytes=last_extra * scale),
     )
 
 
@@ -140,6 +146,54 @@ def test_a_price_on_bytes_that_leave_counts_for_each_microbatch():
     assert free.added_s == pytest.approx(0.0, abs=1e-9)
     priced = solve_program(make_rank(), pick(points), budget_bytes=budget_bytes, moved_s_per_byte=0.15 / GIB, gap=0.0)
     assert priced.added_s == pytest.approx(3 * 3 * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "waited_s", "recompute_s", "late_s"),
+    [
+        # Forward of a layer takes 10 s and its copies 12; a window of 8 bytes at a byte a second is 8 s more.
+        (3, 0.0, 0.0, 0.0),
+        (4, 0.0, 0.0, 0.0),
+        (6, 0.0, 0.0, 4.0),
+        # What layers are known to wait for themselves is not counted twice, and what they run again in backward is no wait.
+        (6, 1.0, 0.0, 0.0),
+        (6, 0.0, 5.0, 4.0),
+    ],
+)
+def test_what_all_layers_together_move_beyond_what_the_link_takes_is_waited_for(layers, waited_s, recompute_s, late_s):
+    inner_s = waited_s + recompute_s
+    moving = make_point(kept_bytes=9, moved_bytes=12, recompute_s=recompute_s, inner_s=inner_s, last_s=inner_s, d2h_s=12.0)
+    result = solve_program(
+        make_rank(layers=layers),
+        pick({"toy": [make_point(kept_bytes=21), moving]}),
+        budget_bytes=2 * layers * 9 * GIB,
+        gap=0.0,
+    )
+    assert result.added_s == pytest.approx(3 * (layers * inner_s + late_s))
+
+
+@pytest.mark.parametrize("layers", [24, 48])
+def test_of_a_long_chunk_whose_copies_are_late_the_program_says_what_the_simulator_does(layers):
+    # Copies of a layer take 11 s beside 10 s of its forward. It takes 16 layers to fill the window, and more than those whose
+    # short simulation says what a layer costs.
+    layer = make_toy_layer(sizes=(0, 11, 0, 0, 0))
+    rank = make_toy_rank(
+        layers=[[layer] * layers],
+        pipeline=Pipeline(microbatches=4),
+        policy=TransferPolicy(window_bytes=16, prefetch_bytes=22),
+    )
+    modes = list_modes(layer, min_offloaded_bytes=1)
+    points = {"toy": measure_layer(rank, layer, modes)}
+    moved = next(one for one in list_configurations(modes) if one.actions == (("core_attn", Action.OFFLOAD),))
+    state = (moved,) * layers
+    slots = list_slots(rank)
+    kept_s = simulate_rank(rank, OffloadPlan(actions={})).step_s
+    added_s = simulate_rank(rank, make_plan([(slots, state)])).step_s - kept_s
+    same = tuple(point for point in points["toy"].every if point.configuration.actions == moved.actions)
+    moving = {"toy": dataclasses.replace(points["toy"], inner=same, last=same)}
+    result = solve_program(rank, moving, budget_bytes=2**40, gap=0.0)
+    assert added_s > 0
+    assert result.added_s == pytest.approx(added_s, rel=0.1)
 
 
 def test_what_is_back_from_recompute_counts_once_and_less_what_the_last_layer_has_freed():
