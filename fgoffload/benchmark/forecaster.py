@@ -8,10 +8,9 @@ import logging
 from collections.abc import Sequence
 
 from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.loading import parse_setting_arguments
-from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks
+from fgoffload.benchmark.planning import build_job_ranks, build_profile_ranks
 from fgoffload.benchmark.prediction import Forecast, Prediction, Source
-from fgoffload.benchmark.settings import NOTHING, Setting, System
+from fgoffload.benchmark.settings import Setting, System
 from fgoffload.benchmark.simulation import SIMULATED, predict
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.errors import ConfigError, OffloadError
@@ -19,7 +18,7 @@ from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Update
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.hardware import get_hardware
-from fgoffload.planner.timing.profile import Profile, make_rank_model
+from fgoffload.planner.timing.profile import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +118,9 @@ class Forecaster:
             return None
 
     def _make_profile_ranks(self) -> Sequence[RankModel]:
-        profile, job = self._profile, self._job
+        profile = self._profile
         if profile is None:
             return ()
         if profile.device != self._device:
             raise ConfigError(f"the profile is of {profile.device}, and this is {self._device}. Measure one here.")
-        microbatches = parse_setting_arguments(job, NOTHING, world_size=job.world_size).num_microbatches
-        offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
-        policy = None if offload is None else offload.transfer_policy
-        ranks = range(len(profile.ranks))
-        return [make_rank_model(profile, rank=rank, policy=policy, microbatches=microbatches) for rank in ranks]
+        return build_profile_ranks(self._job, profile)

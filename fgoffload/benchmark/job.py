@@ -62,7 +62,9 @@ class Job:
     update: Update = Update.NONE
     """What steps do with their gradients."""
     plan_folder: Path
-    """Where the plans of the planner go, and a profile."""
+    """Where the plans of the planner go, and a profile that is measured."""
+    profile: Path | None = None
+    """A profile that was measured before, to plan from."""
     trace_folder: Path | None = None
     """Where a Chrome trace of each setting goes, or None for none."""
 

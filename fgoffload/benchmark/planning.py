@@ -19,29 +19,53 @@ from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.search_limits import THOROUGH
 from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.profile import Profile, make_rank_model
 from fgoffload.policy import PLANNED_SHARE
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 """Flags of window and sizes are the same for all settings of ours."""
 
-_BF16 = 2
-"""Bytes of an element."""
-
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Without an update: gradients are in the type of the parameters, bf16."""
 
 
-def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int) -> OffloadPlan:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan for a budget."""
+
+    plan: OffloadPlan
+    """For all ranks."""
+    peak_bytes: int
+    """Of a device at its worst moment, as predicted: the most of any rank."""
+
+
+def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int = 0) -> Planned:
     """Return the plan that takes the least step time within a memory budget.
 
     Args:
-        ranks: What `build_workload` returned.
+        ranks: What `build_workload` or `build_profile_ranks` returned.
         budget_bytes: Of each device: what its allocator may hand out.
+        free_bytes: Of the budget, that a plan leaves free at least.
 
     Raises:
         PlanError: No plan was found that fits.
     """
-    return solve(ranks, budget_bytes=round(budget_bytes * PLANNED_SHARE), limits=THOROUGH).plan
+    planned_bytes = min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
+    solution = solve(ranks, budget_bytes=planned_bytes, limits=THOROUGH)
+    return Planned(plan=solution.plan, peak_bytes=solution.result.peak_bytes)
+
+
+def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
+    """Return what each pipeline rank of a job runs, as it was measured, with the steps and the sizes of the job.
+
+    Raises:
+        ConfigError: The schedule cannot have so many microbatches.
+    """
+    microbatches = parse_setting_arguments(job, NOTHING, world_size=job.world_size).num_microbatches
+    offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
+    policy = None if offload is None else offload.transfer_policy
+    ranks = range(len(profile.ranks))
+    return tuple(make_rank_model(profile, rank=rank, policy=policy, microbatches=microbatches) for rank in ranks)
 
 
 def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
@@ -103,6 +127,6 @@ def build_workload(
         assumptions = dataclasses.replace(
             assumptions,
             policy=offload.transfer_policy,
-            min_offloaded_bytes=_BF16 * offload.min_offloaded_tensor_size,
+            min_offloaded_numel=offload.min_offloaded_tensor_size,
         )
     return build_ranks(model, parallelism, hardware, assumptions=assumptions)

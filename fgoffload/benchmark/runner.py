@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from fgoffload.benchmark.budget_plans import BudgetPlans, TryPlan
 from fgoffload.benchmark.job import Job, Run, name_trace
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
-from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks, plan_for_budget
+from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
@@ -35,7 +36,7 @@ from fgoffload.integrations.megatron.profile_training import get_training_device
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.timing.profile import MeasuredTraining
+from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 
 OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
@@ -59,12 +60,16 @@ class Runner:
         self._plain_step_s: float | None = None
         """What `nothing` took last, in this process and with the same tokens."""
         self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
+        self._plans = BudgetPlans(job, rank=torch.distributed.get_rank(), build_ranks=self._build_ranks)
+        profile = None if job.profile is None else Profile.load(job.profile)
+        if profile is not None and profile.device == parallel.name_device():
+            self._plans.learn(profile)
 
     def measure_times(self, run: Run) -> Measurement:
         """Return step times and memory of a setting, of all ranks together."""
         if run.setting.system is System.PROFILE:
             return self._measure_profile()
-        setting = self._plan(run.setting)
+        setting = self._plan(run.setting, self._try_plan)
         with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
             for _ in range(self._job.warmup):
                 self._run_step(trainer)
@@ -83,7 +88,8 @@ class Runner:
 
     def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
         """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
-        with self.train(self._plan(run.setting), Kernels.DETERMINISTIC, Update.NONE) as trainer:
+        # Not tried: deterministic kernels have other temporary tensors than those that a budget is for.
+        with self.train(self._plan(run.setting, None), Kernels.DETERMINISTIC, Update.NONE) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps)]
         records = [
             StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
@@ -103,14 +109,20 @@ class Runner:
             yield trainer
         empty_caches()
 
-    def _plan(self, setting: Setting) -> Setting:
+    def _plan(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
         """Return `setting` with its plan, where it is one of a budget."""
-        if setting.budget_bytes is None:
-            return setting
-        plan = plan_for_budget(self._ranks, budget_bytes=setting.budget_bytes)
-        path = self._job.find_plan_path(setting, rank=torch.distributed.get_rank())
-        path.write_text(plan.to_json(), encoding="utf-8")
-        return setting.with_plan(path)
+        return setting if setting.budget_bytes is None else self._plans.find(setting, try_plan)
+
+    def _try_plan(self, setting: Setting) -> int | None:
+        """Return the device bytes that a setting takes at peak on any rank, in its second step."""
+        if needs_cpu_support():
+            return None
+        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer:
+            trainer.run_step(with_digests=False)
+            reset_peaks()
+            trainer.run_step(with_digests=False)
+            peaks: list[int] = _gather(torch.cuda.max_memory_allocated())
+            return max(peaks)
 
     def _measure_profile(self) -> Measurement:
         """Write a profile of the training, on rank 0, and return its one step."""
@@ -126,6 +138,9 @@ class Runner:
                 plain_step_s=self._plain_step_s,
             )
         empty_caches()
+        # Each has timed its own link, and all have to plan alike.
+        profile = _gather(profile)[0]
+        self._plans.learn(profile)
         if torch.distributed.get_rank() == 0:
             job = self._job
             flags = (*job.file_flags, *job.typed_flags)
@@ -137,9 +152,8 @@ class Runner:
             peak_allocated_bytes=max(peaks, default=None),
         )
 
-    @functools.cached_property
-    def _ranks(self) -> tuple[RankModel, ...]:
-        """What the planner takes the training for."""
+    def _build_ranks(self) -> tuple[RankModel, ...]:
+        """Return what the planner takes the training for by the hardware table."""
         return build_job_ranks(self._job, find_hardware(parallel.name_device()))
 
     def _parse_flags(self, setting: Setting) -> TrainingArguments:

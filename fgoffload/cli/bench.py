@@ -118,7 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         const=MEASURE_HERE,
-        help="predict from what `fgoffload profile` measured too; without FILE it is measured here, after `nothing`",
+        help="plan for budgets from what `fgoffload profile` measured, and predict from that too; without FILE it is measured "
+        "here, after `nothing`",
     )
     add("--search-megatron", action="store_true", help="look for the fastest of Megatron-Core's own flags at each budget")
     add("--search-limit", metavar="N", help=f"settings that it may try (default: {SEARCH_LIMIT})")
@@ -235,6 +236,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     profile = None
     if checked.profile is not None:
         profile = Profile.load(checked.profile)
+        job = dataclasses.replace(job, profile=checked.profile)
         check_profile(profile, arguments, update=job.update, source=f"--profile {checked.profile}")
     _make_folder(checked.folder)
     results = Results(workload=describe_workload(arguments), about=_describe(checked))

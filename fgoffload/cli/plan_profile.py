@@ -62,8 +62,6 @@ def build_profiled_ranks(path: Path, planned: PlannedTraining, *, reserve_bytes:
     """
     profile = Profile.load(path)
     check_profile(profile, path, planned)
-    least_bytes = planned.assumptions.min_offloaded_bytes
-    is_other = least_bytes != _read_assumptions(profile, path, planned).min_offloaded_bytes
     ranks = []
     for number in range(planned.parallelism.pipeline_parallel_size):
         rank = make_rank_model(
@@ -73,8 +71,7 @@ def build_profiled_ranks(path: Path, planned: PlannedTraining, *, reserve_bytes:
             dataclasses.replace(
                 rank,
                 static_bytes=rank.static_bytes + reserve_bytes,
-                # What was measured knows the type of the parameters; flags say it only where they differ.
-                min_offloaded_bytes=least_bytes if is_other else rank.min_offloaded_bytes,
+                min_offloaded_numel=planned.assumptions.min_offloaded_numel,
             )
         )
     return profile, tuple(ranks)

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from fgoffload.planner.memory.saved_bytes import list_untagged_tensors
+from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.planner.memory.static_memory import (
     ADAM,
     DEFAULT_RESERVE_BYTES,
@@ -14,13 +14,13 @@ from fgoffload.planner.memory.static_memory import (
     list_static_memory,
 )
 from fgoffload.planner.memory.temporaries import ExtraBytes
+from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import LayerShape
 from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import (
-    DEFAULT_MIN_OFFLOADED_BYTES,
     ChunkModel,
     NumberedLayer,
     RankModel,
@@ -54,8 +54,8 @@ class Assumptions:
     """Device bytes of a token dispatcher with buffers of its own."""
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)
     """Window and prefetch, as the engine will have them."""
-    min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
-    """What a group saves of one storage stays when it is smaller."""
+    min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+    """Elements. What a group saves of one storage stays when it is smaller."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """How layers are run. Context parallel size and window of each layer are the model's, whatever is here."""
 
@@ -92,7 +92,7 @@ def build_ranks(
                 passes=list_passes(parallelism.pipeline, rank=rank),
                 link=link,
                 policy=assumptions.policy,
-                min_offloaded_bytes=assumptions.min_offloaded_bytes,
+                min_offloaded_numel=assumptions.min_offloaded_numel,
                 step_end_s=_count_update_s(static, hardware, assumptions),
                 host_pace=find_host_pace(models, parallelism.pipeline),
                 turning_chunk=find_turning_chunk(parallelism.pipeline, rank=rank),

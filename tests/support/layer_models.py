@@ -10,7 +10,9 @@ STRETCHES = (
 
 
 def save(name, *tags, size_bytes, is_same_in_all_layers=False):
-    return SavedTensor(name=name, tags=tags, size_bytes=size_bytes, is_same_in_all_layers=is_same_in_all_layers)
+    return SavedTensor(
+        name=name, tags=tags, size_bytes=size_bytes, is_same_in_all_layers=is_same_in_all_layers, element_bytes=1
+    )
 
 
 TENSORS = (

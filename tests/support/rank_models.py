@@ -24,7 +24,7 @@ def make_layer(saved, *, forward_s=20.0, backward_s=40.0, units=(), host_waits=N
     segments = tuple(
         Segment(name=tag, forward_s=forward_s, backward_s=backward_s, host_wait=waits.get(tag), **fields) for tag in saved
     )
-    tensors = tuple(SavedTensor(name=tag, tags=(tag,), size_bytes=size) for tag, size in saved.items() if size)
+    tensors = tuple(SavedTensor(name=tag, tags=(tag,), size_bytes=size, element_bytes=1) for tag, size in saved.items() if size)
     return LayerModel(kind="+".join(saved), segments=segments, tensors=tensors, units=units)
 
 
@@ -50,7 +50,7 @@ def make_rank(*chunks, rank=0, pipeline=None, passes=None, link=None, window_byt
         passes=passes,
         link=link or make_link(),
         policy=TransferPolicy(window_bytes=window_bytes, prefetch_bytes=prefetch_bytes),
-        min_offloaded_bytes=fields.pop("min_offloaded_bytes", 0),
+        min_offloaded_numel=fields.pop("min_offloaded_numel", 0),
         **fields,
     )
 

@@ -23,11 +23,11 @@ def make_toy_layer(*, kind="toy", sizes=(1, 8, 6, 4, 2), forward_s=(4.0, 3.0, 1.
             for name, seconds in zip(NAMES, forward_s, strict=True)
         ),
         tensors=(
-            SavedTensor(name="layer input", tags=("layer_input",), size_bytes=layer_input),
-            SavedTensor(name="query, key and value", tags=("core_attn",), size_bytes=attention),
-            SavedTensor(name="permuted tokens", tags=("expert_fc1",), size_bytes=permuted),
-            SavedTensor(name="first linears' output", tags=("moe_act",), size_bytes=gate),
-            SavedTensor(name="activation's output", tags=("expert_fc2",), size_bytes=activation),
+            SavedTensor(name="layer input", tags=("layer_input",), size_bytes=layer_input, element_bytes=1),
+            SavedTensor(name="query, key and value", tags=("core_attn",), size_bytes=attention, element_bytes=1),
+            SavedTensor(name="permuted tokens", tags=("expert_fc1",), size_bytes=permuted, element_bytes=1),
+            SavedTensor(name="first linears' output", tags=("moe_act",), size_bytes=gate, element_bytes=1),
+            SavedTensor(name="activation's output", tags=("expert_fc2",), size_bytes=activation, element_bytes=1),
         ),
         units=(
             UnitModel(
@@ -50,7 +50,7 @@ def make_toy_rank(
     static_bytes=0,
     link=None,
     policy=None,
-    min_offloaded_bytes=1,
+    min_offloaded_numel=1,
     host_budget_bytes=None,
 ):
     """Return a rank whose chunks have the layers of `layers`: a sequence of kinds for each chunk."""
@@ -70,7 +70,7 @@ def make_toy_rank(
         passes=list_passes(pipeline, rank=rank),
         link=link or LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=0.75),
         policy=policy or TransferPolicy(window_bytes=8, prefetch_bytes=8),
-        min_offloaded_bytes=min_offloaded_bytes,
+        min_offloaded_numel=min_offloaded_numel,
         host_budget_bytes=host_budget_bytes,
     )
 

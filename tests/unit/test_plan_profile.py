@@ -118,9 +118,9 @@ def test_what_decides_only_what_moves_may_differ_and_is_applied(arguments, profi
     measured = Profile.load(profile).get_rank(0)
     as_measured = build()
     assert as_measured.static_bytes == measured.static_bytes + 7
-    assert as_measured.min_offloaded_bytes == measured.min_offloaded_bytes
+    assert as_measured.min_offloaded_numel == measured.min_offloaded_numel
     other = build("--min-offloaded-tensor-size", "77", "--offload-window", "5MiB", "--offload-prefetch", "6MiB")
-    assert other.min_offloaded_bytes == 2 * 77
+    assert other.min_offloaded_numel == 77
     assert (other.policy.window_bytes, other.policy.prefetch_bytes) == (5 * MIB, 6 * MIB)
 
 
@@ -189,7 +189,7 @@ def test_ranks_are_compared_by_what_was_measured_on_each(capsys, tmp_path, argum
 def test_files_that_say_too_little_are_refused_with_how_to_measure(capsys, tmp_path, arguments, profile):
     document = json.loads(profile.read_text(encoding="utf-8"))
     for change, says in (
-        ({"format": 1}, "is a profile of format 1; this version reads format 2. Measure again."),
+        ({"format": 1}, "is a profile of format 1; this version reads format 3. Measure again."),
         ({"training": None}, "does not say which training was measured. Measure again: fgoffload profile"),
         ({"ranks": [], "training": None}, "which has the link alone. Measure a model"),
     ):

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.planner.memory.static_memory import ParameterState
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.operations.ops import Execution
-from fgoffload.planner.ranks.rank_model import DEFAULT_MIN_OFFLOADED_BYTES
 from fgoffload.policy import TransferPolicy
 from fgoffload.units import parse_bytes
 
@@ -57,7 +57,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
     return Assumptions(
         state=make_parameter_state(values, has_optimizer=has_optimizer),
         policy=TransferPolicy(**sizes),
-        min_offloaded_bytes=_find_min_offloaded_bytes(values),
+        min_offloaded_numel=_find_min_offloaded_numel(values),
         execution=Execution(
             has_fused_dropout_add=values.get("bias_dropout_fusion", True),
             has_fused_gradient_accumulation=values.get("gradient_accumulation_fusion", True),
@@ -117,10 +117,10 @@ def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-def _find_min_offloaded_bytes(values: Mapping[str, Any]) -> int:
+def _find_min_offloaded_numel(values: Mapping[str, Any]) -> int:
     elements = values.get("min_offloaded_tensor_size")
     if elements is None:
-        return DEFAULT_MIN_OFFLOADED_BYTES
+        return DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     if elements < 0:
         raise ConfigError(f"--min-offloaded-tensor-size {elements} is below 0. Give a number of elements, as in 1048576.")
-    return int(elements) * DTYPE_BYTES["bf16" if values.get("bf16") or values.get("fp16") else "fp32"]
+    return int(elements)

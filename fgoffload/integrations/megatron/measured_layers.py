@@ -222,6 +222,7 @@ class _LayerBuilder:
                 tags=(("layer_input",) if name == LAYER_INPUT else ()) + _list_tags(self._run.saved[key]),
                 size_bytes=most[name],
                 is_same_in_all_layers=self._storages.is_in_all_layers(key),
+                element_bytes=self._run.saved[key].element_bytes,
             )
             for key, name in self._names.items()
         )

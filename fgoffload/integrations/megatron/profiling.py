@@ -165,7 +165,7 @@ class StepMeasurement:
             peak_bytes=None if self._memory is None else self._memory.take_peak(),
             step_s=self._device.measure_seconds(self._started, now),
             step_end_s=self._device.measure_seconds(self._ended, now),
-            min_offloaded_bytes=self._min_offloaded_numel * self._get_element_bytes(),
+            min_offloaded_numel=self._min_offloaded_numel,
         )
         self._recorder = None
         self.state = MeasurementState.IDLE
@@ -192,10 +192,6 @@ class StepMeasurement:
         chunks = int(state.get_virtual_pipeline_model_parallel_world_size() or 1)
         group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
         return Pipeline(microbatches=call.microbatches, stages=stages, chunks=chunks, group_size=group_size)
-
-    def _get_element_bytes(self) -> int:
-        dtype = getattr(self._config, "params_dtype", torch.float32)
-        return int(dtype.itemsize)
 
     def _mark(self) -> Event:
         return self._device.record_event(self._device.current_stream(), is_timed=True)

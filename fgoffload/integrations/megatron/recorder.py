@@ -220,7 +220,7 @@ class StepRecorder:
             record = run.saved.get(storage.key)
             if record is None:
                 size_bytes = tensor.untyped_storage().nbytes()
-                record = run.saved[storage.key] = SavedRecord(storage, size_bytes, run.open_modules)
+                record = run.saved[storage.key] = SavedRecord(storage, size_bytes, tensor.element_size(), run.open_modules)
                 if storage.key not in self._known and not run.is_leaving:
                     self._known.add(storage.key)
                     self.live_bytes += size_bytes

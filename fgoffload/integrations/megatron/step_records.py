@@ -44,14 +44,16 @@ class Stretch:
 class SavedRecord:
     """One storage that autograd saved in a layer, or in a model outside of its layers."""
 
-    __slots__ = ("is_held", "modules", "size_bytes", "storage", "stretches", "tags", "views")
+    __slots__ = ("element_bytes", "is_held", "modules", "size_bytes", "storage", "stretches", "tags", "views")
 
-    def __init__(self, storage: StorageRef, size_bytes: int, modules: frozenset[str]) -> None:
+    def __init__(self, storage: StorageRef, size_bytes: int, element_bytes: int, modules: frozenset[str]) -> None:
         self.storage = storage
         """Not its memory. As long as it is referred to, no other storage has its key."""
         self.is_held = False
         """Whether something else holds it until backward, as the schedule does with what came from another pipeline rank."""
         self.size_bytes = size_bytes
+        self.element_bytes = element_bytes
+        """Of the first save, by which the engine's minimum size counts."""
         self.tags: dict[str, None] = {}
         """Those that save it, in the order of forward."""
         self.stretches: dict[str, None] = {}

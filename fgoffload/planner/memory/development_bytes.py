@@ -56,7 +56,7 @@ def list_fused_experts_tensors(shape: LayerShape, *, rows: Sequence[int] | None 
         # 2Ph, where P are the padded rows: the first linears' input, of which each expert has a part.
         SavedTensor(name="padded tokens", tags=tags, size_bytes=_BF16 * padded * shape.hidden_size),
         # 8E over the expert-parallel ranks: the padded rows of each expert, which both linears save as one.
-        SavedTensor(name="rows of each expert", tags=tags, size_bytes=_INT64 * count),
+        SavedTensor(name="rows of each expert", tags=tags, size_bytes=_INT64 * count, element_bytes=_INT64),
         # 4Pf: gate and up.
         SavedTensor(name="first linears' output", tags=tags, size_bytes=2 * _BF16 * padded * ffn),
         # 2P, in the activation's type whatever the router's.
@@ -130,8 +130,10 @@ def list_gated_delta_product_tensors(shape: GatedDeltaProductShape) -> tuple[Sav
         projected,
         # 2sb g dqk/t and 4sb g/t.
         SavedTensor(name="normed query", tags=tags, size_bytes=_BF16 * tokens * keys),
-        SavedTensor(name="statistics of the query's norm", tags=tags, size_bytes=_FP32 * tokens * groups),
+        SavedTensor(name="statistics of the query's norm", tags=tags, size_bytes=_FP32 * tokens * groups, element_bytes=_FP32),
         # m times as much.
         SavedTensor(name="normed keys", tags=tags, size_bytes=_BF16 * tokens * copies * keys),
-        SavedTensor(name="statistics of the keys' norm", tags=tags, size_bytes=_FP32 * tokens * copies * groups),
+        SavedTensor(
+            name="statistics of the keys' norm", tags=tags, size_bytes=_FP32 * tokens * copies * groups, element_bytes=_FP32
+        ),
     )

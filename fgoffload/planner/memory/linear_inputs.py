@@ -48,6 +48,11 @@ def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> 
     return _FP8 * elements + _FP32
 
 
+def get_input_element_bytes(recipe: Fp8Recipe | None) -> int:
+    """Return the bytes of an element of what a linear keeps of its input."""
+    return _BF16 if recipe is None else _FP8
+
+
 def pad_rows(recipe: Fp8Recipe | None, rows: int) -> int:
     """Return the rows that one expert computes with: products in fp8 want a multiple of 16, in mxfp8 of 32.
 

@@ -10,7 +10,7 @@ that save it, and what several tags save together is counted over the tensors:
 
     count_bytes(shape, ("core_attn", "attn_proj")) == count_bytes(shape, ("core_attn",))
 
-What no tag saves, and stays on the device whatever a plan says, is in `list_untagged_tensors`.
+What no tag saves, and stays on the device whatever a plan says, is in `untagged_bytes.list_untagged_tensors`.
 
 Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
 `tests/gpu/test_megatron_bytes.py` compares. docs/formulas.md says what is from the code of both and not measured.
@@ -18,7 +18,7 @@ Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.1
 
 from collections.abc import Iterable, Iterator
 
-from fgoffload.planner.memory.linear_inputs import count_input_bytes, pad_rows
+from fgoffload.planner.memory.linear_inputs import count_input_bytes, get_input_element_bytes, pad_rows
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
 from fgoffload.planner.ranks.layer_model import SavedTensor
 from fgoffload.tags import default_tags
@@ -37,7 +37,7 @@ def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """Return what a layer saves, in the order of forward.
 
     The tag `layer_input` is for a layer that is recomputed as a whole, where it saves what it has here and no other tag saves
-    anything. What no tag saves in any case is in `list_untagged_tensors`.
+    anything. What no tag saves in any case is in `untagged_bytes.list_untagged_tensors`.
     """
     mlp = _list_dense_mlp(shape) if shape.experts is None else _list_mixture(shape, shape.experts)
     return (*_list_layer_input(shape), *_list_projections(shape), *_list_core_attention(shape), *mlp)
@@ -65,17 +65,9 @@ def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
     return sum(tensor.size_bytes for tensor in list_saved_tensors(shape) if names.intersection(tensor.tags))
 
 
-def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """Return what a layer saves outside of all tags, in the order of forward. It never leaves.
-
-    A layer that is recomputed as a whole saves none of it, but for what is of multi-token prediction.
-
-    Source: the code of megatron-core 0.16.1 and Transformer Engine; `tests/unit/planner/memory/test_untagged_tensors.py` runs
-    the functions of the former on the CPU. Not measured on a GPU.
-    """
-    projection = _list_mtp_projection(shape) if shape.has_mtp_projection else ()
-    dispatch = _list_dispatch(shape, shape.experts) if shape.experts is not None else ()
-    return (*projection, *_list_rotary(shape), *_list_dropout(shape), *dispatch)
+def count_norm_statistics(shape: LayerShape) -> int:
+    """Return what a norm saves beside its input, 4sb/t: one over the deviation of each token, in fp32; LayerNorm its mean."""
+    return (2 if shape.normalization == "LayerNorm" else 1) * _FP32 * shape.tokens
 
 
 def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -85,17 +77,33 @@ def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
     if shape.rotary_channels and shape.latent is None:
         # Given to each layer whole, [s, 1, 1, rotary_channels] in fp32, so that a checkpoint of the layer keeps it.
         size_bytes = _FP32 * shape.seq_length * shape.rotary_channels
-        yield SavedTensor(name="rotary embedding", tags=("layer_input",), size_bytes=size_bytes, is_same_in_all_layers=True)
+        yield SavedTensor(
+            name="rotary embedding",
+            tags=("layer_input",),
+            size_bytes=size_bytes,
+            is_same_in_all_layers=True,
+            element_bytes=_FP32,
+        )
 
 
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
     """Yield what the norm before attention and the projections to query, key and value save."""
     norm = "qkv_linear" if _has_fused_attention_norm(shape) else "attn_norm"
-    yield SavedTensor(name="statistics of the norm before attention", tags=(norm,), size_bytes=_count_norm_statistics(shape))
+    yield SavedTensor(
+        name="statistics of the norm before attention",
+        tags=(norm,),
+        size_bytes=count_norm_statistics(shape),
+        element_bytes=_FP32,
+    )
     # The norm's output 2sbh/t, which all linears behind it save as one, or in fp8 each for itself.
     copies = 2 if shape.latent is not None and shape.fp8_recipe is not None else 1
     size_bytes = copies * count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
-    yield SavedTensor(name="output of the norm before attention", tags=("qkv_linear",), size_bytes=size_bytes)
+    yield SavedTensor(
+        name="output of the norm before attention",
+        tags=("qkv_linear",),
+        size_bytes=size_bytes,
+        element_bytes=get_input_element_bytes(shape.fp8_recipe),
+    )
     if shape.latent is not None:
         yield from _list_latent(shape, shape.latent)
     elif shape.has_qk_norm:
@@ -108,8 +116,10 @@ def _list_head_norms(shape: LayerShape) -> Iterator[SavedTensor]:
         size_bytes = _BF16 * shape.tokens * heads * shape.qk_channels
         yield SavedTensor(name=f"{name} before its norm", tags=("qkv_linear",), size_bytes=size_bytes)
         # Statistics of each head: 4sbn/t and 4sbg/t.
-        size_bytes = heads * _count_norm_statistics(shape)
-        yield SavedTensor(name=f"statistics of the {name}'s norm", tags=("qkv_linear",), size_bytes=size_bytes)
+        size_bytes = heads * count_norm_statistics(shape)
+        yield SavedTensor(
+            name=f"statistics of the {name}'s norm", tags=("qkv_linear",), size_bytes=size_bytes, element_bytes=_FP32
+        )
 
 
 def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor]:
@@ -119,11 +129,17 @@ def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor
         # 2sb rank/t: the input of the linear that widens it, or of the norm that is fused into that linear.
         input_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=rank)
         size_bytes = _BF16 * shape.tokens * rank if latent.has_qk_norm else input_bytes
-        yield SavedTensor(name=f"compressed {name}", tags=("qkv_linear",), size_bytes=size_bytes)
+        element_bytes = _BF16 if latent.has_qk_norm else get_input_element_bytes(shape.fp8_recipe)
+        yield SavedTensor(name=f"compressed {name}", tags=("qkv_linear",), size_bytes=size_bytes, element_bytes=element_bytes)
         if latent.has_qk_norm:
             # The fused norm's output, which is the linear's input, and its statistics.
-            size_bytes = input_bytes + _count_norm_statistics(shape)
-            yield SavedTensor(name=f"normed compressed {name}", tags=("qkv_linear",), size_bytes=size_bytes)
+            size_bytes = input_bytes + count_norm_statistics(shape)
+            yield SavedTensor(
+                name=f"normed compressed {name}",
+                tags=("qkv_linear",),
+                size_bytes=size_bytes,
+                element_bytes=get_input_element_bytes(shape.fp8_recipe),
+            )
     # Cosine and sine [s, 1, 1, qk_pos_emb_head_dim] in bf16, once for the query and once for the key. Heads share them, and
     # attention has the whole sequence, so t divides nothing.
     size_bytes = 4 * _BF16 * shape.seq_length * latent.qk_pos_emb_head_dim
@@ -142,14 +158,21 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     yield SavedTensor(name="attention output", tags=("core_attn", "attn_proj") if is_shared else tags, size_bytes=size_bytes)
     if not is_shared:
         size_bytes = _count_row_parallel_input(shape, shape.num_attention_heads * shape.v_channels)
-        yield SavedTensor(name="attention output in fp8", tags=("attn_proj",), size_bytes=size_bytes)
+        yield SavedTensor(
+            name="attention output in fp8",
+            tags=("attn_proj",),
+            size_bytes=size_bytes,
+            element_bytes=get_input_element_bytes(shape.fp8_recipe),
+        )
     # 4sbn/t: the log of the sum of exponentials of each row, [b, n / t, s, 1] in fp32.
     size_bytes = _FP32 * shape.tokens * shape.num_attention_heads
-    yield SavedTensor(name="log-sum-exp", tags=tags, size_bytes=size_bytes)
-    yield SavedTensor(name="random state", tags=tags, size_bytes=_RANDOM_STATE_BYTES)
+    yield SavedTensor(name="log-sum-exp", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
+    yield SavedTensor(name="random state", tags=tags, size_bytes=_RANDOM_STATE_BYTES, element_bytes=_INT64)
     # Where each sequence begins and the last one ends, [b + 1]: of query and key the same, and kept from layer to layer.
     size_bytes = _INT32 * (shape.micro_batch_size + 1)
-    yield SavedTensor(name="sequence lengths", tags=tags, size_bytes=size_bytes, is_same_in_all_layers=True)
+    yield SavedTensor(
+        name="sequence lengths", tags=tags, size_bytes=size_bytes, is_same_in_all_layers=True, element_bytes=_INT32
+    )
 
 
 def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -157,7 +180,12 @@ def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
     yield from _list_mlp_norm(shape, norm)
     # The norm's output 2sbh/t.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
-    yield SavedTensor(name="output of the norm before the MLP", tags=("mlp_fc1",), size_bytes=size_bytes)
+    yield SavedTensor(
+        name="output of the norm before the MLP",
+        tags=("mlp_fc1",),
+        size_bytes=size_bytes,
+        element_bytes=get_input_element_bytes(shape.fp8_recipe),
+    )
     rows, channels = shape.tokens * shape.tensor_parallel_size, shape.ffn_hidden_size // shape.tensor_parallel_size
     # 4sbf/t: gate and up, [s, b, 2f / t]; without a gate 2sbf/t.
     size_bytes = _count_activation_input(shape, rows, channels)
@@ -167,13 +195,20 @@ def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
         yield SavedTensor(name=name, tags=("mlp_act",), size_bytes=_BF16 * rows * channels)
     # 2sbf/t.
     size_bytes = _count_row_parallel_input(shape, shape.ffn_hidden_size)
-    yield SavedTensor(name="activation's output", tags=("mlp_fc2",), size_bytes=size_bytes)
+    yield SavedTensor(
+        name="activation's output",
+        tags=("mlp_fc2",),
+        size_bytes=size_bytes,
+        element_bytes=get_input_element_bytes(shape.fp8_recipe),
+    )
 
 
 def _list_mlp_norm(shape: LayerShape, tag: str) -> Iterator[SavedTensor]:
     # The residual after attention 2sbh/t.
     yield SavedTensor(name="residual", tags=(tag,), size_bytes=_BF16 * shape.tokens * shape.hidden_size)
-    yield SavedTensor(name="statistics of the norm before the MLP", tags=(tag,), size_bytes=_count_norm_statistics(shape))
+    yield SavedTensor(
+        name="statistics of the norm before the MLP", tags=(tag,), size_bytes=count_norm_statistics(shape), element_bytes=_FP32
+    )
 
 
 def _list_mixture(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
@@ -221,14 +256,14 @@ def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[S
 def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> Iterator[SavedTensor]:
     tags, tokens, chosen = ("router",), shape.tokens, shape.tokens * experts.topk
     # 8sbk/t: the numbers of the chosen experts in int64, saved by what chooses them and by what spreads their probabilities.
-    yield SavedTensor(name="chosen experts", tags=tags, size_bytes=_INT64 * chosen)
+    yield SavedTensor(name="chosen experts", tags=tags, size_bytes=_INT64 * chosen, element_bytes=_INT64)
     if shape.is_deterministic:
         # 8sb/t: probabilities are then spread by index_put, whose row numbers are [sb / t, 1] in int64.
-        yield SavedTensor(name="row numbers", tags=tags, size_bytes=_INT64 * tokens)
-    yield SavedTensor(name="scores", tags=tags, size_bytes=_count_score_bytes(tokens, experts, router))
+        yield SavedTensor(name="row numbers", tags=tags, size_bytes=_INT64 * tokens, element_bytes=_INT64)
+    yield SavedTensor(name="scores", tags=tags, size_bytes=_count_score_bytes(tokens, experts, router), element_bytes=_FP32)
     if router.balancing != "none":
         size_bytes = _count_balancing_bytes(shape, experts, router)
-        yield SavedTensor(name="balancing loss", tags=tags, size_bytes=size_bytes)
+        yield SavedTensor(name="balancing loss", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
 
 
 def _count_score_bytes(tokens: int, experts: ExpertsShape, router: RouterShape) -> int:
@@ -261,7 +296,12 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     channels = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     # 2sbkhe/t: the ranks that share an expert have each other's rows.
     size_bytes = _count_expert_input(shape, experts, rows=rows, each=each, channels=shape.hidden_size)
-    yield SavedTensor(name="permuted tokens", tags=("expert_fc1",), size_bytes=size_bytes)
+    yield SavedTensor(
+        name="permuted tokens",
+        tags=("expert_fc1",),
+        size_bytes=size_bytes,
+        element_bytes=get_input_element_bytes(shape.fp8_recipe),
+    )
     # 4sbkf/t: gate and up.
     size_bytes = _count_activation_input(shape, rows, channels)
     yield SavedTensor(name="first linears' output", tags=("moe_act",), size_bytes=size_bytes)
@@ -273,10 +313,20 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
         # bf16 where they are in fp32 too: autograd keeps what it was given, and the copies between types keep nothing.
         yield SavedTensor(name="output of the bare activation", tags=("moe_act",), size_bytes=_BF16 * rows * channels)
     # 2sbke/t, or 4sbke/t with a router in fp32: the activation applies the probabilities, [sbke / t, 1].
-    yield SavedTensor(name="permuted probabilities", tags=("moe_act",), size_bytes=experts.router.dtype_bytes * rows)
+    yield SavedTensor(
+        name="permuted probabilities",
+        tags=("moe_act",),
+        size_bytes=experts.router.dtype_bytes * rows,
+        element_bytes=experts.router.dtype_bytes,
+    )
     # 2sbkf/t.
     size_bytes = _count_expert_input(shape, experts, rows=rows, each=each, channels=channels)
-    yield SavedTensor(name="activation's output", tags=("expert_fc2",), size_bytes=size_bytes)
+    yield SavedTensor(
+        name="activation's output",
+        tags=("expert_fc2",),
+        size_bytes=size_bytes,
+        element_bytes=get_input_element_bytes(shape.fp8_recipe),
+    )
 
 
 def _count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
@@ -299,67 +349,21 @@ def _list_combine(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
         if experts.local_experts > 1:
             # 4sbke/t: the order of the tokens of several experts on one rank, in int32.
             size_bytes = _INT32 * experts.count_rows(shape.tokens)
-            yield SavedTensor(name="order by expert", tags=tags, size_bytes=size_bytes)
+            yield SavedTensor(name="order by expert", tags=tags, size_bytes=size_bytes, element_bytes=_INT32)
         # 4sb(2E + 1)/t: where each token went, the experts that it has, and how many, in int32.
         size_bytes = _INT32 * shape.tokens * (2 * experts.num_experts + 1)
-        yield SavedTensor(name="row map", tags=tags, size_bytes=size_bytes)
+        yield SavedTensor(name="row map", tags=tags, size_bytes=size_bytes, element_bytes=_INT32)
         return
     # 8sbk/t: the place of each permuted token, in int64; what spreads it over channels reads the same storage.
-    yield SavedTensor(name="places of the permuted tokens", tags=tags, size_bytes=_INT64 * permuted)
+    yield SavedTensor(name="places of the permuted tokens", tags=tags, size_bytes=_INT64 * permuted, element_bytes=_INT64)
     if shape.is_deterministic:
         # 2sbkh/t: index_add, which is used then, keeps what it adds.
         yield SavedTensor(name="experts' output", tags=tags, size_bytes=_BF16 * permuted * shape.hidden_size)
 
 
-def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
-    # Norms of the next tokens' embeddings and of the hidden states, and one behind the layer: inputs 2sbh/t, and statistics.
-    for name in ("embedding", "hidden states", "layer's output"):
-        size_bytes = _BF16 * shape.tokens * shape.hidden_size + _count_norm_statistics(shape)
-        yield SavedTensor(name=f"{name} before the norm of multi-token prediction", tags=(), size_bytes=size_bytes)
-    # 4sbh/t: the first two norms' outputs side by side.
-    size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=2 * shape.hidden_size)
-    yield SavedTensor(name="input of the projection of multi-token prediction", tags=(), size_bytes=size_bytes)
-
-
-def _list_rotary(shape: LayerShape) -> Iterator[SavedTensor]:
-    if not shape.rotary_channels or shape.latent is not None:
-        return
-    numbers = shape.seq_length * shape.rotary_channels
-    if shape.has_fused_rotary:
-        # 4s drot: the kernel keeps the model's own embedding, in fp32.
-        yield SavedTensor(name="rotary embedding", tags=(), size_bytes=_FP32 * numbers, is_same_in_all_layers=True)
-        return
-    # 8s drot: cosine and sine in bf16, made once for the query and once for the key. Attention has the whole sequence.
-    yield SavedTensor(name="rotary cosine and sine", tags=(), size_bytes=4 * _BF16 * numbers)
-
-
-def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
-    if shape.has_hidden_dropout:
-        # sbh/t bytes behind attention, and as many behind the MLP.
-        size_bytes = 2 * shape.tokens * shape.hidden_size
-        yield SavedTensor(name="masks of dropout", tags=(), size_bytes=size_bytes)
-
-
-def _list_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield what permutes tokens saves beyond what `moe_combine` does."""
-    if not experts.has_fused_permutation:
-        # masked_select keeps the probabilities of all experts, 2sbE/t or 4sbE/t, and the mask, sbE/t.
-        size_bytes = (experts.router.dtype_bytes + 1) * shape.tokens * experts.num_experts
-        yield SavedTensor(name="probabilities and mask of the permutation", tags=(), size_bytes=size_bytes)
-    elif experts.local_experts > 1:
-        # 4sbke/t: as for the way back.
-        size_bytes = _INT32 * experts.count_rows(shape.tokens)
-        yield SavedTensor(name="order of arrival by expert", tags=(), size_bytes=size_bytes)
-
-
 def _has_fused_attention_norm(shape: LayerShape) -> bool:
     # Latent attention has two linears behind the norm, so it is a module of its own.
     return shape.has_fused_norms and shape.latent is None
-
-
-def _count_norm_statistics(shape: LayerShape) -> int:
-    # 4sb/t: one over the deviation of each token, in fp32; LayerNorm keeps the mean too.
-    return (2 if shape.normalization == "LayerNorm" else 1) * _FP32 * shape.tokens
 
 
 def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:

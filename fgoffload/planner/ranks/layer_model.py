@@ -52,11 +52,17 @@ class SavedTensor:
     name: str
     """For people."""
     tags: tuple[str, ...]
-    """Those that save it, in the order of forward; none in `saved_bytes.list_untagged_tensors`."""
+    """Those that save it, in the order of forward; none in `untagged_bytes.list_untagged_tensors`."""
     size_bytes: int
     """On this rank, of one microbatch."""
     is_same_in_all_layers: bool = False
     """All layers save the same storage, which leaves once a microbatch."""
+    element_bytes: int = 2
+    """Of an element, by which the minimum size counts: 2 in bf16."""
+
+    def is_below(self, numel: int) -> bool:
+        """Return whether it has fewer than `numel` elements."""
+        return self.size_bytes < numel * self.element_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,15 +5,12 @@ import enum
 import math
 from collections.abc import Iterable
 
+from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.schedule import Pass, Pipeline
 from fgoffload.policy import TransferPolicy
-from fgoffload.units import MIB
-
-DEFAULT_MIN_OFFLOADED_BYTES = 2 * MIB
-"""`--min-offloaded-tensor-size` is 1 Mi elements by default, and they are of 2 bytes in bf16."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +71,22 @@ class ChunkModel:
 class HostPace(enum.Enum):
     """How far ahead of compute the host runs: the engine sees a copy that is done only where the host is.
 
-    Source: llama3_8b_layers on an H200, whose layers never let the host wait. Of three settings the peak was 1.6% to 2.6% above
-    what is simulated with a host beside compute, a window each time, and is within 0.3% of what is with one a step ahead
-    (docs/results/predictions_h200_202611.md).
+    Source: docs/results/predictions_h200_202611.md. Of llama3_8b_layers on an H200, whose layers never let the host wait, three
+    peaks were 1.6% to 2.6% above what is simulated with a host beside compute, a window each time, and are within 0.3% of what
+    is with one a step ahead. Of w2_moe, whose dispatchers let it wait in each forward, six peaks under plans were 0.2% to 2.2%
+    above, and are within 0.4% of what is with one that waits there and nowhere else.
     """
 
-    BESIDE = "beside compute"  # layers let it wait, as token dispatchers do; or the device is the host
+    BESIDE = "beside compute"  # the device is the host
+    LAYER_AHEAD = "a layer ahead"  # forward of a layer lets it wait, as token dispatchers do
     PASS_AHEAD = "a pass ahead"  # 1F1B: it waits for each exchange between stages, and within a pass for nothing
     STEP_AHEAD = "a step ahead"  # it has launched all that follows before the first copy is done
+
+
+HOST_LAYER_S = 4.5e-3
+"""Seconds that the host takes for the forward of a layer with experts, or its backward; each of its stretches the same part.
+Source: a trace of w2_moe on an H200, in which the host is a bit slower than without: 5.5 ms from one dispatcher's wait to the
+next, and about 6 ms for the backward of a layer. With 4.5 the peaks of 13 settings agree best."""
 
 
 def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace:
@@ -90,7 +95,7 @@ def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace
     The interleaved schedule counts as one without waits: Megatron overlaps its exchanges there (`overlap_p2p_comm`).
     """
     if any(segment.host_wait is not None for chunk in chunks for layer in chunk.layers for segment in layer.model.segments):
-        return HostPace.BESIDE
+        return HostPace.LAYER_AHEAD
     return HostPace.PASS_AHEAD if pipeline.stages > 1 and pipeline.chunks == 1 else HostPace.STEP_AHEAD
 
 
@@ -110,10 +115,10 @@ class RankModel:
     """To the host."""
     policy: TransferPolicy
     """Window and prefetch, as the engine has them."""
-    min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
-    """What a group saves of one storage stays when it is smaller."""
+    min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+    """Elements. What a group saves of one storage stays when it is smaller."""
     step_end_s: float = 0.0
-    """After the last pass: the reduction of gradients and the optimizer."""
+    """After the last pass: the reduction of gradients, the optimizer, and time of a late host, which has no place in a pass."""
     host_budget_bytes: int | None = None
     """Of this rank, or None for no limit."""
     host_pace: HostPace = HostPace.BESIDE

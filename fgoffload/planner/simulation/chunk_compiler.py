@@ -23,7 +23,7 @@ from dataclasses import replace
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment
-from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.rank_model import HOST_LAYER_S, ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.simulation.chunk_program import (
     ChunkProgram,
     ComputeStep,
@@ -97,7 +97,7 @@ def _resolve_chunk(rank: RankModel, number: int, actions: Actions) -> list[Resol
             one = resolve_layer(
                 layer.model,
                 actions.get((number, layer.number), {}),
-                min_offloaded_bytes=rank.min_offloaded_bytes,
+                min_offloaded_numel=rank.min_offloaded_numel,
                 staying_tags=frozenset({"layer_input"}) if is_held else frozenset(),
             )
         except PlanError as error:
@@ -155,10 +155,12 @@ class _Steps:
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self._parts: list[Part] = []
+        self._host_s = 0.0
 
-    def compute(self, part: Part) -> None:
-        """Add a stretch of compute."""
+    def compute(self, part: Part, *, host_s: float = 0.0) -> None:
+        """Add a stretch of compute, which takes the host so long."""
         self._parts.append(part)
+        self._host_s += host_s
 
     def add(self, step: Step) -> None:
         """Add what is no compute."""
@@ -180,8 +182,8 @@ class _Steps:
                 rise_bytes, peak_label = highest, part.label
             seconds += part.seconds
             net_bytes += part.net_bytes
-        self._steps.append(ComputeStep(tuple(self._parts), seconds, net_bytes, rise_bytes, peak_label))
-        self._parts = []
+        self._steps.append(ComputeStep(tuple(self._parts), seconds, net_bytes, rise_bytes, peak_label, self._host_s))
+        self._parts, self._host_s = [], 0.0
 
 
 class _Layer:
@@ -215,6 +217,8 @@ class _Layer:
         self._kind = numbered.model.kind
         self._actions = actions
         self._segments = numbered.model.segments
+        self._host_s = HOST_LAYER_S / len(self._segments)
+        """Of the host, for a stretch."""
         self._name = f"layers.{numbered.number}"
         self._has_copies = has_copies
         self._holder = _find_holder(resolved)
@@ -278,7 +282,10 @@ class _Layer:
                 if group.held_over == place:
                     steps.add(SubmitStep(index))
             net_bytes = sum(one.tensor.size_bytes for one in saved if one.saved_after == place)
-            steps.compute(Part(f"{self._name}.{segment.name}", segment.forward_pass_s, segment.forward_extra_bytes, net_bytes))
+            steps.compute(
+                Part(f"{self._name}.{segment.name}", segment.forward_pass_s, segment.forward_extra_bytes, net_bytes),
+                host_s=self._host_s,
+            )
             read = tuple(parcel for one, parcel in self._parcels if one.used_until == place and self._is_read_later(one))
             if read:
                 steps.add(ReadStep(read))
@@ -298,7 +305,10 @@ class _Layer:
                     self._run_again(steps, rerun)
             self._take(steps, place, None)
             gone_bytes = sum(one.tensor.size_bytes for one in (*self.resolved.kept, *made) if one.freed_after == place)
-            steps.compute(Part(f"{self._name}.{segment.name}", segment.backward_s, segment.backward_extra_bytes, -gone_bytes))
+            steps.compute(
+                Part(f"{self._name}.{segment.name}", segment.backward_s, segment.backward_extra_bytes, -gone_bytes),
+                host_s=self._host_s,
+            )
             if self._dispatcher is not None and self._holder is not None and place == self._holder.segments[0]:
                 # Input and gradient: the first was counted as saved until now, the second among what backward needs.
                 steps.add(HoldStep(self._dispatcher, 2 * _count_input_bytes(self.resolved)))
@@ -334,12 +344,12 @@ class _Layer:
             net_bytes = sum(one.tensor.size_bytes for one in rerun.made if one.saved_after == place)
             extra_s = rerun.extra_s if place == rerun.segments[-1] else 0.0
             label = f"{self._name}.{segment.name} again"
-            steps.compute(Part(label, segment.forward_s + extra_s, segment.forward_extra_bytes, net_bytes))
+            steps.compute(Part(label, segment.forward_s + extra_s, segment.forward_extra_bytes, net_bytes), host_s=self._host_s)
             self._dispatch(steps, segment)
 
     def _wait_for_host(self, steps: _Steps, segment: Segment) -> None:
-        if self._has_copies and segment.host_wait in (HostWait.HOLD, HostWait.COPY):
-            steps.add(HostWaitStep())
+        if self._has_copies and segment.host_wait is not None:
+            steps.add(HostWaitStep(takes_link=segment.host_wait is not HostWait.KERNEL))
 
     def _dispatch(self, steps: _Steps, segment: Segment) -> None:
         if self._dispatcher is not None and segment.name == _ROUTER:

@@ -49,11 +49,16 @@ class ComputeStep:
     """The most device bytes in it beyond those before it."""
     peak_label: str
     """Where that is."""
+    host_s: float
+    """Of the host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostWaitStep:
-    """The host waits for a few bytes that take the copy engine to it, and compute has nothing to do until they are through."""
+    """The host waits for a few bytes of the device."""
+
+    takes_link: bool
+    """Whether they take the copy engine to it: then compute has nothing to do until they are through."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -157,27 +157,27 @@ class ResolvedLayer:
 
 
 def resolve_layer(
-    layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_bytes: int, staying_tags: Set[str] = frozenset()
+    layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
     """Return what `actions` make of `layer`. The same arguments give the same object.
 
     Args:
         layer: A kind of layer.
         actions: What a plan says of it, by tag or unit; what it does not name is kept.
-        min_offloaded_bytes: A tensor below this stays.
+        min_offloaded_numel: Elements. A tensor below this stays.
         staying_tags: Of tensors that something outside of the layer holds: moving them frees nothing, and the engine stops.
 
     Raises:
         PlanError: The layer cannot do that: with the tags or units, and the fix.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
-    return _resolve(layer, chosen, min_offloaded_bytes, frozenset(staying_tags))
+    return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
 
 
 # Layers of one kind with the same choice are most of a model, and a solver asks for them again and again.
 @functools.lru_cache(maxsize=4096)
 def _resolve(
-    layer: LayerModel, chosen: frozenset[tuple[str, Action]], min_offloaded_bytes: int, staying_tags: frozenset[str]
+    layer: LayerModel, chosen: frozenset[tuple[str, Action]], min_offloaded_numel: int, staying_tags: frozenset[str]
 ) -> ResolvedLayer:
     actions = dict(sorted(chosen, key=lambda pair: pair[0]))
     check_choice(layer, actions)
@@ -193,7 +193,7 @@ def _resolve(
         owners = [place for place, group in enumerate(groups) if group.tag in one.tensor.tags]
         if one.tensor.is_same_in_all_layers:
             continue
-        if not owners or one.tensor.size_bytes < min_offloaded_bytes or staying_tags.intersection(one.tensor.tags):
+        if not owners or one.tensor.is_below(min_offloaded_numel) or staying_tags.intersection(one.tensor.tags):
             kept.append(dataclasses.replace(one, takes=takes[one.tensor.name]))
         else:
             leaving.append(_let_leave(one, owners, groups, takes[one.tensor.name], places))

@@ -39,6 +39,9 @@ from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
 from fgoffload.planner.simulation.simulation_result import LaneName, RankResult
 from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
 
+_ROUNDING_S = 1e-9
+"""Seconds: far less than any copy takes."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoundState:
@@ -47,7 +50,7 @@ class RoundState:
     totals: RankResult
     """What it has come to so far; `step_s` is how far it is."""
     left_behind: tuple[float, ...]
-    """Bytes on the device, on the host, and on their way: what the next round finds."""
+    """Bytes on the device, on the host, and on their way, and how far the host is ahead: what the next round finds."""
 
 
 class InFlight(NamedTuple):
@@ -90,6 +93,10 @@ class RankRun:
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._pass_start_s = 0.0
+        self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(program.groups for program in programs)
+        """Whether it depends on `_host_s` what the engine sees."""
+        self._host_s = 0.0
+        """The host has come to where compute is at that time; no later than `clock_s`."""
         self._abandoned = 0
         """Parcels that backward is through with, and that a copy to the host still holds."""
         acts: Mapping[type[Step], Callable[..., None]] = self._ACT
@@ -125,7 +132,7 @@ class RankRun:
         left = (self._link.count_left_bytes(direction) for direction in Direction)
         return RoundState(
             totals=self._get_totals(self.clock_s),
-            left_behind=(self._device_bytes, self._host_bytes, self._in_flight_bytes, *left),
+            left_behind=(self._device_bytes, self._host_bytes, self._in_flight_bytes, self._count_lead_s(), *left),
         )
 
     def finish(self) -> RankResult:
@@ -153,6 +160,10 @@ class RankRun:
             **self._tallies.sum_up(),
         )
 
+    def _count_lead_s(self) -> float:
+        """Return the seconds of compute that the host is ahead, where it depends on them what it sees."""
+        return self.clock_s - self._host_s if self._is_a_layer_ahead else 0.0
+
     # Compute.
 
     def _compute(self, step: ComputeStep, _: LaneRun) -> None:
@@ -163,6 +174,7 @@ class RankRun:
         self.clock_s = end_s = self._link.run_compute(start_s, step.seconds) if self._link.queued else start_s + step.seconds
         self._tallies.compute_s += end_s - start_s
         self._device_bytes = device_bytes + step.net_bytes
+        self._host_s = min(self._host_s + step.host_s, end_s)
 
     def _record_parts(self, step: ComputeStep, _: LaneRun) -> None:
         for part in step.parts:
@@ -175,6 +187,7 @@ class RankRun:
                 self._recorder.note_span(LaneName.COMPUTE, f"{self._pass} {part.label}", start_s, self.clock_s)
             self._device_bytes += part.net_bytes
             self._note_memory(self.clock_s)
+        self._host_s = min(self._host_s + step.host_s, self.clock_s)
 
     def _name(self, label: str) -> str:
         """Return what a copy is called in a timeline; nothing where there is none."""
@@ -185,6 +198,8 @@ class RankRun:
             self._tallies.add_wait(cause, until_s - self.clock_s)
             if self._recorder is not None:
                 self._recorder.note_span(LaneName.COMPUTE, cause.value, self.clock_s, until_s)
+            if cause is Cause.NEIGHBOURS:
+                self._host_s += until_s - self.clock_s  # it waits for the exchange too
             self.clock_s = until_s
 
     def _wait_for_copy(self, copy: Copy, cause: Cause) -> None:
@@ -269,12 +284,14 @@ class RankRun:
             self._host_peak_bytes = self._host_bytes
         return True
 
-    def _wait_for_host(self, _: HostWaitStep, __: LaneRun) -> None:
-        """The host waits for a few bytes behind all that is queued to it."""
-        self._link.advance(self.clock_s)
-        last = self._link.find_last(Direction.D2H)
-        if last is not None:
-            self._wait_for_copy(last, Cause.HOST)
+    def _wait_for_host(self, step: HostWaitStep, _: LaneRun) -> None:
+        """The host waits until compute is where it is; for what takes the copy engine, behind all that is queued to it."""
+        if step.takes_link:
+            self._link.advance(self.clock_s)
+            last = self._link.find_last(Direction.D2H)
+            if last is not None:
+                self._wait_for_copy(last, Cause.HOST)
+        self._host_s = self.clock_s
 
     def _open(self, _: OpenStep, __: LaneRun) -> None:
         # It looks for storages that something else holds, and one that a copy still holds looks like one of those.
@@ -283,13 +300,23 @@ class RankRun:
 
     def _poll(self) -> None:
         """Let go of what copies that are done no longer need. See [Note: Where the engine looks]."""
-        pace = self._rank.host_pace
-        if not self._in_flight or pace is HostPace.STEP_AHEAD:
+        if not self._in_flight or self._rank.host_pace is HostPace.STEP_AHEAD:
             return
         self._link.advance(self.clock_s)
-        host_s = self.clock_s if pace is HostPace.BESIDE else self._pass_start_s
-        while self._in_flight and self._in_flight[0].copy.end_s <= host_s:
+        seen_s = self._find_host()
+        while self._in_flight and self._in_flight[0].copy.end_s <= seen_s:
             self._release_oldest()
+
+    def _find_host(self) -> float:
+        """Return the time of compute that the host has come to, where it has not launched the whole step."""
+        match self._rank.host_pace:
+            case HostPace.LAYER_AHEAD:
+                # Where it has just waited for a copy it sees that one, whatever was rounded since.
+                return self._host_s + _ROUNDING_S
+            case HostPace.PASS_AHEAD:
+                return self._pass_start_s
+            case _:
+                return self.clock_s
 
     def _release_oldest(self) -> None:
         entry = self._in_flight.popleft()

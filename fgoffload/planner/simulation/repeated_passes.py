@@ -1,9 +1,9 @@
 """Passes of a rank that begin alike, of which only the first is run step by step.
 
 Most passes find an idle link: what left in the pass before is through, or the rank had to wait for a neighbour meanwhile. What
-such a pass comes to does not depend on when it begins, but on where the parcels of its microbatch are, and on which copies
-nobody has looked at yet. In a step of hundreds of microbatches there are a dozen such beginnings on each rank. The first pass
-of each is run, and what it came to is noted; for those after it the same is counted.
+such a pass comes to does not depend on when it begins, but on where the parcels of its microbatch are, on which copies nobody
+has looked at yet, and on how far the host is ahead. In a step of hundreds of microbatches there are a dozen such beginnings on
+each rank. The first pass of each is run, and what it came to is noted; for those after it the same is counted.
 
     [Note: What is left of a pass]
     Copies to the host that are not through when it ends, and those that are and that nobody has looked at: each time they are
@@ -16,10 +16,11 @@ import collections
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
-from fgoffload.planner.simulation.chunk_program import ChunkProgram
+from fgoffload.planner.simulation.chunk_program import ChunkProgram, ComputeStep, HostWaitStep, Step
 from fgoffload.planner.simulation.lane_run import LaneRun
 from fgoffload.planner.simulation.link_queue import Copy, Direction
 from fgoffload.planner.simulation.rank_run import InFlight, RankRun
@@ -28,6 +29,9 @@ from fgoffload.planner.simulation.tallies import Cause, Tallies
 
 _FEWEST_PASSES = 16
 """Of a step with fewer passes none begins as one before it did, or a few: to look for them takes longer than to run them."""
+
+_LEAD_DIGITS = 9
+"""Of seconds by which the host is ahead: a nanosecond more or less is one of rounding."""
 
 _NOTHING_SEEN = -1
 """In place of a peak: fewer bytes than any."""
@@ -65,6 +69,10 @@ class _Outcome:
     """What was counted."""
     slowed_s: float
     """What compute took longer since copies ran beside it."""
+    first_lead_s: float
+    """How far the host was ahead at its start."""
+    lead_s: float
+    """And at its end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +87,15 @@ class _Left:
     submitted_s: float
 
 
+class _HostPart(NamedTuple):
+    """What the host does in a pass before it waits."""
+
+    seconds: float
+    """That it takes. What it has not seen by then it does not see in them, however far behind that it is."""
+    has_wait: bool
+    """Whether it waits at all; else it is as much further ahead at the end as it was at the start."""
+
+
 class RepeatingRun(RankRun):
     """A rank in the middle of a step, which runs no pass twice that begins alike.
 
@@ -91,6 +108,11 @@ class RepeatingRun(RankRun):
         super().__init__(rank, programs, recorder=None)
         self._outcomes: dict[Hashable, _Outcome | None] = {}
         """By how a pass begins; None of one that has to be run each time."""
+        self._host_parts = {
+            (kind, chunk): _find_host_part(steps)
+            for chunk, program in enumerate(programs)
+            for kind, steps in ((PassKind.FORWARD, program.forward), (PassKind.BACKWARD, program.backward))
+        }
         self._repeats: collections.Counter[_Outcome] = collections.Counter()
         """How often each was counted again, and is not in the tallies yet."""
 
@@ -121,11 +143,25 @@ class RepeatingRun(RankRun):
     def _describe_beginning(self, one: Pass) -> Hashable:
         """Return all that a pass depends on where the link is idle."""
         lane = self._lanes.get((one.chunk, one.microbatch))
+        most_s = self._host_parts[one.kind, one.chunk].seconds
         in_flight = tuple(
-            (id(entry.lane.program), entry.lane is lane, entry.parcels, entry.lane.describe_parcels(entry.parcels))
+            (
+                id(entry.lane.program),
+                entry.lane is lane,
+                entry.parcels,
+                entry.lane.describe_parcels(entry.parcels),
+                self._count_unseen_s(entry, most_s),
+            )
             for entry in self._in_flight
         )
-        return one.kind, one.chunk, None if lane is None else lane.describe(), in_flight
+        lead_s = round(min(self._count_lead_s(), most_s), _LEAD_DIGITS)
+        return one.kind, one.chunk, None if lane is None else lane.describe(), in_flight, lead_s
+
+    def _count_unseen_s(self, entry: InFlight, most_s: float) -> float:
+        """Return after how many seconds the host can see that a copy is through, `most_s` where it is later."""
+        if not self._is_a_layer_ahead:
+            return 0.0
+        return round(min(max(0.0, entry.copy.end_s - self._host_s), most_s), _LEAD_DIGITS)
 
     def _has_room(self, outcome: _Outcome) -> bool:
         """Return whether the host budget takes all that a pass moves."""
@@ -137,6 +173,7 @@ class RepeatingRun(RankRun):
         self._collect(None)
         start_s, device_bytes, host_bytes = self.clock_s, self._device_bytes, self._host_bytes
         in_flight_bytes, abandoned, slowed_s = self._in_flight_bytes, self._abandoned, self._link.slowed_s
+        first_lead_s = self._count_lead_s()
         earlier = list(self._in_flight)
         key = (one.chunk, one.microbatch)
         lane = self._lanes.get(key)
@@ -180,12 +217,15 @@ class RepeatingRun(RankRun):
             lane=lane.copy(),
             tallies=own,
             slowed_s=self._link.slowed_s - slowed_s,
+            first_lead_s=first_lead_s,
+            lead_s=self._count_lead_s(),
         )
 
     def _repeat(self, one: Pass, outcome: _Outcome) -> None:
         """Count a pass that comes to `outcome`."""
         start_s, device_bytes = self.clock_s, self._device_bytes
         in_flight_bytes, abandoned = self._in_flight_bytes, self._abandoned
+        more_s = 0.0 if self._host_parts[one.kind, one.chunk].has_wait else self._count_lead_s() - outcome.first_lead_s
         for _ in range(outcome.released):
             self._release_oldest()
         key = (one.chunk, one.microbatch)
@@ -196,6 +236,7 @@ class RepeatingRun(RankRun):
             if outcome.left or self._in_flight:
                 lane.become(outcome.lane)
         self.clock_s = start_s + outcome.seconds
+        self._host_s = self.clock_s - outcome.lead_s - more_s
         self._device_bytes = device_bytes + outcome.net_bytes
         if device_bytes + outcome.rise_bytes > self._peak_bytes:
             self._peak_bytes, self._peak_at = device_bytes + outcome.rise_bytes, (one, outcome.peak_label)
@@ -225,3 +266,13 @@ class RepeatingRun(RankRun):
             self._link.slowed_s += times * outcome.slowed_s
         self._repeats.clear()
         return super()._get_totals(step_s)
+
+
+def _find_host_part(steps: Sequence[Step]) -> _HostPart:
+    seconds = 0.0
+    for step in steps:
+        if isinstance(step, HostWaitStep):
+            return _HostPart(seconds, has_wait=True)
+        if isinstance(step, ComputeStep):
+            seconds += step.host_s
+    return _HostPart(seconds, has_wait=False)

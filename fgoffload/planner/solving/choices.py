@@ -9,7 +9,7 @@ of its own.
     >>> residual = SavedTensor(name="residual", tags=("mlp_norm",), size_bytes=8)
     >>> norm = Segment(name="mlp_norm", forward_s=1.0, backward_s=2.0)
     >>> layer = LayerModel(kind="toy", segments=(norm,), tensors=(residual,))
-    >>> [choice.actions for choice in list_modes(layer, min_offloaded_bytes=1)[0].parts[0]]
+    >>> [choice.actions for choice in list_modes(layer, min_offloaded_numel=1)[0].parts[0]]
     [(), (('mlp_norm', <Action.OFFLOAD: 'offload'>),)]
 """
 
@@ -101,12 +101,12 @@ class Configuration:
         return max((choice.returned_bytes for choice in (self.mode.base, *self.chosen)), default=0)
 
 
-def list_modes(layer: LayerModel, *, min_offloaded_bytes: int) -> tuple[Mode, ...]:
+def list_modes(layer: LayerModel, *, min_offloaded_numel: int) -> tuple[Mode, ...]:
     """Return all that a layer may choose from: one choice for each effect, by the fewest actions that have it.
 
     Args:
         layer: A kind of layer.
-        min_offloaded_bytes: What is smaller stays, so that a site which saves nothing larger has nothing to choose.
+        min_offloaded_numel: Elements. What is smaller stays, so that a site which saves nothing larger has nothing to choose.
 
     Returns:
         The first mode runs nothing of several parts again, so that its first choices together keep the whole layer.
@@ -118,12 +118,12 @@ def list_modes(layer: LayerModel, *, min_offloaded_bytes: int) -> tuple[Mode, ..
         for units in itertools.combinations(wide, size):
             base = {unit: Action.RECOMPUTE for unit in units}
             if _is_allowed(layer, base):
-                modes.append(_make_mode(layer, base, [name for name in sites if name not in wide], min_offloaded_bytes))
+                modes.append(_make_mode(layer, base, [name for name in sites if name not in wide], min_offloaded_numel))
     return tuple(modes)
 
 
 def find_configuration(
-    layer: LayerModel, modes: Sequence[Mode], actions: Mapping[str, Action], *, min_offloaded_bytes: int
+    layer: LayerModel, modes: Sequence[Mode], actions: Mapping[str, Action], *, min_offloaded_numel: int
 ) -> Configuration:
     """Return what somebody else chose for a layer: by parts of `modes` that do just that, or as one whole where none do.
 
@@ -131,15 +131,15 @@ def find_configuration(
         PlanError: The layer cannot do that.
     """
     rows = set(actions.items())
-    resolved = resolve_layer(layer, actions, min_offloaded_bytes=min_offloaded_bytes)
+    resolved = resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel)
     for mode in modes:
         if set(mode.base.actions) <= rows:
             fitting = [[choice for choice in part if set(choice.actions) <= rows] for part in mode.parts]
             chosen = tuple(max(part, key=lambda choice: len(choice.actions)) for part in fitting)
             found = Configuration(mode=mode, chosen=chosen)
-            if resolve_layer(layer, dict(found.actions), min_offloaded_bytes=min_offloaded_bytes) == resolved:
+            if resolve_layer(layer, dict(found.actions), min_offloaded_numel=min_offloaded_numel) == resolved:
                 return found
-    choice = measure_actions(layer, actions, min_offloaded_bytes=min_offloaded_bytes)
+    choice = measure_actions(layer, actions, min_offloaded_numel=min_offloaded_numel)
     return Configuration(mode=Mode(base=choice, parts=()), chosen=())
 
 
@@ -155,13 +155,13 @@ def count_configurations(modes: Sequence[Mode]) -> int:
     return sum(mode.configurations for mode in modes)
 
 
-def measure_actions(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_bytes: int) -> Choice:
+def measure_actions(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int) -> Choice:
     """Return what `actions` come to in a layer, against keeping all.
 
     Raises:
         PlanError: The layer cannot do that.
     """
-    resolved = resolve_layer(layer, actions, min_offloaded_bytes=min_offloaded_bytes)
+    resolved = resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel)
     returned = (sum(one.tensor.size_bytes for one in rerun.made) for rerun in resolved.reruns)
     return Choice(
         actions=tuple(sorted((name, action) for name, action in actions.items() if action is not Action.KEEP)),
@@ -173,17 +173,17 @@ def measure_actions(layer: LayerModel, actions: Mapping[str, Action], *, min_off
     )
 
 
-def _make_mode(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str], min_offloaded_bytes: int) -> Mode:
+def _make_mode(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str], min_offloaded_numel: int) -> Mode:
     """Return the mode in which the units of `base` run again, with parts of those of `sites` that these leave free."""
     covered = {name for unit in base for name in _list_covered(unit)}
     free = [name for name in sites if name not in covered]
-    parts = [_list_part(layer, base, part, min_offloaded_bytes) for part in _list_parts(layer, base, free)]
-    whole = measure_actions(layer, base, min_offloaded_bytes=min_offloaded_bytes)
+    parts = [_list_part(layer, base, part, min_offloaded_numel) for part in _list_parts(layer, base, free)]
+    whole = measure_actions(layer, base, min_offloaded_numel=min_offloaded_numel)
     return Mode(base=whole, parts=tuple(part for part in parts if len(part) > 1))
 
 
 def _list_part(
-    layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str], min_offloaded_bytes: int
+    layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str], min_offloaded_numel: int
 ) -> tuple[Choice, ...]:
     """Return what the sites of a part may choose from, each effect once, and what it changes against `base` alone."""
     found: dict[object, dict[str, Action]] = {}
@@ -194,12 +194,12 @@ def _list_part(
             name: action for name, action in zip(sites, chosen, strict=True) if action is not Action.KEEP
         }
         if _is_allowed(layer, {**base, **actions}):
-            resolved = resolve_layer(layer, {**base, **actions}, min_offloaded_bytes=min_offloaded_bytes)
+            resolved = resolve_layer(layer, {**base, **actions}, min_offloaded_numel=min_offloaded_numel)
             found.setdefault(_describe_effect(resolved), actions)
-    whole = measure_actions(layer, base, min_offloaded_bytes=min_offloaded_bytes)
+    whole = measure_actions(layer, base, min_offloaded_numel=min_offloaded_numel)
     choices = []
     for actions in found.values():
-        choice = measure_actions(layer, {**base, **actions}, min_offloaded_bytes=min_offloaded_bytes)
+        choice = measure_actions(layer, {**base, **actions}, min_offloaded_numel=min_offloaded_numel)
         choices.append(_subtract(choice, whole, actions))
     return tuple(choices)
 

@@ -271,6 +271,6 @@ def _simulate(rank: RankModel, layer: LayerModel, configuration: Configuration, 
         passes=list_passes(_PIPELINE, rank=0),
         link=rank.link,
         policy=rank.policy,
-        min_offloaded_bytes=rank.min_offloaded_bytes,
+        min_offloaded_numel=rank.min_offloaded_numel,
     )
     return simulate_rank(short, OffloadPlan(actions=actions))

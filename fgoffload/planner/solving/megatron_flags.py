@@ -357,13 +357,13 @@ class _FlagSearch:
 
     def _list_tags(self, flags: MegatronFlags) -> list[str]:
         """Return the tags that `flags` may have beside their own, that Megatron knows, and that save anything here."""
-        least_bytes = min(rank.min_offloaded_bytes for rank in self._ranks)
+        least_numel = min(rank.min_offloaded_numel for rank in self._ranks)
         saving = {
             tag
             for chunk in self._list_chunks()
             for layer in chunk.layers
             for tensor in layer.model.tensors
-            if tensor.size_bytes >= least_bytes
+            if not tensor.is_below(least_numel)
             for tag in tensor.tags
         }
         modules = flags.recompute.modules if isinstance(flags.recompute, SelectiveRecompute) else ()

@@ -100,7 +100,7 @@ def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]]) -> OffloadPla
 
 
 def read_plan(
-    plan: OffloadPlan, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]], *, min_offloaded_bytes: int
+    plan: OffloadPlan, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]], *, min_offloaded_numel: int
 ) -> State:
     """Return what `plan` says of the layers of a rank."""
     return tuple(
@@ -108,7 +108,7 @@ def read_plan(
             slot.layer,
             modes[slot.layer.kind],
             plan.list_layer(slot.chunk, slot.number),
-            min_offloaded_bytes=min_offloaded_bytes,
+            min_offloaded_numel=min_offloaded_numel,
         )
         for slot in slots
     )

@@ -202,7 +202,7 @@ class RankSearches:
 
     def _read_plan(self, plan: OffloadPlan) -> tuple[State, ...]:
         return tuple(
-            read_plan(plan, list_slots(rank), search.modes, min_offloaded_bytes=rank.min_offloaded_bytes)
+            read_plan(plan, list_slots(rank), search.modes, min_offloaded_numel=rank.min_offloaded_numel)
             for rank, search in zip(self.ranks, self.of_ranks, strict=True)
         )
 
@@ -210,7 +210,7 @@ class RankSearches:
         """Return what each kind of layer of `rank` costs; ranks with the same link and rules share what was measured."""
         models = {layer.model.kind: layer.model for chunk in rank.chunks for layer in chunk.layers}
         longest = max((len(chunk.layers) for chunk in rank.chunks), default=0)
-        rules = (rank.link, rank.policy, rank.min_offloaded_bytes, rank.host_budget_bytes is None, longest)
+        rules = (rank.link, rank.policy, rank.min_offloaded_numel, rank.host_budget_bytes is None, longest)
         for model in models.values():
             if (model, rules) not in self._points:
                 self._points[model, rules] = measure_layer(rank, model, self._modes[model])
@@ -353,7 +353,7 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
                 )
     for model in models.values():
         if model not in known:
-            known[model] = list_modes(model, min_offloaded_bytes=rank.min_offloaded_bytes)
+            known[model] = list_modes(model, min_offloaded_numel=rank.min_offloaded_numel)
     return {kind: known[model] for kind, model in models.items()}
 
 

@@ -124,10 +124,10 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
     """Return what the action of `tag` changes in a layer that does the rest of `actions` anyway, and what leaves with it."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
-    with_it = measure_actions(layer, own, min_offloaded_bytes=rank.min_offloaded_bytes)
-    without = measure_actions(layer, others, min_offloaded_bytes=rank.min_offloaded_bytes)
+    with_it = measure_actions(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
+    without = measure_actions(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
     # Not by difference: what runs again may spare another tag as many bytes as leave with this one.
-    groups = resolve_layer(layer, own, min_offloaded_bytes=rank.min_offloaded_bytes).groups
+    groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
     return Choice(
         actions=(),
         kept_bytes=with_it.kept_bytes - without.kept_bytes,
@@ -148,9 +148,10 @@ def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Acti
         unit = find_recompute_unit(name)
         if action.recomputes and unit is not None and tag in unit.covers:
             return f"{name} runs again, so that it saves nothing"
-    sizes = [tensor.size_bytes for tensor in layer.tensors if tag in tensor.tags]
-    if layer.find_unit(tag) is None and max(sizes) < rank.min_offloaded_bytes:
-        return f"{format_bytes(max(sizes))} is below the least that moves, {format_bytes(rank.min_offloaded_bytes)}"
+    tensors = [tensor for tensor in layer.tensors if tag in tensor.tags]
+    if layer.find_unit(tag) is None and all(tensor.is_below(rank.min_offloaded_numel) for tensor in tensors):
+        most_bytes = max(tensor.size_bytes for tensor in tensors)
+        return f"{format_bytes(most_bytes)}, below the least that moves, {rank.min_offloaded_numel} elements"
     return None
 
 

@@ -130,7 +130,8 @@ class RankSearch:
         self._in_flight = _count_in_flight_at_peak(rank)
         self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
         """Forwards and backwards of single layers in a simulation."""
-        self._held_bytes = 0 if rank.host_pace is HostPace.BESIDE else rank.policy.window_bytes
+        is_far_ahead = rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD)
+        self._held_bytes = rank.policy.window_bytes if is_far_ahead else 0
         """Of what left last, where the host runs ahead: programs take it for gone, and the device holds it."""
         self._microbatches = tuple(count_backwards(rank.passes, chunk=chunk) for chunk in range(len(rank.chunks)))
 
@@ -219,7 +220,7 @@ class RankSearch:
             budget_bytes: Of the device.
             simulations: That may be run for it at most.
         """
-        if self._is_done(found, budget_bytes) or self.rank.host_pace is not HostPace.BESIDE:
+        if self._is_done(found, budget_bytes) or self.rank.host_pace is not HostPace.LAYER_AHEAD:
             return found
         longest_s = found.verdict.step_s * (1 + _ALIKE)
         known = [state for state, verdict in self.knowledge.values() if verdict.step_s <= longest_s]

@@ -4,8 +4,13 @@
 A profile times forward while hooks run, and of layers that are alike the least of each stretch counts. So a simulated step can
 be shorter than the plain one, where the host launches forward too late without hooks too, or longer, where the hooks delayed
 all layers. Either is the host's, and forward's: the host waits for the routing of each layer of experts and begins anew from
-there, while backward waits for nothing and is launched ahead of the device. So forward passes take it, each layer the same of
-what is missing, and of what is too much in the parts in which they can have been delayed.
+there, while backward waits for nothing and is launched ahead of the device. What was too much is taken off the parts of forward
+in which they can have been delayed.
+
+What is missing comes on top of the step, and not of forward. The host is late in some steps, here and there, and in others it
+is not: a peak of many steps is one of forward at the device's pace, in which copies are furthest behind. Measured on an H200,
+where the plain step took 27 ms of 554 more: with these in forward four peaks are predicted 2.1% to 3.6% too low, and without
+within 0.8% (docs/results/predictions_h200_202611.md).
 
 A recompute keeps the time that was measured of forward. It is launched from backward, beside autograd, and what two trainings
 took on one H200 says so: predicted 692 ms where 688 were measured, and 713 with the forward of the plain step; of one that is
@@ -13,7 +18,8 @@ bound by launches, 1161 ms where 1109 were measured, and 971 with the forward of
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel
@@ -24,8 +30,17 @@ backward. That of a matrix product takes twice as long as its forward, that of f
 ms on an H200)."""
 
 
-def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> list[ChunkModel]:
-    """Return `chunks` with forward passes with which a microbatch takes `microbatch_s`. See [Note: What the host adds].
+class Calibrated(NamedTuple):
+    """Chunks of a rank, and what a microbatch takes longer than they do."""
+
+    chunks: list[ChunkModel]
+    """With forward passes at the device's pace."""
+    late_s: float
+    """Seconds of a microbatch in which the device waits for a late host."""
+
+
+def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> Calibrated:
+    """Return `chunks` with forward passes, and seconds beside them, with which a microbatch takes `microbatch_s`.
 
     Forward is not made shorter than what the device needs for it, so that a microbatch can still take longer.
 
@@ -38,24 +53,22 @@ def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> list[Chun
     simulated_s = sum(segment.forward_pass_s + segment.backward_s for segment in edges)
     simulated_s += sum(segment.forward_pass_s + segment.backward_s for layer in layers for segment in layer.segments)
     missing_s = microbatch_s - simulated_s
+    if missing_s >= 0:
+        return Calibrated(list(chunks), missing_s)
     spare_s = sum(_find_spare_s(segment) for layer in layers for segment in layer.segments)
-
-    def find_host_s(layer: LayerModel, segment: Segment) -> float:
-        if missing_s < 0:
-            return -min(1.0, -missing_s / spare_s) * _find_spare_s(segment) if spare_s else 0.0
-        part = segment.forward_s / layer.forward_s if layer.forward_s else 1 / len(layer.segments)
-        return part * missing_s / len(layers)
-
-    kinds = {layer: _add_host(layer, find_host_s) for layer in layers}
-    return [
+    part = min(1.0, -missing_s / spare_s) if spare_s else 0.0
+    kinds = {layer: _take_off(layer, part) for layer in layers}
+    shorter = [
         dataclasses.replace(chunk, layers=tuple(dataclasses.replace(layer, model=kinds[layer.model]) for layer in chunk.layers))
         for chunk in chunks
     ]
+    return Calibrated(shorter, 0.0)
 
 
-def _add_host(layer: LayerModel, find_host_s: Callable[[LayerModel, Segment], float]) -> LayerModel:
+def _take_off(layer: LayerModel, part: float) -> LayerModel:
+    """Return `layer` without that part of what each stretch's forward has to spare."""
     segments = (
-        dataclasses.replace(segment, forward_host_s=segment.forward_host_s + find_host_s(layer, segment))
+        dataclasses.replace(segment, forward_host_s=segment.forward_host_s - part * _find_spare_s(segment))
         for segment in layer.segments
     )
     return dataclasses.replace(layer, segments=tuple(segments))

@@ -14,11 +14,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import (
-    DEFAULT_MIN_OFFLOADED_BYTES,
     ChunkModel,
     HostPace,
     LinkModel,
@@ -33,7 +33,7 @@ from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 from fgoffload.policy import TransferPolicy
 from fgoffload.text_files import read_text_file
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
 
 CPU = "CPU"
@@ -134,8 +134,8 @@ class RankProfile:
     """From the start of the step to the start of the next, or to its end where none came."""
     step_end_s: float = 0.0
     """Of it, after the last pass: the reduction of gradients and the optimizer."""
-    min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
-    """What stays when it is smaller: the minimum size of the training, in bytes of its activations."""
+    min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+    """Elements. What stays when it is smaller: the minimum size of the training."""
 
     @property
     def layers(self) -> tuple[NumberedLayer, ...]:
@@ -284,9 +284,10 @@ def make_rank_model(
     for chunk in measured.chunks:
         layers = tuple(dataclasses.replace(layer, model=kinds[layer.model.kind]) for layer in chunk.layers)
         chunks.append(dataclasses.replace(chunk, layers=layers))
+    late_s = 0.0
     if profile.plain_step_s is not None and measured.pipeline.stages == 1:
         microbatches_s = profile.plain_step_s - measured.step_end_s
-        chunks = calibrate(chunks, microbatch_s=microbatches_s / measured.pipeline.microbatches)
+        chunks, late_s = calibrate(chunks, microbatch_s=microbatches_s / measured.pipeline.microbatches)
     return RankModel(
         rank=rank,
         static_bytes=measured.static_bytes,
@@ -294,8 +295,8 @@ def make_rank_model(
         passes=list_passes(pipeline, rank=rank),
         link=profile.link.to_model(),
         policy=policy or TransferPolicy(),
-        min_offloaded_bytes=measured.min_offloaded_bytes,
-        step_end_s=measured.step_end_s,
+        min_offloaded_numel=measured.min_offloaded_numel,
+        step_end_s=measured.step_end_s + late_s * pipeline.microbatches,
         host_budget_bytes=host_budget_bytes,
         host_pace=HostPace.BESIDE if profile.device == CPU else find_host_pace(chunks, pipeline),
         turning_chunk=find_turning_chunk(pipeline, rank=rank),

@@ -45,7 +45,7 @@ def make_profile(*, layers=6, device=DEVICE, **options):
         chunks=(ChunkModel(layers=numbered),),
         static_bytes=1000,
         step_s=1.0,
-        min_offloaded_bytes=1,
+        min_offloaded_numel=1,
     )
     copies = (CopyRate(size_bytes=1, d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0),)
     link = LinkProfile(copies=copies, compute_slowdown=0.0)

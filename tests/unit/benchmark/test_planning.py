@@ -56,17 +56,20 @@ def test_activations_are_fused_where_the_training_fuses_them():
 def test_window_and_prefetch_are_those_that_settings_run_with():
     (rank,) = build("--offload-window", "3GiB", "--offload-prefetch", "2GiB", "--min-offloaded-tensor-size", "1000")
     assert rank.policy == TransferPolicy(window_bytes=3 * GIB, prefetch_bytes=2 * GIB)
-    assert rank.min_offloaded_bytes == 2000
+    assert rank.min_offloaded_numel == 1000
 
 
 def test_a_plan_for_a_budget_is_predicted_to_keep_to_it(tmp_path):
     ranks = build()
     budget_bytes = predict(ranks, NOTHING).peak_bytes - 2 * GIB
     path = tmp_path / "plan.json"
-    path.write_text(plan_for_budget(ranks, budget_bytes=budget_bytes).to_json())
+    found = plan_for_budget(ranks, budget_bytes=budget_bytes)
+    path.write_text(found.plan.to_json())
     planned = predict(ranks, parse_setting("budget:18GiB").with_plan(path))
-    assert planned.peak_bytes <= budget_bytes
+    assert planned.peak_bytes == found.peak_bytes <= budget_bytes
     assert 1.0 < planned.ratio < 1.5
+    # What is left free beside is not used.
+    assert plan_for_budget(ranks, budget_bytes=budget_bytes, free_bytes=GIB).peak_bytes <= budget_bytes - GIB
 
 
 def test_a_budget_below_what_does_not_move_is_refused():

@@ -1,5 +1,6 @@
 """One setting in this process: what is measured, and what is left behind."""
 
+import dataclasses
 import gc
 import gzip
 import json
@@ -10,10 +11,12 @@ import torch
 from support.trainings import EXPERTS, SHAPE, write_plan
 
 from fgoffload import Action, ConfigError, OffloadPlan, Site
+from fgoffload.benchmark import budget_plans
 from fgoffload.benchmark import runner as runner_module
 from fgoffload.benchmark.forecaster import Forecaster, check_profile
 from fgoffload.benchmark.job import Job, Run, make_file_name
 from fgoffload.benchmark.loading import describe_workload, load_arguments
+from fgoffload.benchmark.planning import Planned, build_profile_ranks
 from fgoffload.benchmark.prediction import Source
 from fgoffload.benchmark.runner import Runner, quiet_collector, save_on_cpu
 from fgoffload.benchmark.settings import NOTHING, PROFILE, parse_setting
@@ -186,16 +189,44 @@ def test_a_budget_is_refused_where_the_planner_does_not_know_the_device():
         measure("budget:1GiB")
 
 
+def make_planned(tag="core_attn"):
+    return Planned(plan=OffloadPlan(actions={Site(chunk=0, layer=0, tag=tag): Action.OFFLOAD}), peak_bytes=100)
+
+
 def test_a_budget_is_planned_for_and_the_plan_is_measured(monkeypatch, tmp_path):
-    plan = OffloadPlan(actions={Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD})
     asked = []
     monkeypatch.setattr(runner_module, "build_job_ranks", lambda job, hardware: asked.append(job.update) or ())
-    monkeypatch.setattr(runner_module, "plan_for_budget", lambda ranks, *, budget_bytes: asked.append(budget_bytes) or plan)
+    monkeypatch.setattr(
+        budget_plans, "plan_for_budget", lambda ranks, *, budget_bytes, free_bytes: asked.append(budget_bytes) or make_planned()
+    )
     measured = measure("budget:1GiB", make_job(plan_folder=tmp_path))
     assert asked == [Update.NONE, 1 << 30]
     assert measured.d2h_bytes > 0
     # Where what predicts it looks.
     assert json.loads(make_job(plan_folder=tmp_path).find_plan_path(parse_setting("budget:1GiB")).read_text())["sites"]
+
+
+@pytest.mark.usefixtures("_quick_link")
+def test_a_budget_is_planned_for_by_the_profile_that_was_measured(monkeypatch, tmp_path):
+    """On a device that the hardware table does not have, as this one."""
+    asked = []
+    monkeypatch.setattr(
+        budget_plans, "plan_for_budget", lambda ranks, *, budget_bytes, free_bytes: asked.append(ranks) or make_planned()
+    )
+    job = make_job(plan_folder=tmp_path)
+    runner = Runner(job, lambda loss: None)
+    runner.measure_times(Run(setting=PROFILE, repeat=0))
+    runner.measure_times(Run(setting=parse_setting("budget:1GiB"), repeat=0))
+    measured = Profile.load(job.profile_path)
+    assert asked == [build_profile_ranks(job, measured)]
+    # And by one that was measured before.
+    given = dataclasses.replace(job, profile=job.profile_path)
+    Runner(given, lambda loss: None).measure_times(Run(setting=parse_setting("budget:1GiB"), repeat=0))
+    assert asked == [build_profile_ranks(job, measured)] * 2
+    # But not of another device.
+    dataclasses.replace(measured, device="another").save(job.profile_path)
+    with pytest.raises(ConfigError, match="table of hardware does not have this device"):
+        Runner(given, lambda loss: None).measure_times(Run(setting=parse_setting("budget:1GiB"), repeat=0))
 
 
 @pytest.fixture
@@ -227,7 +258,7 @@ def test_a_profile_is_of_the_same_training_with_or_without_an_optimizer(monkeypa
         source=job.source, flags=(*job.file_flags, *job.typed_flags), world_size=job.world_size
     )
     assert [layer.number for layer in rank.layers] == [0, 1]
-    assert rank.min_offloaded_bytes == 64 * 4
+    assert rank.min_offloaded_numel == 64
     # The tokens of all settings, in steps that warm up and those that count.
     assert len(seen) == 1 + PLAIN_STEPS + 2
     assert profile.plain_step_s > 0

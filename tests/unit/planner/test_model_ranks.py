@@ -41,11 +41,11 @@ def test_layers_that_are_alike_are_one_kind_and_share_their_model():
     assert layers[2] is layers[5]
 
 
-def test_the_host_runs_ahead_where_no_layer_has_experts():
+def test_the_host_runs_further_ahead_where_no_layer_has_experts():
     dense = dataclasses.replace(MODEL, experts=None, ffn_hidden_size=8192)
     assert [rank.host_pace for model in (dense, MIXED) for rank in build_ranks(model, ONE, H200)] == [
         HostPace.STEP_AHEAD,
-        HostPace.BESIDE,
+        HostPace.LAYER_AHEAD,
     ]
 
 

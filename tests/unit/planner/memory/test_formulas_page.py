@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fgoffload import default_tags
-from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_untagged_tensors
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes
+from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.planner.timing.op_times import make_layer_model

@@ -220,7 +220,7 @@ def test_recompute_of_attention_of_llama_3_8b_takes_79_mib_a_layer_more():
 def test_what_attention_keeps_stays_while_the_projections_input_leaves():
     layer = make_layer(LLAMA)
     actions = {"core_attn": Action.RECOMPUTE, "qkv_linear": Action.OFFLOAD}
-    resolved = resolve_layer(layer, actions, min_offloaded_bytes=0)
+    resolved = resolve_layer(layer, actions, min_offloaded_numel=0)
     assert resolved.moved_bytes == 2 * 64 * 2**20 + 4 * 8192  # the norm's input and output, and its statistics
     kept = {one.tensor.name: one for one in resolved.kept}
     assert kept["rest of the projections' output"].tensor.size_bytes == 80 * 2**20

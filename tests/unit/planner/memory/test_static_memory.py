@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fgoffload import ConfigError
-from fgoffload.planner.memory.saved_bytes import list_saved_tensors, list_untagged_tensors
+from fgoffload.planner.memory.saved_bytes import list_saved_tensors
 from fgoffload.planner.memory.static_memory import (
     DEFAULT_RESERVE_BYTES,
     DEFAULT_WORKSPACE_BYTES,
@@ -22,6 +22,7 @@ from fgoffload.planner.memory.static_memory import (
     count_parameters,
     list_static_memory,
 )
+from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism

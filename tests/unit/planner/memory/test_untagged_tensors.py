@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_saved_tensors, list_untagged_tensors
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_saved_tensors
+from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
 
 ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4}

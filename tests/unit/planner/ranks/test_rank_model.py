@@ -27,6 +27,6 @@ def test_where_no_layer_lets_the_host_wait_it_waits_for_exchanges_alone(pipeline
 
 @pytest.mark.parametrize("pipeline", [ONE_STAGE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED])
 @pytest.mark.parametrize("wait", HostWait)
-def test_one_layer_that_lets_the_host_wait_keeps_it_beside_compute(pipeline, wait):
+def test_one_layer_that_lets_the_host_wait_keeps_it_a_layer_ahead(pipeline, wait):
     waiting = make_layer({"core_attn": 10, "dispatch": 0}, host_waits={"dispatch": wait})
-    assert find_host_pace([make_chunk(DENSE), make_chunk(DENSE, waiting)], pipeline) is HostPace.BESIDE
+    assert find_host_pace([make_chunk(DENSE), make_chunk(DENSE, waiting)], pipeline) is HostPace.LAYER_AHEAD

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.layer_models import HOLDING, PLAIN, SAVED_BYTES, STRETCHES, TENSORS, UNITS, save
 
 from fgoffload import Action, PlanError
-from fgoffload.planner.ranks.layer_model import LayerModel, Segment
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.planner.simulation.layer_choice import Take, resolve_layer
 
@@ -18,8 +18,8 @@ DISPATCH = STRETCHES.index("dispatch")
 FC1, ACT, FC2, COMBINE = (STRETCHES.index(name) for name in ("expert_fc1", "moe_act", "expert_fc2", "moe_combine"))
 
 
-def resolve(layer=PLAIN, *, min_offloaded_bytes=0, staying_tags=frozenset(), **actions):
-    return resolve_layer(layer, actions, min_offloaded_bytes=min_offloaded_bytes, staying_tags=staying_tags)
+def resolve(layer=PLAIN, *, min_offloaded_numel=0, staying_tags=frozenset(), **actions):
+    return resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel, staying_tags=staying_tags)
 
 
 def get_group(resolved, tag):
@@ -107,15 +107,22 @@ def test_only_groups_that_end_before_the_wait_are_held_over_it():
 
 
 def test_what_is_below_the_least_size_stays_and_backward_comes_to_its_site_all_the_same():
-    resolved = resolve(core_attn=O, moe_combine=O, min_offloaded_bytes=31)
+    resolved = resolve(core_attn=O, moe_combine=O, min_offloaded_numel=31)
     assert resolved.moved_bytes == 300 + 130
     assert get_group(resolved, "moe_combine").size_bytes == 0
     assert get_group(resolved, "moe_combine").asked_before == COMBINE
-    assert resolve(moe_combine=O, min_offloaded_bytes=30).moved_bytes == 30
+    assert resolve(moe_combine=O, min_offloaded_numel=30).moved_bytes == 30
+
+
+def test_the_least_size_is_one_of_elements():
+    log_sum_exp = SavedTensor(name="log-sum-exp", tags=("core_attn",), size_bytes=400, element_bytes=4)
+    layer = dataclasses.replace(PLAIN, tensors=(*PLAIN.tensors, log_sum_exp))
+    with_it, without = (resolve(layer, core_attn=O, min_offloaded_numel=least).moved_bytes for least in (100, 101))
+    assert with_it - without == 400
 
 
 def test_what_all_layers_share_never_leaves():
-    resolved = resolve_layer(PLAIN, {"layer": R, "layer_input": O}, min_offloaded_bytes=0)
+    resolved = resolve_layer(PLAIN, {"layer": R, "layer_input": O}, min_offloaded_numel=0)
     assert list_names(one.tensor for one in resolved.leaving) == ["layer input"]
     assert list_names(resolved.shared) == ["rotary"]
 
@@ -155,10 +162,10 @@ def test_the_input_of_what_runs_again_may_leave_and_is_back_for_it(unit, name, b
 
 
 def test_a_layer_that_runs_again_keeps_its_input_which_may_leave_as_a_row_of_its_own():
-    kept = resolve_layer(PLAIN, {"layer": R}, min_offloaded_bytes=0)
+    kept = resolve_layer(PLAIN, {"layer": R}, min_offloaded_numel=0)
     assert (kept.kept_bytes, kept.recompute_s) == (100, 12)
     assert sum(made.tensor.size_bytes for made in kept.reruns[0].made) == 2495 - 100
-    left = resolve_layer(PLAIN, {"layer": R, "layer_input": O}, min_offloaded_bytes=0)
+    left = resolve_layer(PLAIN, {"layer": R, "layer_input": O}, min_offloaded_numel=0)
     assert (left.kept_bytes, left.moved_bytes) == (0, 100)
     (group,) = left.groups
     assert (group.ends_after, group.asked_before) == (COMBINE, COMBINE)
@@ -210,7 +217,7 @@ def test_a_tag_that_no_unit_covers_may_leave_beside_it():
 )
 def test_what_a_layer_cannot_do_is_refused_with_the_pair(actions, message):
     with pytest.raises(PlanError, match=message):
-        resolve_layer(PLAIN, actions, min_offloaded_bytes=0)
+        resolve_layer(PLAIN, actions, min_offloaded_numel=0)
 
 
 def test_what_excludes_each_other_is_refused():
@@ -241,13 +248,13 @@ def choices(draw):
 
 @settings(deadline=None, max_examples=100)
 @given(choices(), st.sampled_from((0, 31, 145)))
-def test_every_byte_is_kept_or_moved_or_made_again(actions, min_offloaded_bytes):
-    resolved = resolve_layer(HOLDING, actions, min_offloaded_bytes=min_offloaded_bytes)
+def test_every_byte_is_kept_or_moved_or_made_again(actions, min_offloaded_numel):
+    resolved = resolve_layer(HOLDING, actions, min_offloaded_numel=min_offloaded_numel)
     names = [one.tensor.name for one in (*resolved.kept, *resolved.leaving)]
     made = [one.tensor.name for rerun in resolved.reruns for one in rerun.made if not one.tensor.name.startswith("beside")]
     assert sorted((*names, *made, "rotary")) == sorted(list_names(TENSORS))
     assert sum(group.size_bytes for group in resolved.groups) == resolved.moved_bytes
-    assert all(one.tensor.size_bytes >= min_offloaded_bytes for one in resolved.leaving)
+    assert all(one.tensor.size_bytes >= min_offloaded_numel for one in resolved.leaving)
     for one in resolved.leaving:
         assert one.takes
         assert min(take.before for take in one.takes) >= one.freed_after

@@ -13,6 +13,7 @@ from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
 from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.ranks.schedule import Pipeline, list_passes
+from fgoffload.planner.simulation import chunk_compiler
 from fgoffload.planner.simulation.simulation_result import LaneName, Waits
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
 
@@ -144,6 +145,22 @@ def test_a_host_ahead_of_compute_sees_no_copy_done(pace, peak):
     rank = make_rank(chunk, passes=passes, prefetch_bytes=0, host_pace=pace)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)))
     assert result.peak_bytes == STATIC_BYTES + peak
+
+
+@pytest.mark.parametrize(
+    ("pace", "layer_s", "peak"),
+    [(HostPace.BESIDE, 0.0, 200), (HostPace.LAYER_AHEAD, 0.0, 300), (HostPace.LAYER_AHEAD, 30.0, 200)],
+)
+def test_a_host_that_layers_let_wait_sees_what_was_done_when_it_waited(monkeypatch, pace, layer_s, peak):
+    # Copies end at 50 and 90, and the last group is submitted at 120. A host that takes no time is at 80 then, where it last
+    # waited, and was at 40 when the group before was submitted: it sees the first copy then, and not before. One that takes
+    # 15 s a stretch is at 70 when the second group is submitted, and sees the first.
+    monkeypatch.setattr(chunk_compiler, "HOST_LAYER_S", layer_s)
+    waiting = make_layer({"dispatch": 0, "expert_fc1": 100}, host_waits={"dispatch": HostWait.KERNEL})
+    rank = make_rank(make_chunk(waiting, waiting, waiting), prefetch_bytes=0, host_pace=pace)
+    result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)))
+    assert result.peak_bytes == STATIC_BYTES + peak
+    assert result.step_s == 6 * 20 + 6 * 40 + result.waits.copies_s
 
 
 def test_a_host_ahead_of_compute_holds_a_window_and_waits_for_nothing_in_it():
@@ -620,5 +637,5 @@ def test_one_rank_follows_its_own_part_of_a_plan():
 
 
 def test_what_is_too_small_stays():
-    rank = make_rank(make_chunk(FC1), min_offloaded_bytes=101)
+    rank = make_rank(make_chunk(FC1), min_offloaded_numel=101)
     assert simulate_rank(rank, offload("expert_fc1", (0,))).d2h_bytes == 0

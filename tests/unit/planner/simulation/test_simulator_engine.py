@@ -8,6 +8,7 @@ functions save tensors of any size. What the engine does there and what the simu
 import contextlib
 import logging
 import re
+import unittest.mock
 from random import Random
 
 import torch
@@ -20,6 +21,7 @@ from fgoffload.engine import ActivationLedger, CpuDevice, Lane, OffloadEngine
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.ranks.schedule import PassKind, Pipeline, list_passes
+from fgoffload.planner.simulation import chunk_compiler
 from fgoffload.planner.simulation.simulation_result import LaneName
 from fgoffload.planner.simulation.simulator import Detail, simulate_rank
 from fgoffload.watched import Watched, find_watched
@@ -41,6 +43,7 @@ class ClockDevice(CpuDevice):
         super().__init__()
         self._host_pace = host_pace
         self._pass_start_s = 0.0
+        self._host_s = 0.0
         self._rates = {self.d2h_stream: link.d2h_bytes_per_s, self.h2d_stream: link.h2d_bytes_per_s}
         self._times = dict.fromkeys((*self._rates, self.current_stream()), 0.0)
         self.busy_s = dict.fromkeys(self._rates, 0.0)
@@ -66,8 +69,17 @@ class ClockDevice(CpuDevice):
         self._pass_start_s = self.clock_s
 
     def is_done(self, event):
-        seen_s = {HostPace.BESIDE: self.clock_s, HostPace.PASS_AHEAD: self._pass_start_s, HostPace.STEP_AHEAD: -1.0}
+        seen_s = {
+            HostPace.BESIDE: self.clock_s,
+            HostPace.LAYER_AHEAD: self._host_s,
+            HostPace.PASS_AHEAD: self._pass_start_s,
+            HostPace.STEP_AHEAD: -1.0,
+        }
         return event <= seen_s[self._host_pace]
+
+    def meet_host(self):
+        """The host waits until compute is where it is."""
+        self._host_s = self.clock_s
 
     def synchronize(self, event):
         self._times[self.current_stream()] = max(self.clock_s, event)
@@ -111,8 +123,8 @@ def make_layers(random):
             )
             for tag in TAGS
         )
-        own = [SavedTensor(name=tag, tags=(tag,), size_bytes=next(sizes)) for tag in TAGS if tag != "dispatch"]
-        shared = SavedTensor(name="output", tags=("core_attn", "attn_proj"), size_bytes=next(sizes))
+        own = [SavedTensor(name=tag, tags=(tag,), size_bytes=next(sizes), element_bytes=1) for tag in TAGS if tag != "dispatch"]
+        shared = SavedTensor(name="output", tags=("core_attn", "attn_proj"), size_bytes=next(sizes), element_bytes=1)
         layers.append(LayerModel(kind="any", segments=segments, tensors=(*own, shared)))
     return layers
 
@@ -167,6 +179,8 @@ class Training:
             tag = segment.name
             if segment.host_wait in (HostWait.HOLD, HostWait.COPY):
                 engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
+            if segment.host_wait is not None:
+                engine.device.meet_host()
             if tag == "dispatch":
                 engine.flush()
                 holds = False
@@ -217,7 +231,7 @@ class Lines(logging.Handler):
 def run_engine(device, rank, layers, chosen):
     """Return the bytes of each group that leaves and of each storage that comes back, the peak, and the time at the end."""
     engine = OffloadEngine(
-        device=device, policy=rank.policy, min_offloaded_bytes=rank.min_offloaded_bytes, host_budget_bytes=1 << 20
+        device=device, policy=rank.policy, min_offloaded_numel=rank.min_offloaded_numel, host_budget_bytes=1 << 20
     )
     ledger = ActivationLedger(parameters=())
     training = Training(engine, layers, chosen, turns=rank.turning_chunk is not None)
@@ -263,12 +277,14 @@ def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, windo
         link=make_link(d2h=d2h, h2d=h2d, duplex=2.0**20),
         window_bytes=window,
         prefetch_bytes=prefetch,
-        min_offloaded_bytes=least,
+        min_offloaded_numel=least,
         turning_chunk=turning,
         host_pace=pace,
     )
     plan = make_plan({(number, tag): Action.OFFLOAD for number, tags in enumerate(chosen) for tag in tags})
-    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
+    # What the host takes for itself, the clock of numbers does not have.
+    with unittest.mock.patch.object(chunk_compiler, "HOST_LAYER_S", 0.0):
+        result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     device = ClockDevice(rank.link, pace)
     (out, back), peak_bytes, end_s = run_engine(device, rank, layers, chosen)
     assert list_sizes(result, LaneName.D2H) == out

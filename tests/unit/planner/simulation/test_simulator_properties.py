@@ -77,7 +77,7 @@ policies = st.fixed_dictionaries(
         "window_bytes": st.sampled_from((0, 400, 1000, 10**6)),
         "prefetch_bytes": st.sampled_from((0, 400, 1000, 10**6)),
         "host_budget_bytes": st.sampled_from((None, 700, 3000)),
-        "min_offloaded_bytes": st.sampled_from((0, 31)),
+        "min_offloaded_numel": st.sampled_from((0, 31)),
         "host_pace": st.sampled_from(HostPace),
     }
 )
@@ -113,7 +113,7 @@ def count_planned(rank, plan):
             resolved = resolve_layer(
                 layer.model,
                 plan.list_layer(number, layer.number),
-                min_offloaded_bytes=rank.min_offloaded_bytes,
+                min_offloaded_numel=rank.min_offloaded_numel,
                 staying_tags=held,
             )
             planned += resolved.moved_bytes * microbatches

@@ -55,8 +55,8 @@ def test_a_byte_costs_its_copy_where_a_forward_has_no_room_for_it(attention_byte
     layer = make_toy_layer(sizes=(1, attention_bytes, 13, 4, 2))
     link = LinkModel(d2h_bytes_per_s=2.0, h2d_bytes_per_s=2.0, duplex_bytes_per_s=1.0)
     rank = make_toy_rank(
-        layers=[[layer, layer]], link=link, policy=TransferPolicy(window_bytes=16, prefetch_bytes=16), min_offloaded_bytes=1
+        layers=[[layer, layer]], link=link, policy=TransferPolicy(window_bytes=16, prefetch_bytes=16), min_offloaded_numel=1
     )
     wanted = (("core_attn", Action.OFFLOAD), ("expert_fc1", Action.OFFLOAD))
-    moving = next(one for one in list_configurations(list_modes(layer, min_offloaded_bytes=1)) if one.actions == wanted)
+    moving = next(one for one in list_configurations(list_modes(layer, min_offloaded_numel=1)) if one.actions == wanted)
     assert find_link_price(rank, list_slots(rank), (moving, moving)) == price

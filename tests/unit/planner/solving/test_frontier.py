@@ -25,7 +25,7 @@ def measure(layer, **options):
     """Return what each way costs, by its actions."""
     link = LinkModel(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0)
     rank = make_toy_rank(layers=[[layer]], link=link, policy=TransferPolicy(window_bytes=100, prefetch_bytes=100), **options)
-    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=rank.min_offloaded_bytes))
+    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_numel=rank.min_offloaded_numel))
     return {tuple(f"{tag} {action.value}" for tag, action in point.configuration.actions): point for point in points.every}
 
 
@@ -74,7 +74,7 @@ def test_no_chunk_is_simulated_twice(monkeypatch, layers, simulations):
     monkeypatch.setattr(frontier, "simulate_rank", count)
     layer = make_toy_layer()
     rank = make_toy_rank(layers=[[layer] * layers])
-    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=rank.min_offloaded_bytes))
+    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_numel=rank.min_offloaded_numel))
     assert len(simulated) == simulations * len(points.every)
 
 
@@ -86,7 +86,7 @@ def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():
     added_s = {}
     for layers in (2, 8):
         rank = make_toy_rank(layers=[[layer] * layers], link=link, policy=TransferPolicy(window_bytes=30, prefetch_bytes=30))
-        points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=1))
+        points = measure_layer(rank, layer, list_modes(layer, min_offloaded_numel=1))
         wanted = (("core_attn", Action.OFFLOAD),)
         added_s[layers] = next(one.inner.added_s for one in points.every if one.configuration.actions == wanted)
     assert added_s[2] == pytest.approx(0.0, abs=1e-9)
@@ -95,7 +95,7 @@ def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():
 
 def test_candidates_are_not_worse_in_bytes_kept_bytes_moved_and_recompute_than_any_way():
     layer = make_toy_layer()
-    modes = list_modes(layer, min_offloaded_bytes=1)
+    modes = list_modes(layer, min_offloaded_numel=1)
     candidates = [(one.kept_bytes, one.moved_bytes, one.recompute_s) for one in list_candidates(layer, modes, longest=2)]
     for way in list_configurations(modes):
         costs = (way.kept_bytes, way.moved_bytes, way.recompute_s)
@@ -106,7 +106,7 @@ def test_candidates_are_not_worse_in_bytes_kept_bytes_moved_and_recompute_than_a
 
 def test_a_large_layer_has_some_hundred_candidates_and_fewer_for_each_place():
     layer = make_layer("moe")
-    modes = list_modes(layer, min_offloaded_bytes=2 * MIB)
+    modes = list_modes(layer, min_offloaded_numel=2 * MIB)
     points = measure_layer(make_ranks()[0], layer, modes)
     assert len(list_candidates(layer, modes, longest=2)) <= 200
     assert 10 < len(points.last) < len(points.every)
@@ -125,7 +125,7 @@ def test_of_ways_that_are_alike_the_one_that_takes_the_host_less_is_a_candidate(
     segments = [Segment(name=name, forward_s=1.0, backward_s=2.0) for name in sizes]
     tensors = [SavedTensor(name=name, tags=(name,), size_bytes=size) for name, size in sizes.items()]
     layer = LayerModel(kind="toy", segments=tuple(segments), tensors=tuple(tensors))
-    modes = list_modes(layer, min_offloaded_bytes=1)
+    modes = list_modes(layer, min_offloaded_numel=1)
     leaving = [tuple(tag for tag, _ in one.actions) for one in list_candidates(layer, modes, longest=2)]
     assert sorted(leaving) == [(), ("mlp_norm",), ("mlp_norm", "router")]
     # In a chunk by itself both kinds are measured.
@@ -137,7 +137,7 @@ def test_where_a_layer_is_a_chunk_watching_it_hides_the_first_copy_back():
     ranks = build_ranks(*read_model_file(ARGUMENTS / "mixtral_8x7b.sh"), get_hardware("h100"))
     assert {len(chunk.layers) for chunk in ranks[0].chunks} == {1}
     layer = ranks[0].chunks[0].layers[0].model
-    points = measure_layer(ranks[0], layer, list_modes(layer, min_offloaded_bytes=ranks[0].min_offloaded_bytes)).last
+    points = measure_layer(ranks[0], layer, list_modes(layer, min_offloaded_numel=ranks[0].min_offloaded_numel)).last
     # Of those that free half of the layer.
     added_s = {True: [], False: []}
     for point in points:
@@ -150,7 +150,7 @@ def test_with_a_host_budget_bytes_that_leave_are_bytes_to_save():
     layer = make_toy_layer(sizes=tuple(size * GIB for size in (1, 8, 6, 4, 2)))
     link = LinkModel(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15, duplex_bytes_per_s=1e15)
     rank = make_toy_rank(layers=[[layer]], link=link, policy=TransferPolicy(window_bytes=9 * GIB, prefetch_bytes=9 * GIB))
-    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_bytes=1))
+    points = measure_layer(rank, layer, list_modes(layer, min_offloaded_numel=1))
     free = {one.configuration.actions for one in pick_best(layer, points.every, saves_host=False).last}
     counted = {one.configuration.actions for one in pick_best(layer, points.every, saves_host=True).last}
     # The link is infinitely fast. What keeps more and moves less has a use where the host is full, and none where it is not.

@@ -23,11 +23,11 @@ LAYER = dataclasses.replace(
     ),
     units=(),
 )
-MODES = list_modes(SHARING, min_offloaded_bytes=1)
+MODES = list_modes(SHARING, min_offloaded_numel=1)
 
 
 def count_us(actions):
-    configuration = find_configuration(SHARING, MODES, actions, min_offloaded_bytes=1)
+    configuration = find_configuration(SHARING, MODES, actions, min_offloaded_numel=1)
     return round(1e6 * count_host_s(LAYER, configuration))
 
 
@@ -49,6 +49,6 @@ def test_the_time_of_a_layer(actions, microseconds):
 
 
 def test_with_shared_experts_a_router_that_leaves_has_the_whole_layer_watched():
-    configuration = find_configuration(SHARING, MODES, {"router": OFFLOAD}, min_offloaded_bytes=1)
+    configuration = find_configuration(SHARING, MODES, {"router": OFFLOAD}, min_offloaded_numel=1)
     assert find_watched_ops(LAYER, configuration) is Watched.FOLLOWED
     assert find_watched_ops(SHARING, configuration) is Watched.LAYER

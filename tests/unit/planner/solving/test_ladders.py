@@ -39,7 +39,7 @@ def rank():
 def ladders(rank):
     slots = list_slots(rank)
     layer = slots[0].layer
-    return list(list_ladders(slots, {layer.kind: list_modes(layer, min_offloaded_bytes=rank.min_offloaded_bytes)}))
+    return list(list_ladders(slots, {layer.kind: list_modes(layer, min_offloaded_numel=rank.min_offloaded_numel)}))
 
 
 def name_layers(state):

@@ -18,7 +18,7 @@ def make_changes(times, *, peak_bytes=-10):
     """Return slots, what they keep, and by tag one change for each layer that lets it leave in so many seconds."""
     layer = make_toy_layer()
     slots = list_slots(make_toy_rank(layers=[[layer] * LAYERS]))
-    modes = {"toy": list_modes(layer, min_offloaded_bytes=1)}
+    modes = {"toy": list_modes(layer, min_offloaded_numel=1)}
     found = {one.actions: one for one in list_configurations(modes["toy"])}
     moves = [
         (

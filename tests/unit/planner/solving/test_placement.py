@@ -9,7 +9,7 @@ from fgoffload.planner.solving.choices import list_configurations, list_modes
 from fgoffload.planner.solving.placement import Order, free_most, keep_all, list_slots, make_plan, place_counts
 from fgoffload.planner.solving.program import ChunkCounts, ProgramResult
 
-MODES = {"toy": list_modes(make_toy_layer(), min_offloaded_bytes=1)}
+MODES = {"toy": list_modes(make_toy_layer(), min_offloaded_numel=1)}
 
 
 def find(**actions):

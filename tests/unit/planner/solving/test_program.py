@@ -182,7 +182,7 @@ def test_of_a_long_chunk_whose_copies_are_late_the_program_says_what_the_simulat
         pipeline=Pipeline(microbatches=4),
         policy=TransferPolicy(window_bytes=16, prefetch_bytes=22),
     )
-    modes = list_modes(layer, min_offloaded_bytes=1)
+    modes = list_modes(layer, min_offloaded_numel=1)
     points = {"toy": measure_layer(rank, layer, modes)}
     moved = next(one for one in list_configurations(modes) if one.actions == (("core_attn", Action.OFFLOAD),))
     state = (moved,) * layers

@@ -18,7 +18,7 @@ from fgoffload.planner.solving.reasons import explain_rank
 def explain(rank, *rows):
     """Return the decisions of a rank whose layers do `rows`, by tag and first layer."""
     slots = list_slots(rank)
-    modes = {slot.layer.kind: list_modes(slot.layer, min_offloaded_bytes=rank.min_offloaded_bytes) for slot in slots}
+    modes = {slot.layer.kind: list_modes(slot.layer, min_offloaded_numel=rank.min_offloaded_numel) for slot in slots}
     wanted = [tuple(sorted(row.items())) for row in rows]
     ways = {kind: {way.actions: way for way in list_configurations(of_kind)} for kind, of_kind in modes.items()}
     state = tuple(ways[slot.layer.kind][row] for slot, row in zip(slots, wanted, strict=True))
@@ -101,13 +101,13 @@ def test_what_leaves_with_a_tag_counts_though_recompute_spares_another_tag_as_mu
 
 
 def test_what_is_kept_says_why():
-    rank = make_rank(bytes_per_s=1.0, min_offloaded_bytes=5)
+    rank = make_rank(bytes_per_s=1.0, min_offloaded_numel=5)
     decisions = explain(rank, {"core_attn": Action.OFFLOAD}, {"moe_act": Action.RECOMPUTE})
     assert decisions["core_attn", 1].reason == (
         "kept: the last layers of the chunk, which backward wants first; the budget holds without them"
     )
     assert decisions["expert_fc1", 0].reason == "kept: the budget holds without it"
-    assert decisions["layer_input", 0].reason == "kept: 1 B is below the least that moves, 5 B"
+    assert decisions["layer_input", 0].reason == "kept: 1 B, below the least that moves, 5 elements"
 
 
 def test_what_a_unit_covers_says_so():
@@ -118,7 +118,7 @@ def test_what_a_unit_covers_says_so():
 def test_what_fits_says_so():
     rank = make_rank(bytes_per_s=1.0)
     slots = list_slots(rank)
-    modes = {"toy": list_modes(make_toy_layer(), min_offloaded_bytes=1)}
+    modes = {"toy": list_modes(make_toy_layer(), min_offloaded_numel=1)}
     kept = keep_all(slots, modes)
     result = simulate_rank(rank, OffloadPlan(actions={}))
     decisions = explain_rank(rank, slots, kept, result, keeps_within_budget=True)

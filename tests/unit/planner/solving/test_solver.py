@@ -298,7 +298,7 @@ def test_where_the_host_runs_ahead_programs_leave_room_for_a_window(gpu, part):
     assert solution.result.step_s <= part * kept.step_s
 
 
-def build_w2(*, pace=HostPace.BESIDE):
+def build_w2(*, pace=HostPace.LAYER_AHEAD):
     """Return W2 without fused activation on an H200, as the benchmark runs it."""
     model, ranks = read_model(W2_FLAGS, source="w2_moe.sh", num_gpus=1)
     assumptions = Assumptions(state=NO_OPTIMIZER, reserve_bytes=0)
@@ -350,7 +350,7 @@ def test_the_least_budget_has_a_plan_and_a_byte_less_is_refused(seed, limits):
 def test_where_nothing_fits_the_error_says_who_lacks_how_much_when_and_what_would_do():
     # One stage and one layer that cannot move: 1 byte of input, and at least 20 bytes when forward is over, kept or made again.
     rank = make_toy_rank(
-        layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100, min_offloaded_bytes=99
+        layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100, min_offloaded_numel=99
     )
     with pytest.raises(PlanError) as caught:
         solve([rank], budget_bytes=110)

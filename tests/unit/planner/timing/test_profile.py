@@ -73,7 +73,7 @@ def make_profile(*layers, microbatches=4, stages=2, rank=0):
                 static_bytes=5000,
                 step_s=12.5,
                 step_end_s=0.5,
-                min_offloaded_bytes=64,
+                min_offloaded_numel=64,
             ),
         ),
     )
@@ -136,8 +136,8 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
     ("text", "message"),
     [
         ("{", "p.json is not JSON: "),
-        ("[]", "p.json is a profile of format None; this version reads format 2. Measure again."),
-        (change("format", to=1), "p.json is a profile of format 1; this version reads format 2. Measure again."),
+        ("[]", "p.json is a profile of format None; this version reads format 3. Measure again."),
+        (change("format", to=1), "p.json is a profile of format 1; this version reads format 3. Measure again."),
         (change("format", to=True), "p.json is a profile of format True; this version"),
         (change("link", to=...), "p.json: the document lacks 'link'. Add it."),
         (change("divice", to="x"), "p.json: the document has no field 'divice'. Did you mean 'device'?"),
@@ -207,7 +207,7 @@ def test_small_copies_that_are_faster_than_large_ones_have_no_latency_below_noug
 def test_a_rank_model_has_what_was_measured():
     model = make_rank_model(PROFILE, rank=0, policy=TransferPolicy(window_bytes=5), host_budget_bytes=77)
     assert " ".join(map(str, model.passes)) == "F0 F1 B0 F2 B1 F3 B2 B3"  # the first of two stages
-    assert (model.static_bytes, model.step_end_s, model.min_offloaded_bytes) == (5000, 0.5, 64)
+    assert (model.static_bytes, model.step_end_s, model.min_offloaded_numel) == (5000, 0.5, 64)
     assert (model.policy.window_bytes, model.host_budget_bytes) == (5, 77)
     (chunk,) = model.chunks
     assert (chunk.saved_bytes, chunk.first[0].forward_s) == (33, 0.5)
@@ -284,10 +284,10 @@ def test_of_layers_that_save_other_tensors_the_larger_one_counts():
     ("device", "wait", "pace"),
     [
         ("a device", None, HostPace.STEP_AHEAD),
-        ("a device", HostWait.HOLD, HostPace.BESIDE),
+        ("a device", HostWait.HOLD, HostPace.LAYER_AHEAD),
         (CPU, None, HostPace.BESIDE),
     ],
 )
-def test_the_host_runs_ahead_of_a_device_that_never_lets_it_wait(device, wait, pace):
+def test_the_host_runs_ahead_of_a_device_as_far_as_layers_let_it(device, wait, pace):
     profile = dataclasses.replace(make_profile(make_layer("a", wait=wait), stages=1), device=device)
     assert make_rank_model(profile, rank=0).host_pace is pace

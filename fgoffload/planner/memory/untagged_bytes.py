@@ -1,0 +1,67 @@
+"""The bytes that a layer saves for backward outside of all tags, which never leave. Letters as in `saved_bytes`."""
+
+from collections.abc import Iterator
+
+from fgoffload.planner.memory.linear_inputs import count_input_bytes
+from fgoffload.planner.memory.saved_bytes import count_norm_statistics
+from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
+from fgoffload.planner.ranks.layer_model import SavedTensor
+
+_BF16 = 2
+_FP32 = 4
+_INT32 = 4
+"""Bytes of an element."""
+
+
+def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
+    """Return what a layer saves outside of all tags, in the order of forward. It never leaves.
+
+    A layer that is recomputed as a whole saves none of it, but for what is of multi-token prediction.
+
+    Source: the code of megatron-core 0.16.1 and Transformer Engine; `tests/unit/planner/memory/test_untagged_tensors.py` runs
+    the functions of the former on the CPU. Not measured on a GPU.
+    """
+    projection = _list_mtp_projection(shape) if shape.has_mtp_projection else ()
+    dispatch = _list_dispatch(shape, shape.experts) if shape.experts is not None else ()
+    return (*projection, *_list_rotary(shape), *_list_dropout(shape), *dispatch)
+
+
+def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
+    # Norms of the next tokens' embeddings and of the hidden states, and one behind the layer: inputs 2sbh/t, and statistics.
+    for name in ("embedding", "hidden states", "layer's output"):
+        size_bytes = _BF16 * shape.tokens * shape.hidden_size + count_norm_statistics(shape)
+        yield SavedTensor(name=f"{name} before the norm of multi-token prediction", tags=(), size_bytes=size_bytes)
+    # 4sbh/t: the first two norms' outputs side by side.
+    size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=2 * shape.hidden_size)
+    yield SavedTensor(name="input of the projection of multi-token prediction", tags=(), size_bytes=size_bytes)
+
+
+def _list_rotary(shape: LayerShape) -> Iterator[SavedTensor]:
+    if not shape.rotary_channels or shape.latent is not None:
+        return
+    numbers = shape.seq_length * shape.rotary_channels
+    if shape.has_fused_rotary:
+        # 4s drot: the kernel keeps the model's own embedding, in fp32.
+        yield SavedTensor(name="rotary embedding", tags=(), size_bytes=_FP32 * numbers, is_same_in_all_layers=True)
+        return
+    # 8s drot: cosine and sine in bf16, made once for the query and once for the key. Attention has the whole sequence.
+    yield SavedTensor(name="rotary cosine and sine", tags=(), size_bytes=4 * _BF16 * numbers)
+
+
+def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
+    if shape.has_hidden_dropout:
+        # sbh/t bytes behind attention, and as many behind the MLP.
+        size_bytes = 2 * shape.tokens * shape.hidden_size
+        yield SavedTensor(name="masks of dropout", tags=(), size_bytes=size_bytes)
+
+
+def _list_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
+    """Yield what permutes tokens saves beyond what `moe_combine` does."""
+    if not experts.has_fused_permutation:
+        # masked_select keeps the probabilities of all experts, 2sbE/t or 4sbE/t, and the mask, sbE/t.
+        size_bytes = (experts.router.dtype_bytes + 1) * shape.tokens * experts.num_experts
+        yield SavedTensor(name="probabilities and mask of the permutation", tags=(), size_bytes=size_bytes)
+    elif experts.local_experts > 1:
+        # 4sbke/t: as for the way back.
+        size_bytes = _INT32 * experts.count_rows(shape.tokens)
+        yield SavedTensor(name="order of arrival by expert", tags=(), size_bytes=size_bytes)
