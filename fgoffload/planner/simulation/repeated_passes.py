@@ -33,6 +33,9 @@ _FEWEST_PASSES = 16
 _LEAD_DIGITS = 9
 """Of seconds by which the host is ahead: a nanosecond more or less is one of rounding."""
 
+_UNSEEN_S = 1e-6
+"""Seconds: more than rounding, and less than any copy takes."""
+
 _NOTHING_SEEN = -1
 """In place of a peak: fewer bytes than any."""
 
@@ -161,7 +164,8 @@ class RepeatingRun(RankRun):
         """Return after how many seconds the host can see that a copy is through, `most_s` where it is later."""
         if not self._is_a_layer_ahead:
             return 0.0
-        return round(min(max(0.0, entry.copy.end_s - self._host_s), most_s), _LEAD_DIGITS)
+        # A bit more than it takes the host, so that what it sees just then is told from what it does not see.
+        return round(min(max(0.0, entry.copy.end_s - self._host_s), most_s + _UNSEEN_S), _LEAD_DIGITS)
 
     def _has_room(self, outcome: _Outcome) -> bool:
         """Return whether the host budget takes all that a pass moves."""

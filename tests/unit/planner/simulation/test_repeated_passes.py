@@ -2,15 +2,17 @@
 
 import dataclasses
 import itertools
+import unittest.mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rank_models import make_chunk, make_layer, make_link, make_rank, offload
 
-from fgoffload.planner.ranks.layer_model import Segment
+from fgoffload.planner.ranks.layer_model import HostWait, Segment
 from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.simulation import chunk_compiler
 from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulator import Detail, simulate
 
@@ -109,7 +111,7 @@ def test_where_nothing_leaves_each_pass_is_run(count_run):
     assert count_run(ranks, plan)[1] == 144
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=200)
 @given(
     st.sampled_from(((2, 1, 9), (3, 1, 12), (2, 2, 8), (3, 2, 9), (2, 3, 8))),
     st.sampled_from(("core_attn", "expert_fc1")),
@@ -122,14 +124,21 @@ def test_where_nothing_leaves_each_pass_is_run(count_run):
     st.lists(st.sampled_from((0.0, 0.01, 0.3, 1.0, 5.0)), min_size=3, max_size=3),
     st.sampled_from((1, 2)),
     st.sampled_from(HostPace),
+    st.sampled_from((None, "core_attn", "expert_fc1")),
+    st.sampled_from((0.0, 1.0, 12.0)),
 )
 def test_steps_are_the_same_as_pass_by_pass(
-    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step, pace
+    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step, pace, wait, host_s
 ):
     stages, chunks, microbatches = shape
     pipeline = Pipeline(stages=stages, chunks=chunks, microbatches=microbatches)
+    layer = LAYER
+    if wait is not None:
+        waits = {wait: HostWait.KERNEL}
+        layer = make_layer({"core_attn": 50, "expert_fc1": 70}, forward_s=10.0, backward_s=20.0, host_waits=waits)
     ranks = make_ranks(
         pipeline,
+        layer=layer,
         more_s=more_s,
         link=make_link(d2h=rate, h2d=rate, duplex=0.8 * rate, compute_slowdown=slowdown, copy_latency_s=latency_s),
         window_bytes=window,
@@ -137,4 +146,5 @@ def test_steps_are_the_same_as_pass_by_pass(
         host_budget_bytes=budget_bytes,
         host_pace=pace,
     )
-    check_pass_by_pass(ranks, make_plan(pipeline, tag, step=step))
+    with unittest.mock.patch.object(chunk_compiler, "HOST_LAYER_S", host_s):
+        check_pass_by_pass(ranks, make_plan(pipeline, tag, step=step))

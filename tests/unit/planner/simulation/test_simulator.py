@@ -163,6 +163,18 @@ def test_a_host_that_layers_let_wait_sees_what_was_done_when_it_waited(monkeypat
     assert result.step_s == 6 * 20 + 6 * 40 + result.waits.copies_s
 
 
+def test_a_host_that_waits_for_a_neighbour_sees_what_was_done_meanwhile():
+    # The first stage is through with forward at 40, where its copy begins, and goes on at 160.
+    waiting = make_layer({"dispatch": 0, "expert_fc1": 100}, host_waits={"dispatch": HostWait.KERNEL})
+    pipeline = Pipeline(stages=2, microbatches=1)
+    ranks = [
+        make_rank(make_chunk(waiting, first_number=stage), rank=stage, pipeline=pipeline, host_pace=HostPace.LAYER_AHEAD)
+        for stage in range(2)
+    ]
+    first = simulate(ranks, offload("expert_fc1", (0,))).ranks[0]
+    assert (first.d2h_bytes, first.h2d_bytes, first.recalled_bytes) == (100, 100, 0)
+
+
 def test_a_host_ahead_of_compute_holds_a_window_and_waits_for_nothing_in_it():
     # The window takes one group: the one before it is let go of when it leaves, and is through by then.
     rank = make_rank(make_chunk(*[FC1] * 5), window_bytes=100, prefetch_bytes=0, host_pace=HostPace.STEP_AHEAD)
