@@ -63,6 +63,7 @@ class PassOrder(abc.ABC):
             behind = own[self.over[rank] + passes :]
             renumbered = (dataclasses.replace(one, microbatch=one.microbatch - microbatches) for one in behind)
             self._passes[rank] = (*own[: self.over[rank]], *renumbered)
+            self._runs[rank].leave_out(microbatches)
         self._shift(later_s)
 
     @abc.abstractmethod

@@ -90,6 +90,8 @@ class RankRun:
         """By dispatcher, of those that hold what a recompute began with."""
         self._device_bytes = self._peak_bytes = rank.static_bytes + sum(self._held_bytes.values())
         self._host_bytes = self._host_peak_bytes = 0
+        self._left_out = 0
+        """Microbatches of the step before the pass that runs, that were not simulated: by so many its number is too low."""
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._pass_start_s = 0.0
@@ -109,7 +111,7 @@ class RankRun:
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, and return when its output is."""
         self._wait_until(ready_s, Cause.NEIGHBOURS)
-        self._pass = one
+        self._pass = self._call(one)
         self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
         if one.kind is PassKind.FORWARD:
@@ -124,6 +126,14 @@ class RankRun:
             self._add_bytes(-program.base_bytes, "end of the pass")
             self._tallies.recompute_s += program.recompute_s
         return self.clock_s
+
+    def leave_out(self, microbatches: int) -> None:
+        """Take note that so many were left out, and that those behind them come with the numbers of these."""
+        self._left_out += microbatches
+
+    def _call(self, one: Pass) -> Pass:
+        """Return what a pass is called in the step."""
+        return dataclasses.replace(one, microbatch=one.microbatch + self._left_out) if self._left_out else one
 
     def get_state(self) -> RoundState:
         """Return how far the rank is, and what is under way."""

@@ -243,7 +243,7 @@ class RepeatingRun(RankRun):
         self._host_s = self.clock_s - outcome.lead_s - more_s
         self._device_bytes = device_bytes + outcome.net_bytes
         if device_bytes + outcome.rise_bytes > self._peak_bytes:
-            self._peak_bytes, self._peak_at = device_bytes + outcome.rise_bytes, (one, outcome.peak_label)
+            self._peak_bytes, self._peak_at = device_bytes + outcome.rise_bytes, (self._call(one), outcome.peak_label)
         self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes + outcome.rise_host_bytes)
         self._host_bytes += outcome.net_host_bytes
         self._in_flight_bytes = in_flight_bytes + outcome.net_in_flight_bytes

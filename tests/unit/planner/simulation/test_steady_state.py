@@ -77,6 +77,7 @@ def test_where_few_rounds_repeat_there_are_none_to_leave_out(passes):
 
 
 SLOW_FIRST, FAST = (make_layer({"expert_fc1": 70}, forward_s=forward_s, backward_s=5.0) for forward_s in (10.0, 3.0))
+LARGE_SECOND = [make_layer({"core_attn": 0, "expert_fc1": size}, forward_s=3.0, backward_s=5.0) for size in (70, 200, 70, 70)]
 
 layers = st.builds(
     make_layer,
@@ -100,6 +101,8 @@ layers = st.builds(
 )
 # A copy ends just when the engine looks: in round 34 the rounding of all times before it once made that a bit later.
 @example([SLOW_FIRST, *[FAST] * 3], (3, 1, 45), 40.0, 100, 150, 0.25, None, [1.0, 1.0, 0.0], HostPace.BESIDE)
+# The peak is behind the rounds that were left out, and has its number of the step.
+@example(LARGE_SECOND, (2, 2, 60), 3.0, 100, 150, 0.0, None, [0.0, 0.0, 0.0], HostPace.STEP_AHEAD)
 def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(
     own, shape, rate, window, prefetch, slowdown, budget, more_s, pace
 ):
