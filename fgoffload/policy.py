@@ -26,6 +26,16 @@ PLANNED_SHARE = 0.995
 those of what operators have for a moment are not."""
 
 
+def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
+    """Return the device bytes that a plan may use of a budget.
+
+    Args:
+        budget_bytes: Of a device.
+        free_bytes: What a step took more than was predicted of it, which plans leave free.
+    """
+    return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
+
+
 class HostMemory(enum.Enum):
     """What offloaded bytes lie in on the host."""
 

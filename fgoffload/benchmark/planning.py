@@ -20,7 +20,7 @@ from fgoffload.planner.solving.search_limits import THOROUGH
 from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile, make_rank_model
-from fgoffload.policy import PLANNED_SHARE
+from fgoffload.policy import count_planned_bytes
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 """Flags of window and sizes are the same for all settings of ours."""
@@ -50,8 +50,7 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes
     Raises:
         PlanError: No plan was found that fits.
     """
-    planned_bytes = min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
-    solution = solve(ranks, budget_bytes=planned_bytes, limits=THOROUGH)
+    solution = solve(ranks, budget_bytes=count_planned_bytes(budget_bytes, free_bytes=free_bytes), limits=THOROUGH)
     return Planned(plan=solution.plan, peak_bytes=solution.result.peak_bytes)
 
 

@@ -40,7 +40,7 @@ from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
-from fgoffload.policy import PLANNED_SHARE
+from fgoffload.policy import count_planned_bytes
 from fgoffload.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
@@ -283,15 +283,12 @@ class AutoOffload(StepMeasurement):
             for rank in ranks
         ]
         try:
-            solution = solve(models, budget_bytes=self._count_planned_bytes())
+            planned_bytes = count_planned_bytes(self._budget_bytes, free_bytes=self._beyond_bytes)
+            solution = solve(models, budget_bytes=planned_bytes)
         except OffloadError as error:
             return f"--offload-memory-budget {self._budget_bytes}: {error}"
         peaks = {rank.rank: rank.peak_bytes for rank in solution.result.ranks}
         return PlannedStep(plan=solution.plan, call=call, peaks=peaks, step_s=solution.result.step_s)
-
-    def _count_planned_bytes(self) -> int:
-        """Return the device bytes that a plan may use of the budget."""
-        return min(round(self._budget_bytes * PLANNED_SHARE), self._budget_bytes - self._beyond_bytes)
 
     def _apply(self, plan: OffloadPlan) -> None:
         """Offload by `plan` from now on, and let run again what it says. No forward is under way."""
