@@ -17,6 +17,9 @@ FORMAT = 1
 """Version of the JSON that `OffloadPlan.to_json` writes. Raise it when an older reader would misread a newer file."""
 
 
+_LOSS_WINDOW = "loss_window_bytes"
+
+
 class Action(enum.Enum):
     """What is done about a site.
 
@@ -64,6 +67,9 @@ class OffloadPlan:
     """The action for every site of all ranks. A site that is not in the plan is kept."""
 
     actions: Mapping[Site, Action]
+    loss_window_bytes: int | None = None
+    """The most bytes that may be on their way to the host when the loss begins: more are waited for. Who made the plan counted
+    on the others to be gone by then. None: nothing is waited for there."""
 
     def get_action(self, site: Site) -> Action:
         """Return the action for `site`: `Action.KEEP` where the plan is silent."""
@@ -98,7 +104,8 @@ class OffloadPlan:
             {"chunk": site.chunk, "layer": site.layer, "tag": site.tag, "action": self.actions[site].value}
             for site in sorted(self.actions)
         ]
-        return json.dumps({"format": FORMAT, "sites": rows}, indent=1)
+        window = {} if self.loss_window_bytes is None else {_LOSS_WINDOW: self.loss_window_bytes}
+        return json.dumps({"format": FORMAT, **window, "sites": rows}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "OffloadPlan":
@@ -126,7 +133,7 @@ class OffloadPlan:
                     f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Leave one."
                 )
             actions[site] = action
-        return cls(actions=actions)
+        return cls(actions=actions, loss_window_bytes=_read_loss_window(document, source))
 
     @classmethod
     def load(cls, path: Path) -> "OffloadPlan":
@@ -145,6 +152,13 @@ def _enumerate_rows(document: Mapping[str, Any], source: str) -> Iterable[tuple[
     if not isinstance(rows, list):
         raise PlanError(f"{source} has no list `sites`. Give a file that `OffloadPlan.to_json` wrote.")
     return enumerate(rows)
+
+
+def _read_loss_window(document: Mapping[str, Any], source: str) -> int | None:
+    size = document.get(_LOSS_WINDOW)
+    if size is not None and (type(size) is not int or size < 0):
+        raise PlanError(f"{source}: {_LOSS_WINDOW} is {size!r}. It is a whole number of bytes from 0, or left out.")
+    return size
 
 
 def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:

@@ -21,7 +21,7 @@ HOST_SHARE = 0.6
 free at start, the planner of what the node has. The rest is for data loaders, checkpoints in the making and the page cache."""
 
 
-PLANNED_SHARE = 0.995
+PLANNED_SHARE = 0.998
 """The part of a device memory budget that a plan may use where a training has to keep to it: the bytes of layers are exact, and
 those of what operators have for a moment are not."""
 

@@ -291,6 +291,11 @@ def _make_assumptions(checked: PlanOptions) -> "Assumptions":
 
 def _choose_budget(checked: PlanOptions, hardware: "Hardware | None") -> int:
     if checked.budget_bytes is not None:
+        if hardware is not None and checked.budget_bytes > hardware.device_memory_bytes:
+            raise ConfigError(
+                f"--offload-memory-budget {format_bytes(checked.budget_bytes)} is more than the memory of {hardware.name}, "
+                f"{format_bytes(hardware.device_memory_bytes)}. Give that or less, or leave it out; or name a larger device."
+            )
         return checked.budget_bytes
     if hardware is None:
         raise ConfigError("--offload-memory-budget is missing, and a profile does not say it. Give it, as in 76GiB.")

@@ -19,7 +19,7 @@ from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.megatron_flags import NearestFlags
+from fgoffload.planner.solving.flag_search import NearestFlags
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.search_limits import SearchLimits
@@ -146,6 +146,8 @@ def show_sweep(
     solutions = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
     console.print(build_sweep_table(report.baselines, solutions, subject))
     console.print(describe_budget(subject, None), soft_wrap=True)
+    if subject.hardware is not None:
+        console.print(describe_fitting(subject.hardware, solutions), soft_wrap=True)
     if plot is not None:
         write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
 
@@ -297,11 +299,9 @@ def describe_flags(nearest: NearestFlags | None, planned: StepResult) -> Text:
     if not words:
         return Text("Megatron's own flags: none are needed.")
     result = nearest.result
-    peak = (result.peak_bytes - planned.peak_bytes) / GIB
-    return Text(
-        f"Megatron's own flags that come nearest: {words}\n"
-        f"They take {format_ms(result.step_s)}, {result.step_s / planned.step_s - 1:+.1%} over the plan, and {peak:+.2f} GiB."
-    )
+    longer = f"{result.step_s / planned.step_s - 1:+.1%} over the plan"
+    peak = f"{(result.peak_bytes - planned.peak_bytes) / GIB:+.2f} GiB of peak"
+    return Text(f"Megatron's own flags that come nearest: {words}\nThey take {format_ms(result.step_s)}, {longer}, and {peak}.")
 
 
 def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
@@ -320,6 +320,18 @@ def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
         rest = f"{format_bytes(handed_out)} that the allocator hands out; at run time give {at_run_time} {_spell(handed_out)}."
         text = f"The budget comprises {reserve} and {rest}"
     return f"{text} Host budget: {subject.host_budget}."
+
+
+def describe_fitting(hardware: Hardware, solutions: Sequence[Solution]) -> str:
+    """Return how many of the budgets of a sweep a device has room for."""
+    memory_bytes = hardware.device_memory_bytes
+    fitting = sum(solution.budget_bytes <= memory_bytes for solution in solutions)
+    room = f"{hardware.name} has {format_bytes(memory_bytes)}: room for"
+    if fitting == len(solutions):
+        return f"{room} all of these budgets."
+    if fitting:
+        return f"{room} {fitting} of these {len(solutions)} budgets, and not for those above."
+    return f"{room} none of these budgets. Spread the model over more ranks, or name a larger device."
 
 
 def _spell(size_bytes: int) -> str:

@@ -108,6 +108,10 @@ class Device(abc.ABC):
     def measure_seconds(self, start: Event, end: Event) -> float:
         """Return the seconds between two timed events that have passed."""
 
+    def stall(self, seconds: float) -> None:
+        """Let the current stream do nothing for about `seconds`, so that the host gets ahead of it. A host ignores it."""
+        return
+
     @abc.abstractmethod
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy on `stream`. Both tensors must stay alive and unchanged until an event after it.
@@ -250,6 +254,10 @@ class AcceleratorDevice(Device):
     def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
         return float(start.event.elapsed_time(end.event)) / 1e3
 
+    def stall(self, seconds: float) -> None:  # noqa: D102
+        if self.type == "cuda":
+            torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # type: ignore[no-untyped-call]  # noqa: SLF001 - no public name
+
     def owns(self, tensor: torch.Tensor) -> bool:  # noqa: D102
         return tensor.device == self._device
 
@@ -278,6 +286,10 @@ class AcceleratorDevice(Device):
         if self.type == "cuda":
             return _register_host(size_bytes, self._device)
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), free=lambda: None)
+
+
+_CYCLES_PER_S = 1.7e9
+"""Of a multiprocessor, about: 1.98e9 at most on an H100 or H200, and less under load."""
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:

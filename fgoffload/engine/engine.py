@@ -153,15 +153,25 @@ class OffloadEngine:
             self._transfers.poll()
             self._reloads.prefetch(lane)
 
-    def expect_backward(self, lane: Lane) -> None:
+    def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
         """Forward of `lane` is over and its backward comes next: the last groups stay, where they are still on their way.
 
         They would be gone just when backward asks for them, and be waited for all the way back.
+
+        Args:
+            lane: Of the microbatch.
+            window_bytes: The most that may be on its way. More is let go of first, so that the loss, with which memory is at
+                its highest, finds what was planned for, whatever the pace of copies and however far the host is ahead.
+
+        Streams:
+            With `window_bytes`, the compute streams wait for copies to the host. The host does not block.
         """
         if is_inert():
             return
         with self._lock:
             self._transfers.poll()
+            while window_bytes is not None and self._transfers.in_flight_bytes > window_bytes:
+                self._transfers.release_oldest()
             self._reloads.call_back_unfinished(lane)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:

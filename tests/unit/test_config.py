@@ -208,6 +208,13 @@ def test_a_size_that_cannot_be_read_is_refused_with_its_flag(flag):
     )
 
 
+@pytest.mark.parametrize("flag", ["offload_host_budget", "offload_memory_budget"])
+def test_a_budget_without_a_unit_is_refused(flag):
+    flags = argparse.Namespace(fine_grained_activation_offloading=True, offload_modules=["auto"], **{flag: "60"})
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} '60' has no unit.*as in 60GiB"):
+        OffloadConfig.from_flags(flags)
+
+
 def test_the_default_minimum_size_is_megatrons():
     assert DEFAULT_MIN_OFFLOADED_TENSOR_SIZE == 1024 * 1024
 

@@ -132,3 +132,10 @@ def test_a_site_that_is_named_twice_is_refused():
     text = json.dumps({"format": FORMAT, "sites": [row, {**row, "action": "keep"}]})
     with pytest.raises(PlanError, match=r"plan.json: row 1 of `sites` names layers\.3\.core_attn in chunk 0 a second time"):
         OffloadPlan.from_json(text, source="plan.json")
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "1GiB", True])
+def test_bytes_that_may_be_on_their_way_when_the_loss_begins_are_a_whole_number(size):
+    text = json.dumps({"format": 1, "loss_window_bytes": size, "sites": []})
+    with pytest.raises(PlanError, match=r"p: loss_window_bytes is .*It is a whole number of bytes from 0, or left out"):
+        OffloadPlan.from_json(text, source="p")

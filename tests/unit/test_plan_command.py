@@ -260,6 +260,10 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--reserve", "1"), "--reserve '1' has no unit"),
         ((LLAMA, "--gpu", "h100", "--offload-host-budget", "1"), "--offload-host-budget '1' has no unit"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "76"), "as in 76GiB"),
+        (
+            (LLAMA, "--gpu", "h100", "--offload-memory-budget", "81GiB"),
+            "--offload-memory-budget 81.00 GiB is more than the memory of H100 80GB SXM, 80.00 GiB. Give that or less",
+        ),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "-76GiB"), "--offload-memory-budget '-76GiB' is below 0"),
         ((LLAMA, "--gpu", "h100", "--reserve", "-.5GiB"), "--reserve '-.5GiB' is not a size"),
         ((LLAMA, "--gpu", "h100", "--sweep", "--json", "plan.json"), "--sweep plans for many budgets, and --json is about"),

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, keeps_bits
-from fgoffload.integrations.megatron.recorder import LAST, StepRecorder
+from fgoffload.integrations.megatron.recorder import LAST, STALLED_MICROBATCHES, StepRecorder
 from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
@@ -135,6 +135,8 @@ def _build_segments(
     # The first microbatch of a process warms up, and device bytes are read in it.
     timed = [run for run in runs if run.microbatch > first] or runs
     timed = [run for run in timed if not run.is_leaving] or timed
+    # In later ones the host may be late.
+    timed = [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
     names = list(dict.fromkeys(name for run in runs for name in run.stretches))
 
     def measure(get_spans: Callable[[Stretch], object], name: str) -> float:

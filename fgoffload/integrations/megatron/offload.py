@@ -11,7 +11,6 @@ import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import Group, Lane, OffloadEngine, Region, StepStats, is_inert
-from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.imports import load_module
@@ -47,8 +46,8 @@ class MegatronOffload:
         """Measures steps, in which nothing leaves; None where nothing is to be measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
-        self.selected = tuple(dict.fromkeys((*_list_named_tags(config), *_list_offloaded_tags(plan))))
-        """The tags whose tensors may leave: those that users named, and those of the plan."""
+        self.selected = _list_named_tags(config) if plan is None else _list_planned_tags(config, plan)
+        """The tags whose tensors may leave: those that users named, or those of the plan."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
         """What is done about each site."""
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -68,7 +67,6 @@ class MegatronOffload:
         self._site_bytes: dict[Site, float] = {}
         """What each site moved in a microbatch of the first step, in the order of forward."""
         self._balanced_microbatches = 0
-        _check_named_tags(config, plan)
 
     def remove(self) -> None:
         """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does no harm."""
@@ -177,7 +175,8 @@ class MegatronOffload:
         """Forward has left `block`. Where it ends the model, in one of Megatron's schedules, backward comes next."""
         ends_model = self._ending_block is not None and self._ending_block() is block
         if ends_model and self._call is not None and self._lane is not None:
-            self.engine.expect_backward(self._lane)
+            plan = self.actions.plan
+            self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
@@ -367,25 +366,15 @@ _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
 """Modules of which no run compared the bits."""
 
 
-def _list_offloaded_tags(plan: OffloadPlan | None) -> tuple[str, ...]:
-    actions = {} if plan is None else plan.actions
-    return tuple(sorted({site.tag for site, action in actions.items() if action.offloads}))
-
-
-def _check_named_tags(config: OffloadConfig, plan: OffloadPlan | None) -> None:
-    """Refuse tags that are named beside a plan that lets none of their tensors leave, and planned tags that need others.
+def _list_planned_tags(config: OffloadConfig, plan: OffloadPlan) -> tuple[str, ...]:
+    """Return the tags that a plan lets leave. It decides for all: files of flags name others, for trainings without a plan.
 
     Raises:
-        PlanError: With the tag and the fix.
         ConfigError: The plan offloads an unknown tag, or one without what it requires.
     """
-    if plan is None or config.is_auto:
-        return
-    planned = _list_offloaded_tags(plan)
+    planned = tuple(sorted({site.tag for site, action in plan.actions.items() if action.offloads}))
     config.tags.check(planned, flag="--offload-plan")
-    for tag in config.offload_modules:
-        if tag not in planned:
-            raise PlanError(
-                f"--offload-modules names {tag!r}, and --offload-plan {config.offload_plan} offloads it in no layer: it would "
-                "do nothing. Leave it out, or plan for it."
-            )
+    others = [tag for tag in config.offload_modules if tag not in planned]
+    if others:
+        logger.info("--offload-plan %s decides what leaves: nothing of %s does", config.offload_plan, " ".join(others))
+    return planned

@@ -163,7 +163,7 @@ class StepMeasurement:
             chunks=self._build_chunks(recorder),
             static_bytes=self._count_bytes(),
             peak_bytes=None if self._memory is None else self._memory.take_peak(),
-            step_s=self._device.measure_seconds(self._started, now),
+            step_s=self._device.measure_seconds(self._started, now) - recorder.measure_seconds(recorder.stalls),
             step_end_s=self._device.measure_seconds(self._ended, now),
             min_offloaded_numel=self._min_offloaded_numel,
         )

@@ -137,6 +137,12 @@ class Parallelism:
             ConfigError: With both sizes and the fix.
         """
         tensor, context, experts = self.tensor_parallel_size, self.context_parallel_size, self.expert_parallel_size
+        groups = model.num_query_groups
+        if tensor > groups and tensor % groups == 0:
+            raise ConfigError(
+                f"tensor_parallel_size {tensor} is more than the {groups} num_query_groups of {model.name}: Megatron-Core "
+                f"copies groups to several ranks then, which is not planned for. Give {groups} or less."
+            )
         # Megatron gives each context-parallel rank two pieces of the sequence, one from either end.
         pieces = tensor * (2 * context if context > 1 else 1)
         for what, size, divisor, parts in (

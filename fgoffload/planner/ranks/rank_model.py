@@ -83,6 +83,13 @@ class HostPace(enum.Enum):
     STEP_AHEAD = "a step ahead"  # it has launched all that follows before the first copy is done
 
 
+class Turn(enum.Enum):
+    """What becomes of copies to the host that are under way where forward of a microbatch turns to its backward."""
+
+    CALL_BACK = "the last groups stay"  # where modules are named, and nothing is planned
+    PLAN = "those stay that are far from done"  # while a plan is made, which then says how many bytes these are
+
+
 HOST_LAYER_S = 4.5e-3
 """Seconds that the host takes for the forward of a layer with experts, or its backward; each of its stretches the same part.
 Source: a trace of w2_moe on an H200, in which the host is a bit slower than without: 5.5 ms from one dispatcher's wait to the
@@ -125,6 +132,8 @@ class RankModel:
     """Where the host is when it looks for copies that are done."""
     turning_chunk: int | None = None
     """The chunk that ends the model, where the backward of each microbatch comes right after its forward; None elsewhere."""
+    turn: Turn = Turn.PLAN
+    """What becomes there of copies that are under way, unless the plan says how many bytes may be."""
     has_engine: bool = True
     """Whether this package runs in the training. Without it, token dispatchers hold what a recompute began with: see
     [Note: What dispatchers hold] in `chunk_compiler`."""

@@ -58,8 +58,13 @@ _ROUTER = "router"
 """The stretch behind which a token dispatcher gets probabilities. Layers without experts have none."""
 
 
-def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
+def compile_rank(rank: RankModel, actions: Actions, *, loss_window_bytes: int | None = None) -> tuple[ChunkProgram, ...]:
     """Return what each chunk of `rank` does under a plan.
+
+    Args:
+        rank: The rank.
+        actions: Of the plan.
+        loss_window_bytes: As the plan says.
 
     Raises:
         PlanError: A layer cannot do what the plan says of it.
@@ -81,7 +86,7 @@ def compile_rank(rank: RankModel, actions: Actions) -> tuple[ChunkProgram, ...]:
                 )
                 for layer, one in zip(chunk.layers, resolved, strict=True)
             ],
-            turns=number == rank.turning_chunk,
+            turn=TurnStep(loss_window_bytes) if has_copies and number == rank.turning_chunk else None,
         )
         for number, chunk, resolved in chunks
     )
@@ -106,14 +111,14 @@ def _resolve_chunk(rank: RankModel, number: int, actions: Actions) -> list[Resol
     return resolved
 
 
-def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bool) -> ChunkProgram:
+def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"], *, turn: TurnStep | None) -> ChunkProgram:
     parcels: list[Parcel] = []
     groups: list[GroupPlace] = []
     for layer in layers:
         layer.number_groups(groups, parcels)
     shared = {tensor.name: tensor.size_bytes for layer in layers for tensor in layer.resolved.shared}
     return ChunkProgram(
-        forward=_compile_forward(chunk, layers, turns=turns and bool(groups)),
+        forward=_compile_forward(chunk, layers, turn),
         backward=_compile_backward(chunk, layers),
         groups=tuple(groups),
         parcels=tuple(parcels),
@@ -122,14 +127,14 @@ def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bool
     )
 
 
-def _compile_forward(chunk: ChunkModel, layers: Sequence["_Layer"], *, turns: bool) -> tuple[Step, ...]:
+def _compile_forward(chunk: ChunkModel, layers: Sequence["_Layer"], turn: TurnStep | None) -> tuple[Step, ...]:
     steps = _Steps()
     for segment in chunk.first:
         steps.compute(Part(segment.name, segment.forward_pass_s, segment.forward_extra_bytes, 0))
     for layer in layers:
         layer.run_forward(steps)
-    if turns:
-        steps.add(TurnStep())
+    if turn is not None:
+        steps.add(turn)
     for segment in chunk.last:
         steps.compute(Part(segment.name, segment.forward_pass_s, segment.forward_extra_bytes, 0))
     held = tuple(parcel for layer in layers for parcel in layer.held_parcels)

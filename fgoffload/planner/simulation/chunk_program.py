@@ -120,7 +120,10 @@ class PassedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TurnStep:
-    """Forward of the layers is over, and their backward comes next: the last groups stay if they are still on their way."""
+    """Forward of the layers is over, and their backward comes next: see `Turn` for what becomes of copies under way."""
+
+    window_bytes: int | None
+    """The most that may be, where a plan says so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
-from fgoffload.planner.ranks.rank_model import HostPace, RankModel
+from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.chunk_program import (
     ChunkProgram,
@@ -41,6 +41,11 @@ from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
 
 _ROUNDING_S = 1e-9
 """Seconds: far less than any copy takes."""
+
+
+_NEARLY_DONE_PART = 0.005
+"""Of what forward took: a copy to the host that is done in so much time is nearly done. Who plans would rather wait for it than
+do without what it lets go of: a group more on the device costs a recompute somewhere, and few take less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,8 @@ class RankRun:
         """Whether it depends on `_host_s` what the engine sees."""
         self._host_s = 0.0
         """The host has come to where compute is at that time; no later than `clock_s`."""
+        self._loss_window_bytes = 0
+        """The most that was on its way where a loss began."""
         self._abandoned = 0
         """Parcels that backward is through with, and that a copy to the host still holds."""
         acts: Mapping[type[Step], Callable[..., None]] = self._ACT
@@ -164,6 +171,7 @@ class RankRun:
             peak_at=label if pass_ is None else f"{pass_} {label}",
             static_bytes=self._rank.static_bytes,
             end_bytes=self._device_bytes,
+            loss_window_bytes=self._loss_window_bytes,
             host_peak_bytes=self._host_peak_bytes,
             timeline=None if self._recorder is None else self._recorder.finish(),
             slowed_s=self._link.slowed_s,
@@ -400,10 +408,31 @@ class RankRun:
         if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             self._call_back_ahead(lane, let_go_bytes=lane.let_go_bytes)
 
-    def _turn(self, _: TurnStep, lane: LaneRun) -> None:
+    def _turn(self, step: TurnStep, lane: LaneRun) -> None:
         """Backward comes next. `OffloadEngine.expect_backward`, in numbers."""
         self._poll()
+        window_bytes = self._find_loss_window() if step.window_bytes is None else step.window_bytes
+        while self._in_flight_bytes > window_bytes:
+            self._wait_for_copy(self._in_flight[0].copy, Cause.TURN)
+            self._release_oldest()
+        self._loss_window_bytes = max(self._loss_window_bytes, self._in_flight_bytes)
         self._call_back_ahead(lane, states=(ParcelState.OFFLOADING,))
+
+    def _find_loss_window(self) -> float:
+        """Return what may be on its way when the loss begins, where no plan says so."""
+        if self._rank.turn is Turn.CALL_BACK:
+            return math.inf
+        self._link.advance(self.clock_s)
+        patience_s = _NEARLY_DONE_PART * (self.clock_s - self._pass_start_s)
+        left_bytes = self._link.count_left_bytes(Direction.D2H) - patience_s * self._rank.link.d2h_bytes_per_s
+        # First in, first out: what is nearly done are the first ones.
+        window_bytes = 0
+        for entry in reversed(self._in_flight):
+            if left_bytes <= 0:
+                break
+            left_bytes -= entry.size_bytes
+            window_bytes += entry.size_bytes
+        return window_bytes
 
     def _call_back_ahead(self, lane: LaneRun, *, let_go_bytes: int | None = None, states: Sequence[ParcelState] = AWAY) -> None:
         """Call back the groups before those that were called back, as long as the policy lets the next one.

@@ -21,6 +21,8 @@ class Waits:
 
     window_s: float = 0.0
     """More than the window was on its way to the host."""
+    turn_s: float = 0.0
+    """Something was on its way to the host when forward was over, and had to be gone before the loss."""
     reload_s: float = 0.0
     """What backward asked for was not back."""
     host_s: float = 0.0
@@ -31,7 +33,7 @@ class Waits:
     @property
     def copies_s(self) -> float:
         """Seconds for copies: all but those for neighbours."""
-        return self.window_s + self.reload_s + self.host_s
+        return self.window_s + self.turn_s + self.reload_s + self.host_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,8 @@ class RankResult:
     """Device bytes that are there all the time."""
     end_bytes: int
     """Device bytes when the step is over and its copies are done: the static ones, where every microbatch had its backward."""
+    loss_window_bytes: int
+    """The most that was on its way to the host where a loss began; 0 on ranks that have none."""
     host_peak_bytes: int
     """The most host bytes at any time."""
     d2h_bytes: int

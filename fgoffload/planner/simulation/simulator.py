@@ -46,7 +46,7 @@ def simulate(
     _check_ranks(ranks, p2p_s)
     actions = _group_by_layer(plan)
     _check_layers(ranks, actions)
-    programs = [compile_rank(rank, actions) for rank in ranks]
+    programs = [compile_rank(rank, actions, loss_window_bytes=plan.loss_window_bytes) for rank in ranks]
     order = functools.partial(InPipeline, chunks=len(ranks[0].chunks), p2p_s=p2p_s)
     return StepResult(ranks=_simulate(ranks, programs, order, detail))
 
@@ -62,7 +62,7 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
     Raises:
         PlanError: A layer cannot do what the plan says of it.
     """
-    programs = [compile_rank(rank, _group_by_layer(plan))]
+    programs = [compile_rank(rank, _group_by_layer(plan), loss_window_bytes=plan.loss_window_bytes)]
     return _simulate([rank], programs, Alone, detail)[0]
 
 

@@ -14,6 +14,7 @@ class Cause(enum.Enum):
     """Why compute waits, for people."""
 
     WINDOW = "wait for the window"
+    TURN = "wait for what leaves before the loss"
     RELOAD = "wait for a reload"
     HOST = "the host waits behind copies"
     NEIGHBOURS = "wait for a neighbour"
@@ -87,6 +88,7 @@ class Tallies:
         names = ("d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "d2h_s", "h2d_s")
         waits = Waits(
             window_s=self.waits_s[Cause.WINDOW],
+            turn_s=self.waits_s[Cause.TURN],
             reload_s=self.waits_s[Cause.RELOAD],
             host_s=self.waits_s[Cause.HOST],
             neighbours_s=self.waits_s[Cause.NEIGHBOURS],

@@ -14,8 +14,9 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
+from fgoffload.planner.solving.flag_search import NearestFlags, find_nearest
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
-from fgoffload.planner.solving.megatron_flags import NearestFlags, baselines, find_nearest
+from fgoffload.planner.solving.megatron_flags import baselines
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s, load_solver

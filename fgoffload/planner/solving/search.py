@@ -130,9 +130,10 @@ class RankSearch:
         self._in_flight = _count_in_flight_at_peak(rank)
         self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
         """Forwards and backwards of single layers in a simulation."""
-        is_far_ahead = rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD)
+        is_far_ahead = rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) and rank.turning_chunk is None
         self._held_bytes = rank.policy.window_bytes if is_far_ahead else 0
-        """Of what left last, where the host runs ahead: programs take it for gone, and the device holds it."""
+        """Of what left last, where the host runs ahead and lets go of nothing before a loss: programs take it for gone, and the
+        device holds it."""
         self._microbatches = tuple(count_backwards(rank.passes, chunk=chunk) for chunk in range(len(rank.chunks)))
 
     @property

@@ -15,7 +15,7 @@ from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
-from fgoffload.planner.solving.megatron_flags import NearestFlags
+from fgoffload.planner.solving.flag_search import NearestFlags
 from fgoffload.planner.solving.placement import State, keep_all
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.reasons import Decision, explain_rank
@@ -25,6 +25,11 @@ from fgoffload.units import check_bytes, format_bytes
 DEFAULT_TIME_LIMIT_S = 600.0
 """Seconds. The limits of the search end it long before, on slow and busy machines too: by those alone the plan is the same
 everywhere. On a busy one, 60 seconds cut searches short that take 12 of the processor."""
+
+
+_ROUTED_MORE = 1.1
+"""Times as many bytes may be on their way when the loss begins: with a tenth more tokens routed to a rank's experts, what was
+to stay until then is not waited for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +151,7 @@ def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -
     result = searches.simulate_together(states)
     bound_s, gap = searches.find_bound()
     return Solution(
-        plan=searches.make_plan(states),
+        plan=_set_loss_window(searches.make_plan(states), searches.ranks, result),
         result=result,
         budget_bytes=budget_bytes,
         decisions=_explain(searches, states, result, budget_bytes),
@@ -157,6 +162,13 @@ def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -
         simulations=searches.simulations - before,
         states=states,
     )
+
+
+def _set_loss_window(plan: OffloadPlan, ranks: Sequence[RankModel], result: StepResult) -> OffloadPlan:
+    """Return `plan` with what was on its way to the host where losses began, so that no more is when it runs."""
+    pairs = zip(ranks, result.ranks, strict=True)
+    windows = [one.loss_window_bytes for rank, one in pairs if rank.turning_chunk is not None and one.d2h_bytes]
+    return dataclasses.replace(plan, loss_window_bytes=round(max(windows) * _ROUTED_MORE)) if windows else plan
 
 
 def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> tuple[RankModel, ...]:

@@ -2,13 +2,14 @@
 
 import copy
 import gc
+import logging
 import weakref
 
 import pytest
 import torch
 from support.trainings import ATTENTION_TAGS, DENSE, MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train, write_plan
 
-from fgoffload import Action, IntegrationError, PlanError
+from fgoffload import Action, IntegrationError
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
@@ -140,11 +141,12 @@ def test_a_users_own_wrapper_around_ours_survives_remove():
     assert len(calls) == 2  # microbatches
 
 
-def test_a_tag_that_is_named_beside_a_plan_that_leaves_it_out_is_refused(tmp_path):
+def test_a_plan_decides_what_leaves_whatever_tags_a_file_of_flags_names(tmp_path, caplog):
     path = write_plan(tmp_path / "plan.json", {(0, "core_attn"): O})
-    with pytest.raises(PlanError, match=r"names 'mlp_act', and --offload-plan .* offloads it in no layer"):
-        megatron.apply(make_config("core_attn", "mlp_act", offload_plan=path))
-    megatron.apply(make_config("core_attn")).remove()  # nothing was left behind
+    with caplog.at_level(logging.INFO), make_trainer(DENSE, make_config("core_attn", "mlp_act", offload_plan=path)) as trainer:
+        trainer.run_step()
+        assert set(trainer.integration.last_step.tags) == {"core_attn"}
+    assert f"--offload-plan {path} decides what leaves: nothing of mlp_act does" in caplog.text
 
 
 def test_a_layer_whose_attention_is_not_megatrons_runs():

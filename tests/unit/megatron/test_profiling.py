@@ -112,6 +112,27 @@ def test_what_takes_longer_is_measured_to_take_longer(monkeypatch):
         assert segments["router"].backward_s < 0.02
 
 
+def test_what_the_device_waits_for_so_that_the_host_is_ahead_is_no_part_of_a_stretch_or_of_the_step(monkeypatch):
+    stalls = []
+
+    def stall(self, seconds):
+        stalls.append(seconds)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(CpuDevice, "stall", stall)
+    counts = []
+    for size in (2, 6, 8):
+        stalls.clear()
+        _, profile = measure(MIXED.replace("--global-batch-size 4", f"--global-batch-size {size}"))
+        stretches = [segment for layer in profile.layers for segment in layer.model.segments]
+        assert all(segment.forward_s < 0.02 for segment in stretches)
+        assert profile.step_s < len(stalls) * 0.02
+        counts.append(len(stalls))
+    # Before each stretch of forward, in three microbatches at most.
+    assert counts[0] >= len(stretches) + 2
+    assert counts[1:] == [3 * counts[0], 3 * counts[0]]
+
+
 def test_bytes_are_those_of_the_tensors_that_each_module_keeps(mixed):
     _, profile = mixed
     dense = {tensor.name: tensor.size_bytes for tensor in get_layer(profile, 0).tensors}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.trainings import DENSE, make_config, make_trainer
 
+from fgoffload import Action, OffloadConfig, OffloadPlan, Site
 from fgoffload.engine import OffloadEngine
 from fgoffload.integrations.megatron.layers import _find_ending_block
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
@@ -18,9 +19,12 @@ def groups(monkeypatch):
     """Return a list that gets, each time, the groups of the microbatch whose backward is expected."""
     found: list[int] = []
     original = OffloadEngine.expect_backward
-    monkeypatch.setattr(
-        OffloadEngine, "expect_backward", lambda self, lane: found.append(len(lane.groups)) or original(self, lane)
-    )
+
+    def expect_backward(self, lane, **options):
+        found.append(len(lane.groups))
+        original(self, lane, **options)
+
+    monkeypatch.setattr(OffloadEngine, "expect_backward", expect_backward)
     return found
 
 
@@ -29,6 +33,24 @@ def test_backward_is_expected_once_a_microbatch_behind_the_last_layer(groups, fl
     with make_trainer(flags, make_config("core_attn")) as trainer:
         trainer.run_step()
         assert groups == [layers] * trainer.arguments.num_microbatches
+
+
+@pytest.mark.parametrize("window_bytes", [None, 4096])
+def test_what_a_plan_says_may_be_on_its_way_when_the_loss_begins_is_what_the_engine_is_told(
+    monkeypatch, tmp_path, window_bytes
+):
+    told = []
+    monkeypatch.setattr(OffloadEngine, "expect_backward", lambda self, lane, *, window_bytes: told.append(window_bytes))
+    plan = OffloadPlan(
+        actions={Site(chunk=0, layer=layer, tag="core_attn"): Action.OFFLOAD for layer in range(2)},
+        loss_window_bytes=window_bytes,
+    )
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    assert OffloadPlan.load(path) == plan
+    with make_trainer(DENSE, OffloadConfig(offload_modules=(), offload_plan=path, min_offloaded_tensor_size=64)) as trainer:
+        trainer.run_step()
+        assert told == [window_bytes] * trainer.arguments.num_microbatches
 
 
 def test_where_layers_of_multi_token_prediction_have_a_stage_of_their_own_no_backward_is_expected_behind_them():

@@ -165,7 +165,7 @@ def test_a_layer_with_queries_in_groups_has_the_rotary_embedding_of_the_model():
     ("model", "parallelism", "message"),
     [
         (dataclasses.replace(LLAMA, activation_dtype_bytes=4), Parallelism(), "activation_dtype_bytes 4"),
-        (LLAMA, Parallelism(tensor_parallel_size=16), "num_query_groups 8 of llama is not a multiple of 16"),
+        (LLAMA, Parallelism(tensor_parallel_size=16), "size 16 is more than the 8 num_query_groups of llama"),
     ],
 )
 def test_a_layer_whose_bytes_nobody_knows_is_refused(model, parallelism, message):

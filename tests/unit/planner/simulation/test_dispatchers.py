@@ -10,15 +10,15 @@ from fgoffload.benchmark.settings import parse_setting
 from fgoffload.benchmark.simulation import predict
 from fgoffload.cli.plan_report import describe_flags
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.rank_model import Turn
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
+from fgoffload.planner.solving.flag_search import NearestFlags, find_nearest
 from fgoffload.planner.solving.megatron_flags import (
     FullMethod,
     FullRecompute,
     MegatronFlags,
-    NearestFlags,
     SelectiveRecompute,
-    find_nearest,
 )
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.search_limits import SearchLimits
@@ -127,7 +127,9 @@ def test_flags_run_without_this_package_unless_they_offload(recompute):
     ranks = [make_rank(has_engine=True)]
     assert [rank.has_engine for rank in MegatronFlags(recompute=recompute).adapt(ranks)] == [False]
     offloading = MegatronFlags(offload_modules=("core_attn",), recompute=recompute)
-    assert list(offloading.adapt(ranks)) == ranks
+    assert [rank.has_engine for rank in offloading.adapt(ranks)] == [True]
+    # Without a plan nothing is waited for before the loss.
+    assert [rank.turn for rank in offloading.adapt(ranks)] == [Turn.CALL_BACK]
 
 
 def test_the_nearest_flags_are_shown_with_what_dispatchers_hold():
@@ -136,7 +138,7 @@ def test_the_nearest_flags_are_shown_with_what_dispatchers_hold():
     # The same plan beside this package: three inputs of 10 GiB and the last layer's 400, less than one input and twice 20.
     nearest = NearestFlags(flags=flags, result=simulate(flags.adapt(ranks), flags.make_plan(ranks)))
     text = describe_flags(nearest, simulate(ranks, make_plan("layer"))).plain
-    assert "and +20.00 GiB." in text
+    assert "and +20.00 GiB of peak." in text
 
 
 def test_a_plan_is_not_taken_for_megatrons_own_recompute_though_both_do_the_same(monkeypatch):

@@ -11,7 +11,7 @@ from support.rank_models import STATIC_BYTES, make_chunk, make_layer, make_link,
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
 from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment, UnitModel
-from fgoffload.planner.ranks.rank_model import HostPace
+from fgoffload.planner.ranks.rank_model import HostPace, Turn
 from fgoffload.planner.ranks.schedule import Pipeline, list_passes
 from fgoffload.planner.simulation import chunk_compiler
 from fgoffload.planner.simulation.simulation_result import LaneName, Waits
@@ -122,7 +122,7 @@ def test_a_faster_link_to_the_host_can_be_slower_where_a_slow_one_is_called_back
 def test_where_backward_comes_next_the_last_group_stays_if_it_is_still_on_its_way():
     # Forward of the layers is over at 40. The first group left from 20 to 30, and the second is on its way until 50: it stays,
     # through what is behind the layers too, and the first comes back when backward comes to the second, at 100.
-    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), turning_chunk=0)
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), turning_chunk=0, turn=Turn.CALL_BACK)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
     assert list_copies(result, LaneName.D2H) == [(20, 30), (40, 50)]
     assert list_copies(result, LaneName.H2D) == [(100, 110)]
@@ -131,10 +131,42 @@ def test_where_backward_comes_next_the_last_group_stays_if_it_is_still_on_its_wa
 
 def test_where_backward_comes_next_no_more_stays_than_prefetch_allows():
     # At 5 bytes a second nothing has left at 40, and one group is as much as may be there before backward asks.
-    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=make_link(d2h=5.0), prefetch_bytes=100, turning_chunk=0)
+    link = make_link(d2h=5.0)
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=link, prefetch_bytes=100, turning_chunk=0, turn=Turn.CALL_BACK)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
     assert list_copies(result, LaneName.D2H) == [(20, 40), (40, 60)]
     assert list_copies(result, LaneName.H2D) == [(100, 110)]
+
+
+@pytest.mark.parametrize("pace", HostPace)
+@pytest.mark.parametrize(("window_bytes", "waits_s", "peak_bytes"), [(0, 10, 500), (99, 10, 500), (100, 0, 600), (200, 0, 600)])
+def test_what_a_plan_has_gone_before_the_loss_is_waited_for_wherever_the_host_is(pace, window_bytes, waits_s, peak_bytes):
+    # Forward of the layers is over at 40, and the second group is on its way from 40 to 50. Where no more than 99 bytes may be,
+    # compute waits, and the loss with 500 bytes of its own begins at 50.
+    output = (Segment(name="output", forward_s=20.0, backward_s=40.0, forward_extra_bytes=500),)
+    rank = make_rank(make_chunk(FC1, FC1, last=output), turning_chunk=0, turn=Turn.CALL_BACK, host_pace=pace)
+    plan = dataclasses.replace(offload("expert_fc1", (0, 1)), loss_window_bytes=window_bytes)
+    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
+    assert list_copies(result, LaneName.D2H) == [(20, 30), (40, 50)]
+    assert result.waits.turn_s == waits_s
+    # A host that is ahead has not seen the first one done; that one need not be waited for.
+    assert result.peak_bytes == STATIC_BYTES + (700 if window_bytes == 200 and pace is not HostPace.BESIDE else peak_bytes)
+    assert result.loss_window_bytes == result.peak_bytes - STATIC_BYTES - 500
+
+
+@pytest.mark.parametrize(("rate", "window_bytes"), [(10.0, 100), (4.0, 200), (1e5, 0)])
+def test_who_plans_waits_for_what_is_nearly_done_and_counts_the_rest(rate, window_bytes):
+    # At 10 bytes a second the first of two groups is gone at 40, at 4 it is on its way; at 1e5 the second takes a millisecond.
+    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=make_link(d2h=rate), turning_chunk=0, turn=Turn.PLAN)
+    result = simulate_rank(rank, offload("expert_fc1", (0, 1)))
+    assert (result.loss_window_bytes, round(result.waits.turn_s, 6)) == (window_bytes, 0.0 if window_bytes else 0.001)
+
+
+def test_what_other_chunks_let_leave_is_waited_for_before_the_loss_too():
+    chunks = (make_chunk(FC1), make_chunk(make_layer({"expert_fc1": 7}), first_number=1))
+    rank = make_rank(*chunks, passes=read_passes("F0.0 F0.1 B0.1 B0.0"), link=make_link(d2h=1.0), turning_chunk=1)
+    plan = dataclasses.replace(offload("expert_fc1", (0,)), loss_window_bytes=0)
+    assert simulate_rank(rank, plan).waits.turn_s > 0
 
 
 @pytest.mark.parametrize(("pace", "peak"), [(HostPace.BESIDE, 200), (HostPace.PASS_AHEAD, 400), (HostPace.STEP_AHEAD, 600)])

@@ -6,6 +6,7 @@ functions save tensors of any size. What the engine does there and what the simu
 """
 
 import contextlib
+import dataclasses
 import logging
 import re
 import unittest.mock
@@ -19,7 +20,7 @@ from support.rank_models import STATIC_BYTES, make_chunk, make_link, make_plan, 
 from fgoffload import Action, Site
 from fgoffload.engine import ActivationLedger, CpuDevice, Lane, OffloadEngine
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment
-from fgoffload.planner.ranks.rank_model import HostPace
+from fgoffload.planner.ranks.rank_model import HostPace, Turn
 from fgoffload.planner.ranks.schedule import PassKind, Pipeline, list_passes
 from fgoffload.planner.simulation import chunk_compiler
 from fgoffload.planner.simulation.simulation_result import LaneName
@@ -142,8 +143,9 @@ def choose(random, count):
 class Training:
     """What the simulator simulates, run by the engine."""
 
-    def __init__(self, engine, layers, chosen, *, turns):
+    def __init__(self, engine, layers, chosen, *, turns, loss_window_bytes):
         self._turns = turns
+        self._loss_window_bytes = loss_window_bytes
         self._engine = engine
         self._layers = layers
         self._chosen = chosen
@@ -168,7 +170,7 @@ class Training:
                 x = self._run_layer(lane, number, layer, x, watched, watching)
             self._engine.flush()
         if self._turns:
-            self._engine.expect_backward(lane)
+            self._engine.expect_backward(lane, window_bytes=self._loss_window_bytes)
         self._outputs[one.microbatch] = x
 
     def _run_layer(self, lane, number, layer, x, watched, watching):
@@ -228,13 +230,13 @@ class Lines(logging.Handler):
         logger.setLevel(logging.NOTSET)
 
 
-def run_engine(device, rank, layers, chosen):
+def run_engine(device, rank, layers, chosen, *, loss_window_bytes):
     """Return the bytes of each group that leaves and of each storage that comes back, the peak, and the time at the end."""
     engine = OffloadEngine(
         device=device, policy=rank.policy, min_offloaded_numel=rank.min_offloaded_numel, host_budget_bytes=1 << 20
     )
     ledger = ActivationLedger(parameters=())
-    training = Training(engine, layers, chosen, turns=rank.turning_chunk is not None)
+    training = Training(engine, layers, chosen, turns=rank.turning_chunk is not None, loss_window_bytes=loss_window_bytes)
     with Lines() as lines, engine.observe(ledger), ledger.watch():
         for one in rank.passes:
             training.run_pass(one)
@@ -262,12 +264,13 @@ def list_sizes(result, lane):
     st.sampled_from((0, 150, 600, 1500, 10**6)),
     st.sampled_from((0, 200)),
     st.sampled_from((None, 0)),
+    st.sampled_from((None, 0, 200, 700)),
     st.sampled_from(HostPace),
 )
 # Groups that end behind others; and a site that stays, which asks for what has left with another.
-@example(4338, Pipeline(microbatches=2), 16.0, 16.0, 0, 150, 0, None, HostPace.BESIDE)
-@example(659, Pipeline(stages=3, microbatches=4), 16.0, 16.0, 1000, 10**6, 0, None, HostPace.BESIDE)
-def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, window, prefetch, least, turning, pace):
+@example(4338, Pipeline(microbatches=2), 16.0, 16.0, 0, 150, 0, None, None, HostPace.BESIDE)
+@example(659, Pipeline(stages=3, microbatches=4), 16.0, 16.0, 1000, 10**6, 0, None, None, HostPace.BESIDE)
+def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, window, prefetch, least, turning, loss_window, pace):
     random = Random(seed)
     layers = make_layers(random)
     chosen = choose(random, len(layers))
@@ -279,14 +282,16 @@ def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, windo
         prefetch_bytes=prefetch,
         min_offloaded_numel=least,
         turning_chunk=turning,
+        turn=Turn.CALL_BACK,
         host_pace=pace,
     )
     plan = make_plan({(number, tag): Action.OFFLOAD for number, tags in enumerate(chosen) for tag in tags})
+    plan = dataclasses.replace(plan, loss_window_bytes=loss_window)
     # What the host takes for itself, the clock of numbers does not have.
     with unittest.mock.patch.object(chunk_compiler, "HOST_LAYER_S", 0.0):
         result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     device = ClockDevice(rank.link, pace)
-    (out, back), peak_bytes, end_s = run_engine(device, rank, layers, chosen)
+    (out, back), peak_bytes, end_s = run_engine(device, rank, layers, chosen, loss_window_bytes=loss_window)
     assert list_sizes(result, LaneName.D2H) == out
     assert list_sizes(result, LaneName.H2D) == back
     assert result.peak_bytes - STATIC_BYTES == peak_bytes

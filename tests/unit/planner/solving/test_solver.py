@@ -20,8 +20,9 @@ from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving import rank_searches
+from fgoffload.planner.solving.flag_search import find_nearest_flags
 from fgoffload.planner.solving.host_work import count_host_s
-from fgoffload.planner.solving.megatron_flags import baselines, find_nearest_flags
+from fgoffload.planner.solving.megatron_flags import baselines
 from fgoffload.planner.solving.placement import list_slots
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.search import RankSearch

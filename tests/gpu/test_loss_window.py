@@ -1,0 +1,52 @@
+"""What a plan has gone before the loss is gone there, though the host is far ahead of the device; and no bit changes."""
+
+import pytest
+import torch
+from support.chain import make_weights, take_gradients
+from support.sites import Sites
+
+from fgoffload import TransferPolicy
+from fgoffload.engine import AcceleratorDevice, OffloadEngine
+
+SIZE = 4096
+NBYTES = SIZE * SIZE * 2
+LAYERS = 6
+
+pytestmark = pytest.mark.usefixtures("_deterministic")
+
+
+def run_step(engine: OffloadEngine | None, weights: list[torch.nn.Parameter], window_bytes: int | None) -> int:
+    """Return the bytes that are allocated when the loss begins, as the host sees it. The device is far behind by then."""
+    sites = Sites(engine)
+    h = torch.full((SIZE, SIZE), 0.5, device="cuda", dtype=torch.bfloat16)
+    torch.cuda._sleep(200_000_000)  # a tenth of a second: nothing of the forward has run when the host is through with it
+    for w in weights:
+        h = sites(lambda h, w=w: (h @ w).sin(), h)
+    if engine is not None:
+        engine.expect_backward(sites.lane, window_bytes=window_bytes)
+    allocated = torch.cuda.memory_allocated()
+    loss = h.sum()
+    del h
+    loss.backward()
+    return allocated
+
+
+def test_what_may_not_be_on_its_way_is_gone_before_the_loss_wherever_the_host_is():
+    weights = make_weights("cuda", LAYERS, size=SIZE)
+    run_step(None, weights, None)
+    expected = take_gradients(weights)
+    allocated = {}
+    for window_bytes in (None, 2 * NBYTES, 0):
+        policy = TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 30)
+        engine = OffloadEngine(device=AcceleratorDevice(), policy=policy, host_budget_bytes=2 << 30)
+        for _ in range(2):
+            begin = torch.cuda.memory_allocated()
+            allocated[window_bytes] = run_step(engine, weights, window_bytes) - begin
+            for found, wanted in zip(take_gradients(weights), expected, strict=True):
+                assert torch.equal(found, wanted)
+            torch.cuda.synchronize()
+        engine.close()
+    # Each layer saves its input and a product. The last product's sine is what goes to the loss.
+    assert allocated[None] >= 2 * LAYERS * NBYTES
+    assert allocated[2 * NBYTES] <= 3 * NBYTES
+    assert allocated[0] <= 2 * NBYTES

@@ -1,0 +1,30 @@
+"""A device that is stalled lets the host get ahead: events measure what kernels take, and not when they were launched."""
+
+import time
+
+import torch
+
+from fgoffload.engine import AcceleratorDevice
+
+LATE_S = 0.01
+
+
+def measure(device: AcceleratorDevice, stall_s: float) -> float:
+    """Return the seconds of a small kernel that the host launches late."""
+    x = torch.ones(1024, device="cuda")
+    torch.cuda.synchronize()
+    if stall_s:
+        device.stall(stall_s)
+    start = device.record_event(device.current_stream(), is_timed=True)
+    time.sleep(LATE_S)
+    x.add_(1)
+    end = device.record_event(device.current_stream(), is_timed=True)
+    device.synchronize(end)
+    return device.measure_seconds(start, end)
+
+
+def test_a_stalled_device_takes_no_longer_for_a_kernel_that_is_launched_late():
+    device = AcceleratorDevice()
+    measure(device, 0.0)
+    assert measure(device, 0.0) >= LATE_S
+    assert measure(device, 5 * LATE_S) < LATE_S / 2
