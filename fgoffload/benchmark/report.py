@@ -172,6 +172,8 @@ def format_json(
                 "session": outcome.session,
                 "repeat": outcome.repeat,
                 "measurement": None if outcome.measurement is None else dataclasses.asdict(outcome.measurement),
+                # As soon as a setting has run: a benchmark that is cut off has compared the ones before.
+                "bits": [step.digest for step in outcome.bits],
                 "failure": outcome.failure or None,
             }
             for outcome in outcomes

@@ -7,7 +7,7 @@ from fgoffload.benchmark.prediction import Prediction
 from fgoffload.benchmark.settings import FULL, NOTHING, Setting, System
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute
 from fgoffload.tags import find_recompute_unit
@@ -32,7 +32,8 @@ def predict(ranks: Sequence[RankModel], setting: Setting, *, like: Sequence[Rank
     plan = make_plan(ranks, setting)
     _check_reruns(plan, setting, None if like is None else make_plan(like, setting))
     # Megatron's own recompute runs without this package.
-    ranks = [dataclasses.replace(rank, has_engine=setting.system is not System.RECOMPUTE) for rank in ranks]
+    has_engine = setting.system is not System.RECOMPUTE
+    ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks]
     result, nothing = simulate(ranks, plan), simulate(ranks, make_plan(ranks, NOTHING))
     return Prediction(
         step_s=result.step_s,
@@ -82,7 +83,7 @@ def _leave_out_what_saves_nothing(plan: OffloadPlan, ranks: Sequence[RankModel])
             actions[site] = action
         elif action.recomputes:
             actions[site] = Action.RECOMPUTE
-    return OffloadPlan(actions=actions)
+    return dataclasses.replace(plan, actions=actions)
 
 
 def _check_reruns(plan: OffloadPlan, setting: Setting, expected: OffloadPlan | None) -> None:

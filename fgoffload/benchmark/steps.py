@@ -1,6 +1,7 @@
 """What steps computed, and where two trainings first computed something else. Numbers in, numbers out."""
 
 import dataclasses
+import hashlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,15 @@ class StepRecord:
     def loss(self) -> float:
         """The mean over the microbatches; no number where there are none, as on all pipeline stages but the last."""
         return statistics.fmean(self.losses) if self.losses else math.nan
+
+    @property
+    def digest(self) -> str:
+        """A digest of all bits of the losses and the gradients: equal ones were computed by equal steps."""
+        values = [
+            *(loss.hex() for loss in self.losses),
+            *(f"{name} {one}" for name, one in sorted(self.gradient_digests.items())),
+        ]
+        return hashlib.sha256("\n".join(values).encode()).hexdigest()
 
     def name_loss(self, index: int) -> str:
         """Return what people call the loss at `index`."""

@@ -131,7 +131,7 @@ def test_settings_are_measured_side_by_side(capsys):
     assert failures["megatron:core_attn"] == "Megatron-Core's own offload engine needs a GPU, and there is none. Run it on one."
     assert "CPU Offloading is enabled when TE is not present" in failures["te-layers:1"]
     # From the profile: the hardware table does not have this device.
-    assert "A memory budget of 11.94 MiB is not above the static memory" in failures["budget:12.00MiB"]
+    assert "A memory budget of 11.98 MiB is not above the static memory" in failures["budget:12.00MiB"]
     peaks = {row["setting"]: int(row["activation_peak_bytes"] or 0) for row in rows}
     assert 0 < peaks["recompute:full"] < peaks["plan:x"] < peaks["ours:expert_fc1"] < peaks["nothing"]
     assert "recompute:full" in shown
@@ -193,8 +193,11 @@ def test_bits_that_differ_end_with_code_1(capsys, monkeypatch):
         return {"bits": (StepRecord(losses=(1.0,), gradient_digests={"0.weight": digest}, seconds=1.0),)}
 
     answer(monkeypatch, make_outcome)
-    assert main(["bench", ARGUMENTS, "--check-bits", "--settings", "recompute:full", "save_on_cpu"]) == 1
+    assert main(["bench", ARGUMENTS, "--check-bits", "--settings", "recompute:full", "save_on_cpu", "--out", "bits"]) == 1
     assert "gradients from step 1, 0.weight" in capsys.readouterr().out
+    runs = json.loads(Path("bits/run.json").read_text(encoding="utf-8"))["runs"]
+    digests = [run["bits"] for run in runs]
+    assert [digest == digests[0] for digest in digests] == [True, True, False, True]
 
 
 def test_what_a_search_finds_is_measured_with_all_others(capsys, monkeypatch):

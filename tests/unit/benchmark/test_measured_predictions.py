@@ -25,6 +25,8 @@ CUT_OFF = {Source.TABLE: "### Cut off, from the hardware table", Source.PROFILE:
 RUN_PROFILES = {
     "2026-11-23, third": "w2_moe_third",
     "2026-11-23, fourth": "w2_moe_fourth",
+    "2026-11-23, fifth": "w2_moe_fifth",
+    "2026-11-23, sixth": "w2_moe_sixth",
     "2026-11-23, 4 sequences": "w2_moe_4_sequences",
 }
 """The profiles of W2 by run; of all other models there is one."""
