@@ -2,6 +2,7 @@
 
 A script, since Transformer Engine keeps state for a process: `python measure_megatron_bytes.py RANK PROCESSES FOLDER` reads
 `request.json` in FOLDER and writes `result-RANK.json` there. For each training that is an error, or what `measure` returns.
+Megatron's local layers get stand-ins for the kernels that need a GPU.
 """
 
 import collections
@@ -21,30 +22,28 @@ ENVIRONMENT = {
 
 
 def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[str, Any]:
-    """Train one step, and in FP8 another one in which every save is looked at.
+    """Train one step, and another one in which every save is looked at.
 
     Returns:
         `bytes`, of each of `tags` in the first step: those that left and those that another tag had taken away. `rows`, of
-        each expert in each layer of experts, as the router sent them. `storages`, in FP8: what each tag saved, for people.
+        each expert in each layer of experts, as the router sent them. `storages`: what each tag saved, for people.
     """
-    import torch
-
     from fgoffload import OffloadConfig
     from fgoffload.integrations.megatron.data import TextData
     from fgoffload.integrations.megatron.training import Trainer
+    from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy
 
     config = OffloadConfig(offload_modules=tuple(tags), min_offloaded_tensor_size=1)
-    with contextlib.closing(Trainer(arguments, TextData.load(), offload=config)) as trainer:
-        # The trainer chooses deterministic algorithms. Megatron and torch look at this for every operator; attention, which
-        # looked when it was built, saves the same either way.
-        torch.use_deterministic_algorithms(mode=is_deterministic, warn_only=True)
+    # Megatron and torch look at this for every operator, and attention when it is built: with sinks it is fused without alone.
+    policy = TrainingPolicy(kernels=Kernels.DETERMINISTIC if is_deterministic else Kernels.FASTEST)
+    with contextlib.closing(Trainer(arguments, TextData.load(), offload=config, policy=policy)) as trainer:
         rows = note_rows(trainer)
         trainer.run_step(with_digests=False)
         stats = trainer.integration.last_step.tags
         return {
             "bytes": {tag: found.d2h_bytes + found.shared_bytes for tag, found in stats.items()},
             "rows": rows[:],
-            "storages": list_storages(trainer) if arguments.transformer.get("fp8") else {},
+            "storages": list_storages(trainer),
         }
 
 
@@ -100,10 +99,11 @@ def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
-    """Run all trainings of the request, one after another. They differ in the model alone."""
+    """Run all trainings of the request, one after another. They differ in the model alone, and not in how ranks share it."""
     import torch
+    from support.fused_kernels import fused_kernels
+    from support.shrunk_models import balanced_routing, parse_training
 
-    from fgoffload.integrations.megatron.arguments import parse_arguments
     from fgoffload.integrations.megatron.imports import load_module
     from fgoffload.integrations.megatron.training import Trainer
 
@@ -119,10 +119,12 @@ def main(rank: int, processes: int, folder: Path) -> None:
         sys.stdout.write(f"{name}\n")  # the last one in the log is the one that hung, or ended the process
         sys.stdout.flush()
         try:
-            arguments = parse_arguments(training["flags"].split(), source="test", world_size=processes)
-            if not parallel_state.model_parallel_is_initialized():
-                Trainer.initialize_parallel(arguments)
-            results[name] = measure(arguments, training["tags"], is_deterministic=request["is_deterministic"])
+            arguments = parse_training(training["flags"], world_size=processes)
+            kernels = contextlib.nullcontext() if arguments.uses_transformer_engine else fused_kernels()
+            with kernels, balanced_routing():
+                if not parallel_state.model_parallel_is_initialized():
+                    Trainer.initialize_parallel(arguments)
+                results[name] = measure(arguments, training["tags"], is_deterministic=request["is_deterministic"])
         except Exception:  # noqa: BLE001 - whatever it is, the test says it
             results[name] = traceback.format_exc()
     (folder / f"result-{rank}.json").write_text(json.dumps(results))
@@ -134,5 +136,5 @@ def main(rank: int, processes: int, folder: Path) -> None:
 if __name__ == "__main__":
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,10 +1,11 @@
 """The planner's formulas against what Transformer Engine's layers really save, tag by tag and to the byte.
 
-No size is another's by chance: the heads together are not as wide as the hidden states, nor is an expert. A step is one
-microbatch: what all layers share is known to stay alive after it, and stays on the device from then on.
+Of the layers of each file of `arguments/`, and of others that differ in a flag. No size is another's by chance: the heads
+together are not as wide as the hidden states, nor is an expert. A step is one microbatch: what all layers share is known to
+stay alive after it, and stays on the device from then on.
 
 With `MEGATRON_BYTES_OUT=FOLDER` all numbers are written there, one JSON file for each run of `measure_megatron_bytes.py`: of
-each training and rank the bytes of each tag, measured and predicted, and in FP8 each storage that the tag saves.
+each training and rank the bytes of each tag, measured and predicted, and each storage that the tag saves.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.processes import run_processes
+from support.shrunk_models import FILES, ONE_RANK, find_layout, shrink
 
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_saved_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
@@ -184,6 +186,29 @@ PADDED_ROWS = 16
 """What experts' rows are padded to a multiple of, but in mxfp8."""
 
 
+# The models of `arguments/`, small.
+
+
+def list_file_runs():
+    """Return each run of a file of `arguments/`: its layout and whether algorithms are deterministic, and its name.
+
+    On one rank, and on as many as its own ranks share layers and experts, two at most.
+    """
+    layouts = {name: find_layout(name, ranks=2) for name in FILES}
+    runs = [(ONE_RANK, True), *((layout, False) for layout in dict.fromkeys((ONE_RANK, *layouts.values())))]
+    # Transformer Engine has no deterministic fused attention with sinks.
+    sinks = [name for name in FILES if any(shape.has_attention_sinks for shape in shrink(name).layers)]
+    return [
+        (run, name)
+        for run in runs  # one object for all of its files, by which pytest knows that it has the fixture
+        for name in FILES
+        if run[0] in (ONE_RANK, layouts[name]) and not (run[1] and name in sinks)
+    ]
+
+
+FILE_RUNS = list_file_runs()
+
+
 def count_layer(shape, training):
     """Return the bytes that the formulas say for one layer of `training`, by tag."""
     if FULL in training.flags:
@@ -215,17 +240,16 @@ def count_expert(shape, training, rows):
     return {tag: size_bytes for tag, size_bytes in count_layer(alone, training).items() if tag in EXPERT_TAGS}
 
 
-def count_step(training, rows=(), **fields):
+def count_step(training, rows=()):
     """Return the bytes that the formulas say for one step of a training on one rank, by tag.
 
     Args:
         training: What is trained.
         rows: In FP8, those of each expert in each layer of experts, as the router sends them. Without, all have as many.
-        fields: These hold for every layer.
     """
     found = {}
     routed = iter(rows)
-    for shape in (dataclasses.replace(shape, **fields) for shape in training.layers):
+    for shape in training.layers:
         layer = count_layer(shape, training)
         if rows and shape.experts is not None and FULL not in training.flags:
             experts = [count_expert(shape, training, count) for count in next(routed)]
@@ -235,59 +259,78 @@ def count_step(training, rows=(), **fields):
     return found
 
 
-def measure(trainings, kind, ranks, tmp_path_factory, *, is_deterministic):
-    """Return what all trainings saved on each rank, and the fields of a layer that hold for all of them."""
+def change_layers(training, flags="", **fields):
+    """Return `training` with more flags, and layers that they change as `fields` say."""
+    layers = [dataclasses.replace(shape, **fields) for shape in training.layers]
+    return training._replace(flags=f"{training.flags} {flags}", layers=layers)
+
+
+class Run(NamedTuple):
+    """Trainings that share processes, and what they saved on each rank."""
+
+    trainings: dict[str, Training]
+    results: list[dict]
+
+
+def measure(trainings, run, ranks, tmp_path_factory, *, is_deterministic):
+    """Train all of `trainings`, whose layers are for as many ranks. `run` is for people."""
     # Asked here too: fixtures of a module come before the one of the folder.
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA GPU(s), and there are {torch.cuda.device_count()}")
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine: pip install transformer-engine[pytorch]")
-    parallel = TENSOR_PARALLEL if ranks > 1 else ""
-    request = {
-        name: {"flags": f"{training.flags} {parallel}", "tags": list(count_step(training))}
-        for name, training in trainings.items()
-    }
+    trainings = {name: change_layers(training, is_deterministic=is_deterministic) for name, training in trainings.items()}
+    request = {name: {"flags": training.flags, "tags": list(count_step(training))} for name, training in trainings.items()}
     folder = tmp_path_factory.mktemp("bytes")
     (folder / "request.json").write_text(json.dumps({"trainings": request, "is_deterministic": is_deterministic}))
     script = __file__.replace("test_megatron_bytes", "measure_megatron_bytes")
     run_processes(script, folder, processes=ranks, timeout_seconds=400)
-    results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)]
-    fields = {"is_deterministic": is_deterministic, "tensor_parallel_size": ranks}
+    measured = Run(trainings, [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)])
     if "MEGATRON_BYTES_OUT" in os.environ:
-        name = f"{kind}-{ranks}-{'deterministic' if is_deterministic else 'any'}.json"
-        write_results(Path(os.environ["MEGATRON_BYTES_OUT"]) / name, trainings, results, fields)
-    return results, fields
+        name = f"{run}-{'deterministic' if is_deterministic else 'any'}.json"
+        write_results(Path(os.environ["MEGATRON_BYTES_OUT"]) / name, measured)
+    return measured
 
 
-def predict(training, found, fields):
+def measure_shared(trainings, kind, request, tmp_path_factory):
+    """Train all of `trainings` on the ranks that `request` says, which share each layer."""
+    ranks, is_deterministic = request.param
+    if ranks > 1:
+        trainings = {
+            name: change_layers(training, TENSOR_PARALLEL, tensor_parallel_size=ranks) for name, training in trainings.items()
+        }
+    return measure(trainings, f"{kind}-{ranks}", ranks, tmp_path_factory, is_deterministic=is_deterministic)
+
+
+def predict(training, found):
     """Return the bytes of each tag that the formulas say for what a rank has measured."""
-    return count_step(training, found["rows"] if training.layers[0].fp8_recipe is not None else (), **fields)
+    return count_step(training, found["rows"] if training.layers[0].fp8_recipe is not None else ())
 
 
-def write_results(path, trainings, results, fields):
+def write_results(path, run):
     """Write the bytes of each tag, `[measured, predicted]`, and what each tag saved, by training and rank."""
     written = {}
-    for name, training in trainings.items():
+    for name, training in run.trainings.items():
         written[name] = found = []
-        for result in results:
+        for result in run.results:
             if isinstance(result[name], str):
                 found.append({"error": result[name]})
                 continue
-            measured, predicted = result[name]["bytes"], predict(training, result[name], fields)
+            measured, predicted = result[name]["bytes"], predict(training, result[name])
             tags = {tag: [measured.get(tag, 0), predicted.get(tag, 0)] for tag in predicted | measured}
             found.append({"bytes": tags, "rows": result[name]["rows"], "storages": result[name]["storages"]})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(written, indent=1))
 
 
-def compare(name, training, results, fields):
+def compare(name, run):
     """Fail where a rank has saved other bytes than the formulas say, and say those of all tags of all ranks."""
     lines, is_same = [], True
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(run.results):
         found = result[name]
         if isinstance(found, str):
             pytest.fail(f"{name}, rank {rank}:\n{found}")
-        measured, predicted = found["bytes"], predict(training, found, fields)
+        measured, predicted = found["bytes"], predict(run.trainings[name], found)
         is_same &= measured == predicted
         lines.append(f"{name}, rank {rank}, rows of experts {found['rows']}")
         lines.append(f"{'tag':16} {'measured':>10} {'predicted':>10} {'more':>8}")
@@ -304,25 +347,37 @@ def compare(name, training, results, fields):
 
 @pytest.fixture(scope="module", params=[(1, True), (1, False), (2, False)], ids=str)
 def measured(request, tmp_path_factory):
-    ranks, is_deterministic = request.param
-    return measure(TRAININGS, "bf16", ranks, tmp_path_factory, is_deterministic=is_deterministic)
+    return measure_shared(TRAININGS, "bf16", request, tmp_path_factory)
 
 
 @pytest.fixture(scope="module", params=[(1, True), (1, False), (2, False)], ids=str)
 def measured_in_fp8(request, tmp_path_factory):
-    ranks, is_deterministic = request.param
-    return measure(FP8_TRAININGS, "fp8", ranks, tmp_path_factory, is_deterministic=is_deterministic)
+    return measure_shared(FP8_TRAININGS, "fp8", request, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def measured_files(request, tmp_path_factory):
+    layout, is_deterministic = request.param
+    trainings = {name: Training(*shrink(name, layout)) for run, name in FILE_RUNS if run == request.param}
+    kind = f"files-{layout.tensor}x{layout.expert}"
+    return measure(trainings, kind, layout.ranks, tmp_path_factory, is_deterministic=is_deterministic)
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_each_tag_saves_the_bytes_of_its_formula(name, measured):
-    results, fields = measured
-    compare(name, TRAININGS[name], results, fields)
+    compare(name, measured)
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", FP8_TRAININGS)
 def test_each_tag_saves_the_bytes_of_its_formula_in_fp8(name, measured_in_fp8):
-    results, fields = measured_in_fp8
-    compare(name, FP8_TRAININGS[name], results, fields)
+    compare(name, measured_in_fp8)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(("measured_files", "name"), FILE_RUNS, indirect=["measured_files"], scope="module", ids=str)
+def test_each_tag_saves_the_bytes_of_its_formula_in_the_layers_of_a_file(name, measured_files):
+    compare(name, measured_files)
+    # As many of each expert: the formulas are for routing that is balanced over ranks.
+    assert all(len(set(rows)) == 1 for result in measured_files.results for rows in result[name]["rows"])

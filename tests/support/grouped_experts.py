@@ -64,16 +64,33 @@ class GroupedLinear(torch.nn.Module):
     """Transformer Engine's choice, which means nothing here: autograd saves parts of one input."""
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, *, init_method: Callable[[torch.Tensor], object], **_: object
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        init_method: Callable[[torch.Tensor], object],
+        bias: bool = False,
+        skip_bias_add: bool = False,
+        **_: object,
     ) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterList(torch.empty(outputs, inputs) for _ in range(experts))
+        self.biases = torch.nn.ParameterList(torch.zeros(outputs) for _ in range(experts if bias else 0))
+        self.returns_biases = bias and skip_bias_add
         for weight in self.weights:
             init_method(weight)
 
-    def forward(self, hidden: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.nn.Parameter] | None]:
         parts = torch.split(hidden, tokens_per_expert)
-        return torch.cat([part @ weight.T for part, weight in zip(parts, self.weights, strict=True)]), None
+        outputs = [part @ weight.T for part, weight in zip(parts, self.weights, strict=True)]
+        if self.returns_biases:
+            return torch.cat(outputs), list(self.biases)
+        if self.biases:
+            outputs = [output + bias for output, bias in zip(outputs, self.biases, strict=True)]
+        return torch.cat(outputs), None
 
 
 @contextlib.contextmanager

@@ -63,7 +63,8 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
     # Query, key and value are the checkpoint's input, and stay, with what they are views of. The output is there once: the
     # projection saved it, and let go of it. But with delayed scaling that saved a copy in fp8.
     made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
-    dropped = _pick(tensors, "log-sum-exp", "random state", *made)
+    sinks = ("attention sinks",) if shape.has_attention_sinks else ()
+    dropped = _pick(tensors, "log-sum-exp", "random state", *sinks, *made)
     rest, copied = _list_rest_of_projection(shape)
     yield _make_checkpoint("core_attn", ("core_attn",), dropped, keeps=rest, extra_bytes=copied)
     yield from _list_mlp_checkpoints(shape, names, tensors)

@@ -1,9 +1,9 @@
 """The bytes that each tag saves for backward, in one layer and microbatch on one rank.
 
-With Transformer Engine's layers, its fused attention and activations in bf16. Biases of linear layers and a sliding window
-change nothing. Letters as in the formulas of docs/formulas.md: s sequence, b microbatch, h hidden, n heads, g query groups, t
-tensor parallel size, k experts of a token, f channels of an MLP, E experts, e expert tensor parallel size. `shape.tokens` is
-sb/t.
+With Transformer Engine's layers, its fused attention and activations in bf16. A sliding window changes nothing, nor do biases
+of linear layers: what is kept of the experts' has no tag. Letters as in the formulas of docs/formulas.md: s sequence, b
+microbatch, h hidden, n heads, g query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E experts, e
+expert tensor parallel size. `shape.tokens` is sb/t.
 
 Tags are not additive: two may save the same storage, which leaves once. So a layer is a list of tensors, each with the tags
 that save it, and what several tags save together is counted over the tensors:
@@ -68,6 +68,13 @@ def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
 def count_norm_statistics(shape: LayerShape) -> int:
     """Return what a norm saves beside its input, 4sb/t: one over the deviation of each token, in fp32; LayerNorm its mean."""
     return (2 if shape.normalization == "LayerNorm" else 1) * _FP32 * shape.tokens
+
+
+def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
+    """Return the rows of all experts of a rank, and of each one; in fp8 those of each are padded."""
+    rows = experts.count_rows(shape.tokens)
+    each = pad_rows(shape.fp8_recipe, -(-rows // experts.local_experts))
+    return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
 
 
 def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -168,6 +175,10 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     size_bytes = _FP32 * shape.tokens * shape.num_attention_heads
     yield SavedTensor(name="log-sum-exp", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
     yield SavedTensor(name="random state", tags=tags, size_bytes=_RANDOM_STATE_BYTES, element_bytes=_INT64)
+    if shape.has_attention_sinks:
+        # 4n/t: a parameter in bf16, which attention is given as fp32, [1, n / t, 1, 1], and keeps.
+        size_bytes = _FP32 * shape.num_attention_heads // shape.tensor_parallel_size
+        yield SavedTensor(name="attention sinks", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
     # Where each sequence begins and the last one ends, [b + 1]: of query and key the same, and kept from layer to layer.
     size_bytes = _INT32 * (shape.micro_batch_size + 1)
     yield SavedTensor(
@@ -292,7 +303,7 @@ def _count_balancing_bytes(shape: LayerShape, experts: ExpertsShape, router: Rou
 
 def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield what the experts save of their rows, sbke/t of them where routing is balanced over ranks."""
-    rows, each = _count_expert_rows(shape, experts)
+    rows, each = count_expert_rows(shape, experts)
     channels = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     # 2sbkhe/t: the ranks that share an expert have each other's rows.
     size_bytes = _count_expert_input(shape, experts, rows=rows, each=each, channels=shape.hidden_size)
@@ -327,13 +338,6 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
         size_bytes=size_bytes,
         element_bytes=get_input_element_bytes(shape.fp8_recipe),
     )
-
-
-def _count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
-    """Return the rows of all experts of a rank, and of each one; in fp8 those of each are padded."""
-    rows = experts.count_rows(shape.tokens)
-    each = pad_rows(shape.fp8_recipe, -(-rows // experts.local_experts))
-    return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
 
 
 def _count_expert_input(shape: LayerShape, experts: ExpertsShape, *, rows: int, each: int, channels: int) -> int:

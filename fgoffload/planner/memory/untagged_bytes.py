@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fgoffload.planner.memory.linear_inputs import count_input_bytes
-from fgoffload.planner.memory.saved_bytes import count_norm_statistics
+from fgoffload.planner.memory.saved_bytes import count_expert_rows, count_norm_statistics
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
 from fgoffload.planner.ranks.layer_model import SavedTensor
 
@@ -22,8 +22,8 @@ def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     the functions of the former on the CPU. Not measured on a GPU.
     """
     projection = _list_mtp_projection(shape) if shape.has_mtp_projection else ()
-    dispatch = _list_dispatch(shape, shape.experts) if shape.experts is not None else ()
-    return (*projection, *_list_rotary(shape), *_list_dropout(shape), *dispatch)
+    of_experts = () if shape.experts is None else (*_list_dispatch(shape, shape.experts), *_list_biases(shape, shape.experts))
+    return (*projection, *_list_rotary(shape), *_list_dropout(shape), *of_experts)
 
 
 def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -65,3 +65,17 @@ def _list_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTe
         # 4sbke/t: as for the way back.
         size_bytes = _INT32 * experts.count_rows(shape.tokens)
         yield SavedTensor(name="order of arrival by expert", tags=(), size_bytes=size_bytes)
+
+
+def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
+    """Yield what adds the biases of the experts' second linears: each times the probabilities of its rows.
+
+    The product keeps those, which `moe_act` saves too: the copy on the host of what that tag moves frees nothing. Where the tag
+    stays they are counted twice, which is a number a row.
+
+    Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
+    """
+    if shape.has_linear_bias:
+        # 2sbke/t, or 4sbke/t with a router in fp32.
+        rows, _ = count_expert_rows(shape, experts)
+        yield SavedTensor(name="probabilities beside biases of experts", tags=(), size_bytes=experts.router.dtype_bytes * rows)

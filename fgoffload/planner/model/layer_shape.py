@@ -191,7 +191,10 @@ class LayerShape:
     """One kernel computes a gated activation, of experts with the probabilities too, unless `--no-bias-swiglu-fusion`: then
     each operator keeps what it needs. Without a gate both ways keep the same."""
     has_linear_bias: bool = False
-    """All linear layers have biases. What is saved is counted without them; some units cannot run again beside them."""
+    """All linear layers have biases. The experts' second ones are added by operators of their own, which keep and make more;
+    other linears keep the same, and some units cannot run again beside them."""
+    has_attention_sinks: bool = False
+    """With `--softmax-type learnable`: attention keeps one number a head more."""
     has_hidden_dropout: bool = False
     """With `--hidden-dropout` above 0."""
     has_mtp_projection: bool = False

@@ -96,6 +96,8 @@ def make_shape(sizes, tag, where):
         has_fused_rotary="fused rotary" in where,
         has_hidden_dropout="dropout" in where,
         has_mtp_projection="projection" in where,
+        has_linear_bias="linear biases" in where,
+        has_attention_sinks="sinks" in where,
         is_deterministic="deterministic" in where,
     )
     return dataclasses.replace(shape, experts=None, ffn_hidden_size=sizes["f"]) if tag in DENSE_TAGS else shape
@@ -136,7 +138,7 @@ def test_the_page_has_a_formula_for_all_that_no_tag_saves():
     for where in {where for _, where, _ in UNTAGGED_ROWS}:
         for tensor in list_untagged_tensors(make_shape(MEASURED, tag="", where=where)):
             assert any(name in tensor.name for name in names)
-    assert len(set(names)) == 6
+    assert len(set(names)) == 7
 
 
 def test_the_page_has_a_formula_for_each_tag_that_the_code_has_one_for():

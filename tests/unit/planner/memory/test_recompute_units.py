@@ -172,6 +172,8 @@ def test_the_projection_keeps_the_output_of_attention_that_runs_again():
     layer = make_layer(DENSE)
     unit = layer.find_unit("core_attn")
     assert set(unit.drops) == {"log-sum-exp", "random state"}
+    with_sinks = make_layer(dataclasses.replace(DENSE, has_attention_sinks=True)).find_unit("core_attn")
+    assert set(with_sinks.drops) == {*unit.drops, "attention sinks"}
     # Key and value are copied again, and what they are views of is there until then.
     assert [(one.tags, one.size_bytes) for one in unit.keeps] == [(("core_attn",), QUERY)]
     assert unit.extra_bytes == KEY + VALUE

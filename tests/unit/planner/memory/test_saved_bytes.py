@@ -198,6 +198,7 @@ def test_ranks_of_latent_attention_share_heads_and_not_the_rotary_tables():
         ({"is_deterministic": True}, "router", ((72, 1, "int64"),)),
         ({"is_deterministic": True}, "moe_combine", ((PERMUTED, 40, "bf16"),)),
         ({"normalization": "LayerNorm"}, "qkv_linear", (PART_ROWS,)),
+        ({"has_attention_sinks": True}, "core_attn", ((1, 4, 1, 1, "fp32"),)),
         ({"normalization": "LayerNorm"}, "mlp_norm", (PART_ROWS,)),
         ({"rotary_channels": 9}, "layer_input", ((48, 3, "fp32"),)),
     ],

@@ -109,6 +109,21 @@ def test_an_unfused_activation_of_experts_has_a_product_with_the_probabilities_i
     assert (found.forward_extra_bytes, found.backward_extra_bytes) == (held + 8 * inner, hidden + 6 * inner)
 
 
+def test_biases_of_experts_are_added_behind_their_second_linears():
+    inner, hidden, held, arrived = 2 * 256 * 16, 2 * 128 * 32, 2 * 256 * 32, 2 * 256 * 32
+    shape = dataclasses.replace(MOE, has_linear_bias=True)
+    found = run(shape)["expert_fc2"]
+    # What the linears returned, the sums of each expert, and all side by side; in backward the gradients of the last two.
+    assert (found.forward_extra_bytes, found.backward_extra_bytes) == (held + inner + 3 * arrived, hidden + 2 * arrived)
+    found = run(change_experts(shape, router=RouterShape(dtype_bytes=4)))["expert_fc2"]
+    # Sums have the type of the probabilities.
+    assert (found.forward_extra_bytes, found.backward_extra_bytes) == (held + inner + 5 * arrived, hidden + 3 * arrived)
+    # Weights whose gradients wait are more here than a gradient beside its copy.
+    late = Execution(has_fused_gradient_accumulation=False)
+    assert run(shape, execution=late)["expert_fc2"].backward_extra_bytes == hidden + arrived + inner + 2 * 8 * 32 * 16
+    assert run(dataclasses.replace(DENSE, has_linear_bias=True)) == run(DENSE)
+
+
 def test_ranks_that_share_experts_hold_what_they_gathered():
     segments = run(change_experts(expert_parallel_size=4, expert_tensor_parallel_size=2))
     permuted = 2 * 256 * 32

@@ -39,6 +39,10 @@ def with_experts(**fields):
     return dataclasses.replace(MOE, experts=dataclasses.replace(EXPERTS, **fields))
 
 
+def with_biases(**fields):
+    return dataclasses.replace(with_experts(**fields), has_linear_bias=True)
+
+
 @pytest.mark.parametrize(
     ("shape", "tensors"),
     [
@@ -51,6 +55,10 @@ def with_experts(**fields):
         (with_experts(has_fused_permutation=True), ((360, "int32"),)),
         (with_experts(has_fused_permutation=True, expert_parallel_size=4, imbalance=1.5), ((540, "int32"),)),
         (with_experts(has_fused_permutation=True, expert_parallel_size=12), ()),
+        (with_biases(), ((12, 72, "bf16"), (12, 72, "bool"), (360, 1, "bf16"))),
+        (with_biases(router=RouterShape(dtype_bytes=4)), ((12, 72, "fp32"), (12, 72, "bool"), (360, 1, "fp32"))),
+        (with_biases(expert_parallel_size=4, imbalance=1.5), ((12, 72, "bf16"), (12, 72, "bool"), (540, 1, "bf16"))),
+        (dataclasses.replace(DENSE, has_linear_bias=True), ()),
         (
             dataclasses.replace(DENSE, has_mtp_projection=True),
             (*3 * ((24, 3, 40, "bf16"), (72, "fp32")), (24, 3, 80, "bf16")),
@@ -60,7 +68,7 @@ def with_experts(**fields):
             (*3 * ((24, 3, 40, "bf16"), (72, "fp32"), (72, "fp32")), (24, 3, 80, "fp8"), (1, "fp32")),
         ),
     ],
-    ids=range(11),
+    ids=range(15),
 )
 def test_what_is_saved_outside_of_all_tags(shape, tensors):
     assert count_untagged(shape) == sum_bytes(*tensors)
@@ -129,3 +137,18 @@ def test_megatron_permutes_tokens_with_the_probabilities_and_the_mask_of_the_for
     places = count_tag_bytes(MOE)["moe_combine"]  # saved by the way back too, which has a tag
     shape = with_experts(router=RouterShape(dtype_bytes=dtype_bytes))
     assert save(permute) - places == count_untagged(shape)
+
+
+@pytest.mark.parametrize(("dtype", "dtype_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_megatron_adds_biases_of_experts_with_the_probabilities_of_the_formula(dtype, dtype_bytes):
+    grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
+    biases = [torch.nn.Parameter(torch.rand(40, dtype=torch.bfloat16)) for _ in range(12)]
+
+    def add():
+        output = torch.rand(360, 40, dtype=torch.bfloat16, requires_grad=True)
+        probabilities = torch.rand(360, 1, dtype=dtype, requires_grad=True)
+        return [grouped._apply_bias(output, biases, [30] * 12, probabilities)]
+
+    router = RouterShape(dtype_bytes=dtype_bytes)
+    added = count_untagged(with_biases(router=router)) - count_untagged(with_experts(router=router))
+    assert save(add) - sum(bias.untyped_storage().nbytes() for bias in biases) == added

@@ -1,0 +1,237 @@
+"""The models of `arguments/`, each small enough to train a step in a second, and their layers as the planner sees them.
+
+Nothing here knows a file by name. Its own flags stay but for sizes, which become those below, and for ranks: one layer of each
+kind that the model has, as few experts and heads as leave the ratios that matter, and every flag that says what a layer is.
+Predictions come from the same flags, through the reader of plans.
+"""
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.integrations.megatron.arguments import TrainingArguments, parse_arguments
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
+from fgoffload.planner.model.layer_shape import LayerShape
+from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape
+from fgoffload.planner.model.parallelism import Parallelism
+
+FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "arguments").glob("*.sh"))}
+
+MICRO_BATCH_SIZE = 2
+GROUPS, KV_CHANNELS, EXPERT_CHANNELS = 2, 64, 208
+LARGEST = {
+    # No size is another's by chance: the heads together are not as wide as the hidden states, nor is an expert, and the tokens
+    # of a rank are a multiple of its experts, so that they can be routed to all alike.
+    "--hidden-size": 320,
+    "--ffn-hidden-size": 576,
+    "--vocab-size": 256,
+    "--seq-length": 192,
+    "--micro-batch-size": MICRO_BATCH_SIZE,
+}
+LATENT = {"--kv-lora-rank": 128, "--qk-head-dim": 64, "--qk-pos-emb-head-dim": 32, "--v-head-dim": 64}
+ALWAYS = {
+    # What the formulas are for, where a file leaves it to the machine: the smallest models train on a CPU.
+    "--bf16": (),
+    "--transformer-impl": ("transformer_engine",),
+    "--no-gradient-accumulation-fusion": (),
+}
+ALWAYS_OF_EXPERTS = {
+    "--moe-grouped-gemm": (),
+    "--moe-token-dispatcher-type": ("alltoall",),
+    "--moe-router-force-load-balancing": (),
+}
+OF_RANKS = (
+    "--tensor-model-parallel-size",
+    "--sequence-parallel",
+    "--pipeline-model-parallel-size",
+    "--pipeline-model-parallel-layout",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
+OF_OFFLOAD = (
+    "--fine-grained-activation-offloading",
+    "--offload-modules",
+    "--min-offloaded-tensor-size",
+    "--offload-window",
+    "--offload-prefetch",
+)
+
+
+class Layout(NamedTuple):
+    """How many ranks share each layer, and how many the experts are spread over."""
+
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of the smallest training: experts lie on tensor-parallel ranks first."""
+        return max(self)
+
+
+ONE_RANK = Layout()
+
+
+class ShrunkModel(NamedTuple):
+    """A model of `arguments/`, small."""
+
+    flags: str
+    """As Megatron-LM takes them."""
+    layers: list[LayerShape]
+    """All layers, those of multi-token prediction last, as a rank runs them."""
+
+
+def find_layout(name: str, *, ranks: int) -> Layout:
+    """Return the layout of a file, where each of its parallel sizes is at most `ranks`."""
+    _, parallelism = read_model_file(FILES[name], typed=_dispatch(name))
+    return Layout(min(parallelism.tensor_parallel_size, ranks), min(parallelism.expert_parallel_size, ranks))
+
+
+def shrink(
+    name: str, layout: Layout = ONE_RANK, *, changes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
+) -> ShrunkModel:
+    """Return the model of the file `name`, small.
+
+    Args:
+        name: Of the file, without its ending.
+        layout: Of the ranks that train it.
+        changes: Further flags and their values.
+    """
+    model, _ = read_model_file(FILES[name], typed=_dispatch(name))
+    flags = {flag: words for flag, words in _read_flags(FILES[name]).items() if flag not in (*OF_RANKS, *OF_OFFLOAD)}
+    flags |= ALWAYS | _shrink_layers(model) | _shrink_sizes(model, flags) | _lay_out(model, layout) | changes
+    words = [word for flag, values in flags.items() for word in (flag, *values)]
+    shape, parallelism = read_model(words, source=name, num_gpus=layout.ranks)
+    return ShrunkModel(" ".join(words), list_layers(shape, parallelism))
+
+
+def list_layers(model: ModelShape, parallelism: Parallelism) -> list[LayerShape]:
+    """Return all layers of `model`."""
+    return [make_layer_shape(model, parallelism, number) for number in model.numbers]
+
+
+def parse_training(flags: str, *, world_size: int) -> TrainingArguments:
+    """Return the training of `flags`, with no rank for the query where none is given, as plans and Megatron-LM take it.
+
+    Megatron-Core by itself takes 512.
+    """
+    arguments = parse_arguments(flags.split(), source="test", world_size=world_size)
+    if not arguments.transformer.get("multi_latent_attention"):
+        return arguments
+    return dataclasses.replace(arguments, transformer=types.MappingProxyType({"q_lora_rank": None, **arguments.transformer}))
+
+
+@contextlib.contextmanager
+def balanced_routing() -> Iterator[None]:
+    """Send as many tokens to each expert as to any other, where routers are told to balance, until the body ends.
+
+    Megatron's router draws random scores then, which come near to it.
+    """
+    with mock.patch.object(load_module("megatron.core.transformer.moe.router"), "apply_random_logits", _BalancedScores.apply):
+        yield
+
+
+class _BalancedScores(torch.autograd.Function):
+    """Scores by which each token prefers the experts from one on, each next token from the next one on."""
+
+    @staticmethod
+    def forward(_: object, logits: torch.Tensor) -> torch.Tensor:
+        experts = logits.size(-1)
+        tokens = torch.arange(logits.numel() // experts, device=logits.device).unsqueeze(1)
+        distance = (torch.arange(experts, device=logits.device) - tokens) % experts
+        return (-distance / experts).to(logits.dtype).view_as(logits)
+
+    @staticmethod
+    def backward(_: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _dispatch(name: str) -> tuple[str, ...]:
+    """Return the dispatcher for a file of experts that names none, since Megatron's default is not covered."""
+    flags = _read_flags(FILES[name])
+    has_none = "--num-experts" in flags and "--moe-token-dispatcher-type" not in flags
+    return ("--moe-token-dispatcher-type", "alltoall") if has_none else ()
+
+
+def _read_flags(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the words behind each flag of a file."""
+    flags: dict[str, tuple[str, ...]] = {}
+    for word in read_argument_file(path):
+        if word.startswith("--"):
+            flag = word
+            flags[flag] = ()
+        else:
+            flags[flag] += (word,)
+    return flags
+
+
+def _shrink_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Return the flags of a model with one decoder layer of each kind, in their order, and at most one that predicts more."""
+    kinds = dict.fromkeys((model.has_experts(number), model.has_window(number)) for number in range(model.num_layers))
+    flags: dict[str, tuple[str, ...]] = {"--num-layers": (str(len(kinds)),)}
+    if model.experts is not None:
+        flags["--moe-layer-freq"] = (_spell_pattern(has_experts for has_experts, _ in kinds),)
+    if model.window_tokens is not None:
+        flags |= {
+            "--window-size": ("23,0",),
+            "--window-attn-skip-freq": (_spell_pattern(has_window for _, has_window in kinds),),
+        }
+    if model.mtp_num_layers:
+        flags["--mtp-num-layers"] = ("1",)
+    return flags
+
+
+def _spell_pattern(layers: Iterator[bool]) -> str:
+    return "[" + ",".join(str(int(layer)) for layer in layers) + "]"
+
+
+def _shrink_sizes(model: ModelShape, given: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """Return the flags of smaller sizes; what the model does not have gets none."""
+    sizes: dict[str, int] = dict(LARGEST)
+    if model.latent is not None:
+        sizes |= {"--num-attention-heads": 2 * GROUPS} | LATENT
+        if model.latent.q_lora_rank is not None:
+            sizes["--q-lora-rank"] = 96
+    else:
+        # As many query heads in a group; without groups there are more than one a rank all the same.
+        queries = model.num_attention_heads // model.num_query_groups
+        sizes |= {"--num-attention-heads": GROUPS * (queries if queries > 1 else 2), "--kv-channels": KV_CHANNELS}
+        if "--num-query-groups" in given:
+            sizes["--num-query-groups"] = GROUPS
+    if model.experts is not None:
+        experts = model.experts
+        sizes |= {
+            "--num-experts": min(experts.num_experts, max(8, 2 * experts.topk)),
+            "--moe-router-topk": experts.topk,
+            "--moe-ffn-hidden-size": EXPERT_CHANNELS,
+        }
+        if experts.shared_ffn_hidden_size:
+            shared = experts.shared_ffn_hidden_size // experts.ffn_hidden_size
+            sizes["--moe-shared-expert-intermediate-size"] = shared * EXPERT_CHANNELS
+    return {flag: (str(size),) for flag, size in sizes.items()}
+
+
+def _lay_out(model: ModelShape, layout: Layout) -> dict[str, tuple[str, ...]]:
+    """Return the flags of the ranks, and of a step of one microbatch on each data-parallel one."""
+    copies = layout.ranks // layout.tensor
+    flags: dict[str, tuple[str, ...]] = {"--global-batch-size": (str(MICRO_BATCH_SIZE * copies),)}
+    if layout.tensor > 1:
+        flags |= {"--tensor-model-parallel-size": (str(layout.tensor),), "--sequence-parallel": ()}
+    if model.experts is not None:
+        flags |= ALWAYS_OF_EXPERTS | {
+            "--expert-model-parallel-size": (str(layout.expert),),
+            "--expert-tensor-parallel-size": ("1",),
+        }
+    return flags
