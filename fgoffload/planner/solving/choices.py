@@ -155,6 +155,13 @@ def count_configurations(modes: Sequence[Mode]) -> int:
     return sum(mode.configurations for mode in modes)
 
 
+def list_needs(name: str) -> tuple[str, ...]:
+    """Return what has to be in a plan with `name`."""
+    if name == "layer_input":
+        return ("layer",)
+    return default_tags().get(name).requires if name in default_tags() else ()
+
+
 def measure_actions(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int) -> Choice:
     """Return what `actions` come to in a layer, against keeping all.
 

@@ -141,7 +141,10 @@ class _FlagSearch:
         sets = itertools.chain.from_iterable(itertools.combinations(tags, count) for count in range(2, len(tags) + 1))
         candidates = [_add_tags(start, names) for names in sets]
         while len(self._results) < most:
-            promising = self._list_promising(start, alone, candidates)[:_WIDTH]
+            # What is estimated a bit slower than the best is tried until one fits: one tag more can make it faster.
+            has_fitting = any(flags.recompute == start.recompute for flags in self.list_best())
+            longest_s = self._find_least_s() * (1 if has_fitting else _CLOSE)
+            promising = self._list_promising(start, alone, candidates, longest_s)[:_WIDTH]
             if not promising:
                 break
             self._simulate_all(promising)
@@ -218,14 +221,15 @@ class _FlagSearch:
         return math.inf if best is None else self._get_step_s(best)
 
     def _list_promising(
-        self, start: MegatronFlags, alone: Mapping[str, MegatronFlags], candidates: Sequence[MegatronFlags]
+        self, start: MegatronFlags, alone: Mapping[str, MegatronFlags], candidates: Sequence[MegatronFlags], longest_s: float
     ) -> list[MegatronFlags]:
-        """Return those of `candidates` that are estimated to fit and to be faster than the best so far, the fastest first.
+        """Return those of `candidates` that are estimated to fit and to take less than `longest_s`, the fastest first.
 
         Args:
             start: Their recompute, without tags.
             alone: The same with each tag.
             candidates: With sets of tags.
+            longest_s: On the first rank.
         """
         first = self._ranks[0]
         free_bytes, free_s = self._simulate(first, start)
@@ -237,7 +241,6 @@ class _FlagSearch:
         for flags in candidates:
             if (first.rank, flags) in self._results:
                 known.append((frozenset(flags.offload_modules), *self._simulate(first, flags)))
-        least_s = self._find_least_s()
         promising = []
         for flags in candidates:
             if (first.rank, flags) in self._results:
@@ -248,7 +251,7 @@ class _FlagSearch:
             more = [added[tag] for tag in names - inside if tag in added]
             peak_bytes -= sum(freed_bytes for freed_bytes, _ in more)
             step_s += sum(seconds for _, seconds in more)
-            if peak_bytes <= self._budget_bytes * _SLACK and step_s < least_s:
+            if peak_bytes <= self._budget_bytes * _SLACK and step_s < longest_s:
                 promising.append((step_s, len(names), flags.offload_modules, flags))
         # Of settings that are estimated alike those with the fewest tags: they leave the link the most time.
         return [flags for *_, flags in sorted(promising, key=lambda one: one[:3])]

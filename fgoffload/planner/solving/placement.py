@@ -9,10 +9,11 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from fgoffload.errors import PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.solving.choices import Choice, Configuration, Mode, find_configuration
+from fgoffload.planner.solving.choices import Choice, Configuration, Mode, find_configuration, list_needs
 from fgoffload.planner.solving.program import ProgramResult
 
 
@@ -112,6 +113,45 @@ def read_plan(
         )
         for slot in slots
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One thing that a plan does in all layers of a kind, as a row of its table says."""
+
+    kind: str
+    """Of layer."""
+    tag: str
+    """Tag or unit."""
+    action: Action
+    """What is done."""
+
+
+def list_rows(state: State, slots: Sequence[LayerSlot]) -> list[Row]:
+    """Return what `state` does, in the order of forward."""
+    rows = (
+        Row(kind=slot.layer.kind, tag=tag, action=action)
+        for slot, configuration in zip(slots, state, strict=True)
+        for tag, action in configuration.actions
+    )
+    return list(dict.fromkeys(rows))
+
+
+def drop_row(
+    state: State, slots: Sequence[LayerSlot], modes: Mapping[str, Sequence[Mode]], row: Row, *, min_offloaded_numel: int
+) -> State | None:
+    """Return `state` without `row` and what needs it, or None where the rest cannot be done without it."""
+
+    def drop(slot: LayerSlot, configuration: Configuration) -> Configuration:
+        if slot.layer.kind != row.kind or (row.tag, row.action) not in configuration.actions:
+            return configuration
+        rest = {tag: action for tag, action in configuration.actions if tag != row.tag and row.tag not in list_needs(tag)}
+        return find_configuration(slot.layer, modes[row.kind], rest, min_offloaded_numel=min_offloaded_numel)
+
+    try:
+        return tuple(drop(slot, configuration) for slot, configuration in zip(slots, state, strict=True))
+    except PlanError:
+        return None
 
 
 def _keep(mode: Mode) -> Configuration:

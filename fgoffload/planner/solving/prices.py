@@ -12,7 +12,8 @@ from fgoffload.plan import OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.reasons import Decision, list_needs
+from fgoffload.planner.solving.choices import list_needs
+from fgoffload.planner.solving.reasons import Decision
 from fgoffload.units import format_bytes
 
 

@@ -140,15 +140,18 @@ class RankSearches:
     def find_nearest(self, budget_bytes: int) -> NearestFlags | None:
         """Return the flags that come nearest to the budget, or None where none keep to it; looked for once."""
         if budget_bytes and budget_bytes not in self._nearest:
-            # The first process has to import what the searches need, and another one looks for flags meanwhile.
-            work: list[Callable[[], Any]] = [functools.partial(self._load_solver, budget_bytes)]
+            # The first process gets ready for the searches, and another one looks for flags meanwhile.
+            work: list[Callable[[], Any]] = [functools.partial(self._prepare, budget_bytes)]
             work.append(functools.partial(find_nearest, self.ranks, budget_bytes=budget_bytes))
             _, self._nearest[budget_bytes] = map_in_processes(_call, work)
         return self._nearest.get(budget_bytes)
 
-    def _load_solver(self, budget_bytes: int) -> None:
+    def _prepare(self, budget_bytes: int) -> None:
+        """Import and measure what programs need, where there are any, so that no copy of this process has to."""
         if any(search.needs_programs(budget_bytes) for search in self._apart):
             load_solver()
+        for search in self._apart:
+            search.prepare(budget_bytes)
 
     def find_states(self, budget_bytes: int, *, starts: Sequence[State] = ()) -> tuple[State, ...]:
         """Return the fastest states found within the budget; where none fit, those with the least bytes above it.
@@ -230,14 +233,14 @@ class RankSearches:
             founds[number] = self._improve(search, found, budget_bytes, left)
             left -= search.simulations - before
         self._settle(founds, budget_bytes)
+        self._trim(founds, budget_bytes)
         self._founds = founds
         by_search = {id(search): founds[number].state for number, search in enumerate(self._apart)}
         return tuple(by_search[id(search)] for search in self.of_ranks)
 
     def _find_starts(self, budget_bytes: int, starts: Sequence[Sequence[State]]) -> dict[int, Found]:
         """Return what each rank begins with, by number of its search."""
-        for search in self._apart:
-            search.prepare(budget_bytes)  # what each copy of this process would have to measure again
+        self._prepare(budget_bytes)
         length = -(-len(self._apart) // _CHAINS)
         chains = [range(first, min(first + length, len(self._apart))) for first in range(0, len(self._apart), length)]
         founds: dict[int, Found] = {}
@@ -286,6 +289,15 @@ class RankSearches:
             search, before = self._apart[number], self._apart[number].simulations
             most = max(left_passes, 0) // max(search.layer_passes, 1)
             founds[number] = search.settle_found(found, budget_bytes, simulations=most)
+            left_passes -= (search.simulations - before) * search.layer_passes
+
+    def _trim(self, founds: dict[int, Found], budget_bytes: int) -> None:
+        """Leave out what moves did not come to: with many layers they end before each row of the plan was tried without."""
+        left_passes = self._limits.trimming_passes
+        for number, found in founds.items():
+            search, before = self._apart[number], self._apart[number].simulations
+            most = max(left_passes, 0) // max(search.layer_passes, 1)
+            founds[number] = search.trim_found(found, budget_bytes, simulations=most)
             left_passes -= (search.simulations - before) * search.layer_passes
 
     def _get_urgency(self, number: int, found: Found, budget_bytes: int) -> tuple[float, float]:
@@ -359,7 +371,7 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
 
 
 def _raise_limits(limits: SearchLimits) -> SearchLimits:
-    names = ("layer_passes", "ladder_passes", "settling_passes")
+    names = ("layer_passes", "ladder_passes", "settling_passes", "trimming_passes")
     return dataclasses.replace(limits, **{name: _MORE_ALONE * getattr(limits, name) for name in names})
 
 

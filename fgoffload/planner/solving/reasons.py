@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.layer_choice import resolve_layer
 from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffic
-from fgoffload.planner.solving.choices import Choice, measure_actions
+from fgoffload.planner.solving.choices import Choice, list_needs, measure_actions
 from fgoffload.planner.solving.placement import LayerSlot, State
 from fgoffload.tags import default_tags, find_recompute_unit
 from fgoffload.units import format_bytes, format_ms
@@ -134,13 +134,6 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
         moved_bytes=sum(group.size_bytes for group in groups if group.tag == tag),
         recompute_s=with_it.recompute_s - without.recompute_s,
     )
-
-
-def list_needs(name: str) -> tuple[str, ...]:
-    """Return what has to be in a plan with `name`."""
-    if name == "layer_input":
-        return ("layer",)
-    return default_tags().get(name).requires if name in default_tags() else ()
 
 
 def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str | None:

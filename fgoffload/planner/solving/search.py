@@ -23,8 +23,10 @@ from fgoffload.planner.solving.moves import Move, Prices, apply_move, list_chang
 from fgoffload.planner.solving.placement import (
     Order,
     State,
+    drop_row,
     free_most,
     keep_all,
+    list_rows,
     list_slots,
     make_plan,
     place_counts,
@@ -229,6 +231,19 @@ class RankSearch:
         state = self.improve(best, budget_bytes, simulations=simulations, score=self._score_host)
         if self.judge(state).step_s > longest_s:
             state = best
+        return dataclasses.replace(found, state=state, verdict=self.judge(state))
+
+    def trim_found(self, found: Found, budget_bytes: int, *, simulations: int) -> Found:
+        """Return `found` without those rows of its table that the budget holds without, and that save no time."""
+        if self._is_done(found, budget_bytes):
+            return found
+        state, most = found.state, self.simulations + simulations
+        for row in list_rows(state, self.slots):
+            if self.simulations >= most or time.monotonic() > self._deadline_s:
+                break
+            fewer = drop_row(state, self.slots, self.modes, row, min_offloaded_numel=self.rank.min_offloaded_numel)
+            if fewer is not None and self.score(fewer, budget_bytes) < self.score(state, budget_bytes):
+                state = fewer
         return dataclasses.replace(found, state=state, verdict=self.judge(state))
 
     def _score_host(self, state: State, budget_bytes: int) -> tuple[float, ...]:

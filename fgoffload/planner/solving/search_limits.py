@@ -20,6 +20,8 @@ class SearchLimits:
     """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, over all ranks."""
     settling_passes: int = 2_000
     """The same limit for plans that are about as fast, and have the host do less, over all ranks."""
+    trimming_passes: int = 8_000
+    """The same limit for plans without a row, over all ranks."""
     programs: int = 3
     """Times that the program of a rank is solved at most: again where its peak was off."""
     gap: float = 1e-3
@@ -37,6 +39,7 @@ class SearchLimits:
             ("layer_passes", 0),
             ("ladder_passes", 0),
             ("settling_passes", 0),
+            ("trimming_passes", 0),
             ("programs", 1),
         ):
             limit = getattr(self, name)
@@ -46,5 +49,7 @@ class SearchLimits:
             raise ConfigError(f"gap {self.gap!r} is not from 0 to below 1. Give a part of the step, as in 0.001.")
 
 
-THOROUGH = SearchLimits(simulations=4000, layer_passes=200_000, ladder_passes=40_000, settling_passes=40_000)
+THOROUGH = SearchLimits(
+    simulations=4000, layer_passes=200_000, ladder_passes=40_000, settling_passes=40_000, trimming_passes=40_000
+)
 """For whoever has minutes: about ten times as long as the default, and of W2 at 14.6 GiB a step that is 1.3% shorter."""

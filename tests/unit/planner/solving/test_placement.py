@@ -6,7 +6,17 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 from fgoffload import Action, Site
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.solving.choices import list_configurations, list_modes
-from fgoffload.planner.solving.placement import Order, free_most, keep_all, list_slots, make_plan, place_counts
+from fgoffload.planner.solving.placement import (
+    Order,
+    Row,
+    drop_row,
+    free_most,
+    keep_all,
+    list_rows,
+    list_slots,
+    make_plan,
+    place_counts,
+)
 from fgoffload.planner.solving.program import ChunkCounts, ProgramResult
 
 MODES = {"toy": list_modes(make_toy_layer(), min_offloaded_numel=1)}
@@ -63,3 +73,12 @@ def test_to_keep_all_and_to_free_most_are_the_ends():
     assert keep_all(slots, MODES) == (KEPT, KEPT)
     # Of 21 bytes nothing is left where the layer runs again and its input leaves, and where all tensors but the input do 1 is.
     assert [one.kept_bytes for one in free_most(slots, MODES)] == [-21, -21]
+
+
+def test_a_row_is_dropped_in_all_layers_of_its_kind_and_the_rest_stays():
+    slots = list_slots(make_toy_rank(layers=[[make_toy_layer()] * 3]))
+    rows = list_rows((KEPT, BOTH, ATTENTION), slots)
+    assert rows == [Row(kind="toy", tag=tag, action=Action.OFFLOAD) for tag in ("core_attn", "expert_fc1")]
+    assert drop_row((KEPT, BOTH, ATTENTION), slots, MODES, rows[1], min_offloaded_numel=1) == (KEPT, ATTENTION, ATTENTION)
+    other = Row(kind="other", tag="core_attn", action=Action.OFFLOAD)
+    assert drop_row((KEPT, BOTH, ATTENTION), slots, MODES, other, min_offloaded_numel=1) == (KEPT, BOTH, ATTENTION)

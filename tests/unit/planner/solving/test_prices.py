@@ -11,6 +11,7 @@ from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
+from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve
 
 O, R = Action.OFFLOAD, Action.RECOMPUTE  # noqa: E741 - as in tables of plans
@@ -110,3 +111,21 @@ def test_prices_of_a_solution_are_the_differences_of_two_steps(seed):
         assert found.cost_s == solution.result.step_s - without.step_s
         assert found.lacking_bytes == max(0, without.peak_bytes - budget_bytes)
         assert ("lacks" in found.describe()) == (without.peak_bytes > budget_bytes)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_row_takes_time_that_the_budget_holds_without(seed):
+    rank = draw_rank(seed)
+    ranks = [dataclasses.replace(rank, rank=0)]
+    kept = simulate(ranks, OffloadPlan(actions={}))
+    budget_bytes = (kept.peak_bytes + find_least_budget(ranks)) // 2
+    # As where there are so many layers that moves come to few of them.
+    limits = SearchLimits(exhaustive_plans=0, simulations=0, programs=1)
+    solution = solve(ranks, budget_bytes=budget_bytes, limits=limits)
+    rows = {}
+    for decision in solution.decisions:
+        if decision.action is not Action.KEEP:
+            rows.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
+    for decisions in rows.values():
+        found = price_decisions(ranks, solution.plan, solution.result, decisions, budget_bytes=budget_bytes)
+        assert found is None or found.lacking_bytes or found.cost_s < 1e-9
