@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fgoffload.config import OffloadConfig
-from fgoffload.errors import ConfigError, IntegrationError, InternalError, OffloadError, PlanError, StateError
+from fgoffload.errors import BudgetError, ConfigError, IntegrationError, InternalError, OffloadError, PlanError, StateError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.policy import HostMemory, TransferPolicy
 from fgoffload.tags import Tag, TagRegistry, default_tags
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "BudgetError",
     "ConfigError",
     "HostMemory",
     "IntegrationError",

@@ -4,7 +4,8 @@ Every error that a user can cause says three things: the value as it was typed, 
 
     OffloadError
     ├── ConfigError        a flag or an option cannot be what it is (also a ValueError)
-    ├── PlanError          a plan does not fit the model, or no plan fits the budget
+    ├── PlanError          a plan does not fit the model
+    │   └── BudgetError    no plan fits the budget
     ├── IntegrationError   a framework lacks a symbol, or a selected tag found nothing to do
     ├── StateError         tensors or calls came in a state in which results could not be right (also a RuntimeError,
     │                      as what torch raises for a saved tensor that was changed in place)
@@ -21,7 +22,25 @@ class ConfigError(OffloadError, ValueError):
 
 
 class PlanError(OffloadError):
-    """A plan does not fit the model, or no plan fits the budget."""
+    """A plan does not fit the model, or no plan fits the budget: then it is a `BudgetError`."""
+
+
+class BudgetError(PlanError):
+    """No plan fits a memory budget.
+
+    Args:
+        why: What is lacking where, in a whole sentence.
+        least_bytes: The nearest budget that a plan was found for.
+    """
+
+    def __init__(self, why: str, least_bytes: int) -> None:
+        super().__init__(why, least_bytes)
+        self.why = why
+        self.least_bytes = least_bytes
+
+    def __str__(self) -> str:
+        """Return what is lacking, and the fix."""
+        return f"{self.why} Give a budget of {self.least_bytes} bytes or more, or spread the model over more ranks."
 
 
 class IntegrationError(OffloadError):

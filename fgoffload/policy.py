@@ -5,6 +5,7 @@ Both rules count bytes, never tensors or groups: groups of one model differ in s
 
 import dataclasses
 import enum
+import math
 
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, MIB, check_bytes
@@ -34,6 +35,11 @@ def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
         free_bytes: What a step took more than was predicted of it, which plans leave free.
     """
     return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
+
+
+def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
+    """Return the least budget of which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
+    return max(math.ceil((planned_bytes - 0.5) / PLANNED_SHARE), planned_bytes + free_bytes)
 
 
 class HostMemory(enum.Enum):

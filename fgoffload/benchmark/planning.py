@@ -17,10 +17,9 @@ from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.search_limits import THOROUGH
-from fgoffload.planner.solving.solver import solve
+from fgoffload.planner.solving.solver import solve_leaving_free
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile, make_rank_model
-from fgoffload.policy import count_planned_bytes
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 """Flags of window and sizes are the same for all settings of ours."""
@@ -48,9 +47,9 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes
         free_bytes: Of the budget, that a plan leaves free at least.
 
     Raises:
-        PlanError: No plan was found that fits.
+        BudgetError: No plan was found that fits.
     """
-    solution = solve(ranks, budget_bytes=count_planned_bytes(budget_bytes, free_bytes=free_bytes), limits=THOROUGH)
+    solution = solve_leaving_free(ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, limits=THOROUGH)
     return Planned(plan=solution.plan, peak_bytes=solution.result.peak_bytes)
 
 

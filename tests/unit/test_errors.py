@@ -7,6 +7,7 @@ from fgoffload import errors
 TREE = {
     "ConfigError": (errors.OffloadError, ValueError),
     "PlanError": (errors.OffloadError,),
+    "BudgetError": (errors.PlanError,),
     "IntegrationError": (errors.OffloadError,),
     "StateError": (errors.OffloadError, RuntimeError),
     "InternalError": (errors.OffloadError,),

@@ -17,7 +17,7 @@ from fgoffload.policy import HOST_SHARE
 from fgoffload.units import TIB, format_bytes
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "planner.md"
+PAGE = ROOT / "docs" / "planner" / "accuracy.md"
 LLAMA = str(ROOT / "arguments" / "llama3_8b.sh")
 MOE = ["--num-layers", "4"]
 CONFIG = {
@@ -77,7 +77,7 @@ def test_a_budget_that_holds_everything_keeps_everything(capsys, config):
 
 
 def test_the_measured_table_of_the_page_can_be_planned_again(capsys):
-    """docs/planner.md: what `fgoffload bench` measured, without an optimizer and with gradients in bf16."""
+    """docs/planner/accuracy.md: what `fgoffload bench` measured, without an optimizer and with gradients in bf16."""
     (command,) = re.findall(r"^fgoffload plan (arguments/w2_moe.sh .*\\\n.*)$", PAGE.read_text(encoding="utf-8"), flags=re.M)
     words = command.replace("\\\n", " ").split()
     code, out, _ = plan(capsys, str(ROOT / words[0]), *words[1:])
@@ -90,7 +90,7 @@ def test_the_measured_table_of_the_page_can_be_planned_again(capsys):
 
 @pytest.mark.parametrize("is_typed", [True, False], ids=["typed", "in the file"])
 def test_activations_that_are_not_fused_take_more_memory_and_time(capsys, tmp_path, is_typed):
-    """docs/planner.md: three tensors of 128 MiB in each of six layers, which a recompute of the activation does not keep."""
+    """docs/planner/accuracy.md: three tensors of 128 MiB in each of six layers, which a recompute of the activation drops."""
     flag, path = "--no-bias-swiglu-fusion", tmp_path / "unfused.sh"
     text = (ROOT / "arguments" / "w2_moe.sh").read_text(encoding="utf-8")
     path.write_text(text if is_typed else text.replace("--swiglu\n", f"--swiglu\n    {flag}\n"), encoding="utf-8")

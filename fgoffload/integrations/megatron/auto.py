@@ -40,7 +40,6 @@ from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
-from fgoffload.policy import count_planned_bytes
 from fgoffload.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
@@ -264,7 +263,7 @@ class AutoOffload(StepMeasurement):
     def _solve(self, call: ScheduleCall) -> "PlannedStep | str":
         """Return the plan for `call`, or why there is none."""
         # Here: SciPy takes longer to load than all else, and one process plans.
-        from fgoffload.planner.solving.solver import solve
+        from fgoffload.planner.solving.solver import solve_leaving_free
 
         # The slowest link of all: which process of a pipeline rank is late makes no difference to the step.
         link = min((one.link for one in self._measured), key=lambda link: link.copies[-1].d2h_bytes_per_s)
@@ -283,8 +282,7 @@ class AutoOffload(StepMeasurement):
             for rank in ranks
         ]
         try:
-            planned_bytes = count_planned_bytes(self._budget_bytes, free_bytes=self._beyond_bytes)
-            solution = solve(models, budget_bytes=planned_bytes)
+            solution = solve_leaving_free(models, budget_bytes=self._budget_bytes, free_bytes=self._beyond_bytes)
         except OffloadError as error:
             return f"--offload-memory-budget {self._budget_bytes}: {error}"
         peaks = {rank.rank: rank.peak_bytes for rank in solution.result.ranks}

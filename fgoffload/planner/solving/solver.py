@@ -4,14 +4,15 @@
           -> simulated, corrected and bettered, rank by rank -> simulated together -> Solution
 
 Every prediction in a `Solution` is the simulator's. Where there are few plans all of them are simulated, and the result is the
-best there is; else it is the best that was found, and docs/planner.md says how far that was from the best where both were run.
+best there is; else it is the best that was found, and docs/planner/solver.md says how far that was from the best where both
+were run.
 """
 
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
-from fgoffload.errors import ConfigError, PlanError
+from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
@@ -20,6 +21,7 @@ from fgoffload.planner.solving.placement import State, keep_all
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.reasons import Decision, explain_rank
 from fgoffload.planner.solving.search_limits import SearchLimits
+from fgoffload.policy import count_budget_bytes, count_planned_bytes
 from fgoffload.units import check_bytes, format_bytes
 
 DEFAULT_TIME_LIMIT_S = 600.0
@@ -81,11 +83,34 @@ def solve(
 
     Raises:
         ConfigError: An argument is not what it must be.
-        PlanError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
+        BudgetError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
     """
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
     searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=time.monotonic() + time_limit_s)
     return _solve(searches, budget_bytes, () if start is None else start.states)
+
+
+def solve_leaving_free(
+    ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int, limits: SearchLimits | None = None
+) -> Solution:
+    """Return what `solve` does for the part of a budget that a plan may use where a training has to keep to it.
+
+    Args:
+        ranks: The pipeline, by number.
+        budget_bytes: Device bytes of each rank, static memory included.
+        free_bytes: What a step took more than was predicted of it, which is left free.
+        limits: As for `solve`.
+
+    Raises:
+        ConfigError: As `solve`.
+        BudgetError: As `solve`, with the least budget that leaves as much free.
+    """
+    planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
+    try:
+        return solve(ranks, budget_bytes=planned_bytes, limits=limits)
+    except BudgetError as error:
+        why = f"Of a budget of {format_bytes(budget_bytes)} a plan may use {format_bytes(planned_bytes)}. {error.why}"
+        raise BudgetError(why, count_budget_bytes(error.least_bytes, free_bytes=free_bytes)) from error
 
 
 def sweep(
@@ -107,7 +132,7 @@ def sweep(
 
     Raises:
         ConfigError: As `solve`.
-        PlanError: As `solve`, for the smallest budget that no plan was found for.
+        BudgetError: As `solve`, for the smallest budget that no plan was found for.
     """
     ordered = sorted(set(budgets_bytes))
     ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
@@ -189,24 +214,24 @@ def _check_static(searches: RankSearches, budget_bytes: int) -> None:
         return
     least_bytes = searches.simulate_together(searches.find_least_states()).peak_bytes
     missing_bytes = worst.static_bytes - budget_bytes
-    raise PlanError(
+    raise BudgetError(
         f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
         f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. That rank "
         f"lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) between steps, with no activation there. The nearest "
-        f"budget that a plan was found for is {least_bytes} bytes ({format_bytes(least_bytes)}). Give a budget of "
-        "that or more, or spread the model over more ranks."
+        f"budget that a plan was found for is {format_bytes(least_bytes)}.",
+        least_bytes,
     )
 
 
-def _make_error(least: StepResult, budget_bytes: int) -> PlanError:
+def _make_error(least: StepResult, budget_bytes: int) -> BudgetError:
     """Return what to say where even the plan with the least peak, which came to `least`, does not fit."""
     worst = least.worst_rank
     missing_bytes = worst.peak_bytes - budget_bytes
-    return PlanError(
+    return BudgetError(
         f"No plan was found that keeps to a memory budget of {format_bytes(budget_bytes)}: with everything recomputed or "
         f"offloaded that helps, pipeline rank {worst.rank} lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) at "
-        f"{worst.peak_at}. Give a budget of {worst.peak_bytes} bytes ({format_bytes(worst.peak_bytes)}) or more, or spread the "
-        "model over more ranks."
+        f"{worst.peak_at}. One of {format_bytes(worst.peak_bytes)} fits.",
+        worst.peak_bytes,
     )
 
 

@@ -4,7 +4,8 @@
     'H100 80GB SXM'
 
 Rates are peaks, dense, from the maker; what a model reaches of them is less. None stands for what is not public. A device that
-is not in the table, or one that was measured, comes from a file: `Hardware.load(path)`; docs/planner.md has an example.
+is not in the table, or one that was measured, comes from a file: `Hardware.load(path)`; docs/planner/hardware.md has
+an example.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import pickle
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from support.deepseek_ranks import make_ranks
 from support.toy_ranks import draw_rank, make_toy_layer, make_toy_rank
 
-from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site, TransferPolicy
+from fgoffload import Action, BudgetError, ConfigError, OffloadPlan, PlanError, Site, TransferPolicy
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
 from fgoffload.planner import Assumptions, build_ranks, get_hardware
@@ -27,7 +28,7 @@ from fgoffload.planner.solving.placement import list_slots
 from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.search import RankSearch
 from fgoffload.planner.solving.search_limits import SearchLimits
-from fgoffload.planner.solving.solver import find_least_budget, solve, sweep
+from fgoffload.planner.solving.solver import find_least_budget, solve, solve_leaving_free, sweep
 from fgoffload.units import GIB
 
 NO_TRYING = SearchLimits(exhaustive_plans=0, gap=0.0)
@@ -358,7 +359,20 @@ def test_where_nothing_fits_the_error_says_who_lacks_how_much_when_and_what_woul
     message = str(caught.value)
     assert "budget of 110 B" in message
     assert "pipeline rank 0 lacks 11 bytes (11 B) at F0 layers.0.expert_fc2" in message
-    assert "Give a budget of 121 bytes (121 B)" in message
+    assert "Give a budget of 121 bytes or more" in message
+
+
+@pytest.mark.parametrize("free_bytes", [0, 70])
+def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free(free_bytes):
+    ranks = [dataclasses.replace(draw_rank(2), rank=0, static_bytes=10_000)]
+    with pytest.raises(BudgetError, match=r"Of a budget of 9.80 KiB a plan may use 9.7\d KiB\. ") as caught:
+        solve_leaving_free(ranks, budget_bytes=10_040, free_bytes=free_bytes)
+    least_bytes = pickle.loads(pickle.dumps(caught.value)).least_bytes
+    assert f"Give a budget of {least_bytes} bytes" in str(caught.value)
+    found = solve_leaving_free(ranks, budget_bytes=least_bytes, free_bytes=free_bytes)
+    assert found.result.peak_bytes == find_least_budget(ranks)
+    with pytest.raises(BudgetError):
+        solve_leaving_free(ranks, budget_bytes=least_bytes - 1, free_bytes=free_bytes)
 
 
 def test_a_budget_that_static_memory_exceeds_is_refused_with_both():

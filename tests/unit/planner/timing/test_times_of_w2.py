@@ -2,7 +2,7 @@
 
 Measured on an H200: docs/results/megatron_h200_202611.md, without offload. On an H100, with Megatron-Core's development branch,
 a step took 605 ms, with full recompute 793, and with `layernorm` and `moe_act` recomputed 624. Its peak, 22.33 GiB, says that
-activations were not fused there: docs/planner.md.
+activations were not fused there: docs/planner/accuracy.md.
 """
 
 import dataclasses
