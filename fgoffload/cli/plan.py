@@ -43,6 +43,8 @@ EXAMPLE_VALUES: Mapping[str, str] = {
     "--plot": "plan.png",
     "--timeline": "trace.json",
 }
+_CONFIG = "config.json"
+"""Of a model of Hugging Face."""
 RUNS_A_SCRIPT = False
 EXIT_PLANNED = 0
 
@@ -122,7 +124,10 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     """
     if not options.model:
         raise ConfigError(f"MODEL is missing. Give a Megatron argument file or a config.json first, as in: {EXAMPLE}.")
-    if not os.path.isfile(options.model):
+    path = Path(options.model)
+    if (path / _CONFIG).is_file():  # the folder of a model, as others take it
+        path /= _CONFIG
+    if not path.is_file():
         raise ConfigError(f"model {options.model!r} {say_why_no_file(options.model)}. Give a file, as in: {EXAMPLE}.")
     _check_device(options)
     _check_sweep(options)
@@ -132,7 +137,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         if (text := getattr(options, flag.removeprefix("--"))) is not None:
             short += [long, str(read_count(text, flag=flag, example=8))]
     return PlanOptions(
-        model=Path(options.model),
+        model=path,
         megatron_flags=(*megatron_flags, *short),
         gpu=options.gpu,
         hardware=_find_path(options.hardware),

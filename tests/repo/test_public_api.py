@@ -7,6 +7,7 @@ import fgoffload
 
 PUBLIC = [
     "Action",
+    "BudgetError",
     "ConfigError",
     "HostMemory",
     "IntegrationError",

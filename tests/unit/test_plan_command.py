@@ -249,7 +249,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "70GB"), "--offload-memory-budget '70GB' is not a size"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget=-1GiB"), "below 0"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
-        ((LLAMA, "--gpu", "h100", "--pp", "3", "--num-gpus", "6"), "num_layers 32"),
+        ((LLAMA, "--gpu", "h100", "--pp", "3", "--num-gpus", "6"), "--num-layers 32"),
         ((LLAMA, "--gpu", "h100", "--tp", "0"), "--tp 0 is below 1"),
         ((LLAMA, "--gpu", "h100", "--no-such-flag"), "--no-such-flag"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
@@ -324,3 +324,8 @@ def test_the_help_names_every_device_of_the_table(capsys):
         main(["plan", "--help"])
     shown = "".join(capsys.readouterr().out.split())
     assert [key for key in HARDWARE if key not in shown] == []
+
+
+def test_the_folder_of_a_config_is_taken_for_it(capsys, config):
+    words = ("--gpu", "h200", "--ep", "8", "--offload-memory-budget", "100GiB")
+    assert plan(capsys, str(Path(config).parent), *words) == plan(capsys, config, *words)

@@ -201,6 +201,16 @@ def to_flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def name_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Return `message` with the flag in place of each field that it names.
+
+    Args:
+        message: Of an error that speaks of fields of dataclasses, to somebody who typed flags.
+        flags: By field, the flag with `_` for `-`.
+    """
+    return re.sub(rf"\b({'|'.join(flags)})\b", lambda match: to_flag(flags[match[0]]), message)
+
+
 class _StoreOneOrMore(argparse.Action):
     """Stores one value as itself and several as a list, for fields that are a value or a list of them."""
 

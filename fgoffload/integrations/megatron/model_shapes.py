@@ -19,14 +19,44 @@ from fgoffload.integrations.megatron.argument_files import parse_argument_file, 
 from fgoffload.integrations.megatron.assumption_flags import ASSUMPTION_FLAGS, make_assumptions
 from fgoffload.integrations.megatron.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
-from fgoffload.integrations.megatron.flags import FlagParser, to_flag
+from fgoffload.integrations.megatron.flags import FlagParser, name_flags, to_flag
 from fgoffload.integrations.megatron.model_flags import build_model_parser, is_not_covered, list_unknown
-from fgoffload.integrations.megatron.parallel_flags import MICROBATCHES_OF_A_CHUNK, PARALLEL_FLAGS, make_parallelism
-from fgoffload.planner.model.model_shape import LatentAttention, ModelShape, list_moe_layers, list_window_layers, pad_vocab_size
+from fgoffload.integrations.megatron.parallel_flags import (
+    FIELD_FLAGS,
+    MICROBATCHES_OF_A_CHUNK,
+    PARALLEL_FLAGS,
+    make_parallelism,
+)
+from fgoffload.planner.model.model_shape import (
+    LatentAttention,
+    ModelShape,
+    check_num_layers,
+    list_moe_layers,
+    list_window_layers,
+    pad_vocab_size,
+)
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model_ranks import Assumptions
 
 logger = logging.getLogger(__name__)
+
+_MODEL_FLAGS = {
+    name: name
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "vocab_size",
+        "seq_length",
+        "mtp_num_layers",
+        "moe_layer_freq",
+        "window_attn_skip_freq",
+    )
+}
+"""Fields of a model, and what lists its layers, that are called as their flags are, with `_` for `-`."""
 
 _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1}
 """Flags that there has to be, with examples."""
@@ -85,11 +115,13 @@ def read_model(
         for name, example in _REQUIRED.items():
             if name not in values:
                 raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
+        check_num_layers(values["num_layers"])
         parallelism = make_parallelism(values, num_layers=values["num_layers"], num_gpus=num_gpus)
         model = _make_model(values, parallelism, name=Path(source).stem)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
     except ConfigError as error:
-        raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {error}") from error
+        message = name_flags(str(error), {**FIELD_FLAGS, **_MODEL_FLAGS})
+        raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {message}") from error
     _warn_of_defaults(values, parallelism, source)
     return model, parallelism
 
@@ -121,7 +153,8 @@ def read_parallelism(
         model = _change_model(model, values, parallelism)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        # The sizes of the model are not flags here.
+        raise ConfigError(f"{source}: {name_flags(str(error), {**FIELD_FLAGS, 'seq_length': 'seq_length'})}") from error
     if "global_batch_size" not in values:
         logger.warning(
             "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "

@@ -1,6 +1,7 @@
 """The ranks and microbatches that Megatron's flags describe, for plans."""
 
 import math
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,24 +20,24 @@ _SIZES = {
 }
 """By field of Parallelism, the flag, with `_` for `-`."""
 
-PARALLEL_FLAGS = frozenset(
+FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
     {
-        *_SIZES.values(),
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "global_batch_size",
-        "microbatch_group_size_per_virtual_pipeline_stage",
-        "num_gpus",
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "overlap_moe_expert_parallel_comm",
-        "pipeline_model_parallel_layout",
-        "sequence_parallel",
-        "use_distributed_optimizer",
+        **_SIZES,
+        "virtual_pipeline_size": "num_virtual_stages_per_pipeline_rank",
+        "microbatch_group_size": "microbatch_group_size_per_virtual_pipeline_stage",
+        "has_sequence_parallel": "sequence_parallel",
+        "has_distributed_optimizer": "use_distributed_optimizer",
+        "has_expert_overlap": "overlap_moe_expert_parallel_comm",
+        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+        "pipeline_layout": "pipeline_model_parallel_layout",
     }
 )
+"""The same for all of its fields but the data-parallel size and the microbatches, which several flags say."""
+
+PARALLEL_FLAGS = frozenset({*FIELD_FLAGS.values(), "global_batch_size", "num_gpus", "num_layers_per_virtual_pipeline_stage"})
 """Flags, with `_` for `-`, that ranks and microbatches come from."""
 
 

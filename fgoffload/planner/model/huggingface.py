@@ -21,7 +21,7 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
-from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
+from fgoffload.planner.model.model_shape import LatentAttention, ModelShape, check_num_layers
 from fgoffload.text_files import read_text_file
 
 DEFAULT_SEQ_LENGTH = 4096
@@ -47,6 +47,7 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     document = {**_DEFAULTS[kind], **document}
     try:
+        check_num_layers(_get_count(document, "num_hidden_layers"), name="num_hidden_layers")
         fields = {**_read_common(document), **_READERS[kind](document)}
         _check_layer_types(document, kind)
         return ModelShape(name=name, seq_length=seq_length, **fields)

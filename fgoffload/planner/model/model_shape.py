@@ -30,6 +30,9 @@ from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Re
 if TYPE_CHECKING:
     from fgoffload.planner.model.parallelism import Parallelism
 
+MOST_LAYERS = 10_000
+"""Of a model: far above any, and lists of them are made in no time."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
@@ -129,7 +132,8 @@ class ModelShape:
         Raises:
             ConfigError: A size is too small, or two fields contradict each other.
         """
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
+        check_num_layers(self.num_layers)
+        for name in ("hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
             check_count(name, getattr(self, name))
         for name in ("ffn_hidden_size", "kv_channels", "mtp_num_layers", "learned_positions"):
             if getattr(self, name) != 0:
@@ -253,6 +257,17 @@ class ModelShape:
             raise ConfigError(
                 f"ffn_hidden_size is 0 and layer {dense[0]} has no experts. Give the channels of its MLP, or give it experts."
             )
+
+
+def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
+    """Refuse a number of layers that is none, or of which no list can be made.
+
+    Raises:
+        ConfigError: With the number and the limit.
+    """
+    check_count(name, num_layers)
+    if num_layers > MOST_LAYERS:
+        raise ConfigError(f"{name} {num_layers} is above {MOST_LAYERS}, which no plan is made for. Give {MOST_LAYERS} or less.")
 
 
 def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:

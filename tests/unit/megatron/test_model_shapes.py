@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags import name_flags, to_flag
 from fgoffload.integrations.megatron.model_flags import OWN_FLAGS, build_model_parser, list_unknown
 from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file, read_parallelism
 from fgoffload.integrations.megatron.other_flags import NOT_COVERED, WITHOUT_EFFECT
+from fgoffload.integrations.megatron.parallel_flags import FIELD_FLAGS
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
@@ -234,23 +236,23 @@ def test_what_is_typed_wins_over_the_file():
     ("flags", "message"),
     [
         ("--num-layers x", "file.sh: --num-layers 'x' is not a whole number"),
-        ("--num-layers 0", "file.sh: num_layers 0 is below 1"),
+        ("--num-layers 0", "file.sh: --num-layers 0 is below 1"),
         ("--tp 0", "file.sh: tensor_model_parallel_size 0 is below 1"),
         ("--num-query-groups 2", "--num-query-groups 2 has no effect without --group-query-attention"),
         ("--multi-latent-attention", "--kv-lora-rank is missing beside --multi-latent-attention"),
-        ("--num-experts 8 --moe-layer-freq [0,1]", "moe_layer_freq has 2 entries"),
+        ("--num-experts 8 --moe-layer-freq [0,1]", "--moe-layer-freq has 2 entries"),
         ("--num-experts 8 --moe-router-dtype fp64", "--moe-router-dtype fp64: what the router saves"),
         ("--fp8-format e4m3 --fp8-recipe secret", "--fp8-recipe 'secret' is none of"),
-        ("--pp 3", "num_layers 8 of file .* pipeline_parallel_size 3"),
-        ("--cp 3", "seq_length 128 of file is not a multiple of 6"),
-        ("--ep 2", "expert_parallel_size 2 and file has no experts"),
+        ("--pp 3", "--num-layers 8 of file .* --pipeline-model-parallel-size 3"),
+        ("--cp 3", "--seq-length 128 of file is not a multiple of 6"),
+        ("--ep 2", "--expert-model-parallel-size 2 and file has no experts"),
         ("--num-gpus 3 --pp 2", "NUM_GPUS 3 is not a multiple of 2, .* Give --num-gpus 4"),
         ("--num-gpus 0", "NUM_GPUS 0 is below 1"),
         ("--global-batch-size 3", "--global-batch-size 3 is not a multiple of .* 2 x data-parallel size 1 = 2. Give 4"),
         ("--global-batch-size 0", "global_batch_size 0 is below 1"),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", "3 x 2 stages does not divide the 8 layers"),
         ("--num-layers-per-virtual-pipeline-stage 0", "num_layers_per_virtual_pipeline_stage 0 is below 1"),
-        ("--tp 2", "tensor_parallel_size 2 without has_sequence_parallel"),
+        ("--tp 2", "--tensor-model-parallel-size 2 without --sequence-parallel"),
         (
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
             "--moe-router-load-balancing-type sinkhorn: what its router saves is not known here",
@@ -369,7 +371,7 @@ def test_a_pipeline_of_one_microbatch_is_warned_of(caplog):
         (["--seq-lenght", "256"], "the command line: --seq-lenght is not a flag .* Did you mean --seq-length?"),
         (["256"], "the command line: '256' stands where a flag should"),
         (["--seq-length"], "the command line: --seq-length expected one argument"),
-        (["--seq-length", "129", "--cp", "2"], "file.sh and the command line: seq_length 129"),
+        (["--seq-length", "129", "--cp", "2"], "file.sh and the command line: --seq-length 129"),
     ],
 )
 def test_typed_flags_that_cannot_be_are_refused_and_the_command_line_is_named(typed, message):
@@ -507,7 +509,7 @@ def test_a_model_from_elsewhere_has_sequence_parallel_ranks_and_that_is_said(cap
     read_parallelism([*flags, "--sequence-parallel"], source="config.json", model=make_model())
     read_parallelism(["--global-batch-size", "4"], source="config.json", model=make_model())
     assert caplog.records == []
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2 without has_sequence_parallel"):
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 2 without --sequence-parallel"):
         read_parallelism([*flags, "--no-sequence-parallel"], source="config.json", model=make_model())
 
 
@@ -522,7 +524,7 @@ def test_a_model_from_elsewhere_has_sequence_parallel_ranks_and_that_is_said(cap
             "the command line: --no-bias-swiglu-fusion with elsewhere, whose gate is that of --quick-geglu: what that "
             "activation saves without fusion is not known here. Leave --no-bias-swiglu-fusion out.",
         ),
-        ("--ep 3", {}, "the command line: expert_parallel_size 3 does not divide num_experts 8"),
+        ("--ep 3", {}, "the command line: --expert-model-parallel-size 3 does not divide num_experts 8"),
         ("--pipeline-size 2", {}, "the command line: --pipeline-size is not a flag"),
     ],
 )
@@ -613,3 +615,28 @@ def test_the_defaults_are_those_of_megatrons_config(field, flag):
     text = {"add_bias_linear": "--no-disable-bias-linear"}.get(field, f"--{flag.replace('_', '-')} {theirs}")
     base = f"{LATENT} --fp8-format e4m3 --num-experts 8"
     assert read_shape(text, base=base) == read_shape(base=base)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
+        ("--num-layers 1000000000", "--num-layers 1000000000 is above 10000"),
+    ],
+)
+def test_errors_name_flags_and_not_fields(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        read(flags)
+
+
+def test_a_field_is_named_by_its_flag_as_a_whole_word():
+    fields = {"num_layers": "num_layers", "pipeline_layout": "pipeline_model_parallel_layout"}
+    message = name_flags("num_layers 8, pipeline_layout 'L', num_layers_in_first_pipeline_stage, --num-layers", fields)
+    assert message == "--num-layers 8, --pipeline-model-parallel-layout 'L', num_layers_in_first_pipeline_stage, --num-layers"
+
+
+def test_every_field_of_ranks_has_a_flag_or_comes_from_several():
+    fields = {field.name for field in dataclasses.fields(Parallelism)}
+    assert fields - set(FIELD_FLAGS) == {"data_parallel_size", "microbatches"}
+    known = {word for action in build_model_parser("test")._actions for word in action.option_strings}
+    assert {to_flag(flag) for flag in FIELD_FLAGS.values()} <= known

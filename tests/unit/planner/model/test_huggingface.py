@@ -377,6 +377,7 @@ def test_windows_are_those_of_the_layer_types_where_a_file_has_them(tmp_path):
         ({**LLAMA3_8B, "num_hidden_layers": None}, "num_hidden_layers is missing. Add it"),
         ({**LLAMA3_8B, "hidden_size": "4096"}, "hidden_size '4096' is no whole number"),
         ({**LLAMA3_8B, "vocab_size": True}, "vocab_size True is no whole number"),
+        ({**QWEN3_30B_A3B, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is above 10000"),
         ({**LLAMA3_8B, "vocab_size": -1}, "vocab_size -1 is below 1. Give 1 or more"),
         ({**LLAMA3_8B, "num_key_value_heads": 0}, "num_key_value_heads 0 is below 1. Give 1 or more"),
         ({**LLAMA3_8B, "head_dim": 0}, "head_dim 0 is below 1"),

@@ -56,7 +56,10 @@ def test_without_nvlink_a_node_sends_over_pcie_and_without_that_over_the_network
 def test_one_line_says_what_was_taken_where_it_counts():
     assert describe_assumed_rates(get_hardware("h100"), ranks=1024) is None
     assert describe_assumed_rates(get_hardware("mi300x"), ranks=8) is None
-    line = "hardware 'MI300X' has no network_bytes_per_s (50 GB/s is taken). A hardware file can give it: docs/planner/hardware.md."
+    line = (
+        "hardware 'MI300X' has no network_bytes_per_s (50 GB/s is taken). "
+        "A hardware file can give it: docs/planner/hardware.md."
+    )
     assert describe_assumed_rates(get_hardware("mi300x"), ranks=16) == line
     assert describe_assumed_rates(UNKNOWN, ranks=1) is None
     assert "has no nvlink_bytes_per_s (20 GB/s, as over PCIe, is taken). A" in describe_assumed_rates(UNKNOWN, ranks=2)
