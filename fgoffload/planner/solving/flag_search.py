@@ -92,34 +92,53 @@ def find_nearest(ranks: Sequence[RankModel], *, budget_bytes: int, host_budget_b
     """
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
-    search = _FlagSearch(_pick_fullest(ranks), budget_bytes)
-    short = shorten_together(ranks)
-    for _ in range(_MOST_CHECKS):
-        search.run()
-        found = search.list_best()[:_MOST_COMPARED]
-        if not found:
-            return None
-        # Which ranks are slow a fullest rank does not know.
-        results = map_in_processes(lambda flags: simulate(flags.adapt(short), flags.make_plan(short)), found)
-        flags, result = min(
-            zip(found, results, strict=True), key=lambda pair: (pair[1].peak_bytes > budget_bytes, pair[1].step_s)
-        )
-        if result.peak_bytes <= budget_bytes:
-            result = simulate(flags.adapt(ranks), flags.make_plan(ranks))
+    search = FlagSearch(ranks, budget_bytes)
+    while (flags := search.find()) is not None:
+        result = simulate_flags(ranks, flags)
         if result.peak_bytes <= budget_bytes:
             return NearestFlags(flags=flags, result=result)
-        worst = result.worst_rank
-        search.exclude(flags, ranks[worst.rank], worst.peak_bytes)
+        search.exclude(flags, result)
     return None
 
 
-class _FlagSearch:
-    """The search for flags on the fullest ranks."""
+def simulate_flags(ranks: Sequence[RankModel], flags: MegatronFlags) -> StepResult:
+    """Return what a step of all ranks comes to with `flags`."""
+    return simulate(flags.adapt(ranks), flags.make_plan(ranks))
+
+
+class FlagSearch:
+    """The search for flags, on the fullest ranks.
+
+    Args:
+        ranks: The pipeline, by number.
+        budget_bytes: Device bytes of each rank.
+    """
 
     def __init__(self, ranks: Sequence[RankModel], budget_bytes: int) -> None:
-        self._ranks = list(ranks)
+        self._short = shorten_together(ranks)
+        self._ranks = _pick_fullest(ranks)
         self._budget_bytes = self._whole_budget_bytes = budget_bytes
         self._results: dict[tuple[int, MegatronFlags], tuple[int, float]] = {}
+        self._checks = 0
+
+    def find(self) -> MegatronFlags | None:
+        """Return the fastest flags found that keep to the budget on all ranks, in a step of few microbatches, or None."""
+        while self._checks < _MOST_CHECKS:
+            self._checks += 1
+            self.run()
+            found = self.list_best()[:_MOST_COMPARED]
+            if not found:
+                return None
+            # Which ranks are slow a fullest rank does not know.
+            results = map_in_processes(functools.partial(simulate_flags, self._short), found)
+            flags, result = min(
+                zip(found, results, strict=True),
+                key=lambda pair: (pair[1].peak_bytes > self._whole_budget_bytes, pair[1].step_s),
+            )
+            if result.peak_bytes <= self._whole_budget_bytes:
+                return flags
+            self.exclude(flags, result)
+        return None
 
     def run(self) -> None:
         """Simulate whatever flags may be best."""
@@ -176,14 +195,15 @@ class _FlagSearch:
                 best[flags.recompute] = flags
         return sorted(best.values(), key=self._score)
 
-    def exclude(self, flags: MegatronFlags, rank: RankModel, peak_bytes: int) -> None:
-        """Take note that `rank` has a peak of `peak_bytes` with `flags`, beside its neighbours: too much.
+    def exclude(self, flags: MegatronFlags, result: StepResult) -> None:
+        """Take note that `flags` come to `result`, which is too much on its worst rank, beside its neighbours.
 
-        It is looked at from now on. Where it takes more than alone, settings have to leave so much room.
+        That rank is looked at from now on. Where it takes more than alone, settings have to leave so much room.
         """
-        if all(one.rank != rank.rank for one in self._ranks):
-            self._ranks.append(shorten(rank))
-        more_bytes = peak_bytes - max(self._simulate(one, flags)[0] for one in self._ranks)
+        worst = result.worst_rank
+        if all(one.rank != worst.rank for one in self._ranks):
+            self._ranks.append(next(shorten(rank) for rank in self._short if rank.rank == worst.rank))
+        more_bytes = worst.peak_bytes - max(self._simulate(one, flags)[0] for one in self._ranks)
         self._budget_bytes = min(self._budget_bytes, self._whole_budget_bytes - more_bytes)
 
     def _score(self, flags: MegatronFlags) -> tuple[float, ...]:

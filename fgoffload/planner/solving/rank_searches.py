@@ -14,9 +14,9 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, StepResult
 from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
-from fgoffload.planner.solving.flag_search import NearestFlags, find_nearest
+from fgoffload.planner.solving.flag_search import FlagSearch, NearestFlags, find_nearest, simulate_flags
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
-from fgoffload.planner.solving.megatron_flags import baselines
+from fgoffload.planner.solving.megatron_flags import MegatronFlags, baselines
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s, load_solver
@@ -61,6 +61,7 @@ class RankSearches:
         self._least: tuple[State, ...] | None = None
         self._baselines: dict[str, tuple[State, ...]] = {}
         self._nearest: dict[int, NearestFlags | None] = {}
+        self._flags: dict[int, MegatronFlags | None] = {}
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
         self._points: dict[object, LayerPoints] = {}
         searches: dict[RankModel, RankSearch] = {}
@@ -129,22 +130,39 @@ class RankSearches:
     def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:
         """Return the states that users would choose: the baselines, and the flags that come nearest to the budget."""
         usual = list(self.list_baselines().values())
-        nearest = self.find_nearest(budget_bytes)
-        if nearest is not None:
-            usual.append(self._read_plan(nearest.flags.make_plan(self.ranks)))
-            if nearest.flags.offload_modules:
-                # Without them it is the result of Megatron's own recompute, where this package does not run.
-                self._results.setdefault(_make_key(usual[-1]), nearest.result)
+        flags = self._find_flags(budget_bytes)
+        if flags is not None:
+            usual.append(self._read_plan(flags.make_plan(self.ranks)))
         return usual
 
     def find_nearest(self, budget_bytes: int) -> NearestFlags | None:
         """Return the flags that come nearest to the budget, or None where none keep to it; looked for once."""
-        if budget_bytes and budget_bytes not in self._nearest:
+        if budget_bytes not in self._nearest:
+            flags = self._find_flags(budget_bytes)
+            self._learn_nearest(budget_bytes, flags, None if flags is None else simulate_flags(self.ranks, flags))
+        return self._nearest[budget_bytes]
+
+    def _find_flags(self, budget_bytes: int) -> MegatronFlags | None:
+        """Return what `find_nearest` does, if a step of all microbatches keeps to the budget as well."""
+        if budget_bytes and budget_bytes not in self._flags:
             # The first process gets ready for the searches, and another one looks for flags meanwhile.
             work: list[Callable[[], Any]] = [functools.partial(self._prepare, budget_bytes)]
-            work.append(functools.partial(find_nearest, self.ranks, budget_bytes=budget_bytes))
-            _, self._nearest[budget_bytes] = map_in_processes(_call, work)
-        return self._nearest.get(budget_bytes)
+            work.append(lambda: FlagSearch(self.ranks, budget_bytes).find())
+            _, self._flags[budget_bytes] = map_in_processes(_call, work)
+        return self._flags.get(budget_bytes)
+
+    def _learn_nearest(self, budget_bytes: int, flags: MegatronFlags | None, result: StepResult | None) -> None:
+        """Take note of what the flags for a budget come to, and look for others where that is too much."""
+        nearest = None
+        if flags is not None and result is not None:
+            nearest = NearestFlags(flags=flags, result=result)
+            if result.peak_bytes > budget_bytes:
+                nearest = find_nearest(self.ranks, budget_bytes=budget_bytes)
+        self._nearest[budget_bytes] = nearest
+        if nearest is not None and nearest.flags.offload_modules:
+            # Without them it is the result of Megatron's own recompute, where this package does not run.
+            key = _make_key(self._read_plan(nearest.flags.make_plan(self.ranks)))
+            self._results.setdefault(key, nearest.result)
 
     def _prepare(self, budget_bytes: int) -> None:
         """Import and measure what programs need, where there are any, so that no copy of this process has to."""
@@ -176,9 +194,14 @@ class RankSearches:
         # The longest first, where much leaves.
         unknown.sort(key=lambda key: -sum(action.offloads for action in plans[key].actions.values()))
         work: list[Callable[[], Any]] = [lambda: self._correct(self._find_apart(budget_bytes, begins), budget_bytes)]
+        flags = self._find_flags(budget_bytes)
+        is_open = flags is not None and budget_bytes not in self._nearest
+        work += [functools.partial(simulate_flags, self.ranks, flags)] if flags is not None and is_open else []
         work += [functools.partial(simulate, self.ranks, plans[key]) for key in unknown]
         found: tuple[State, ...]
         found, *results = map_in_processes(_call, work, niceness=_BASELINES_NICENESS)
+        if is_open:
+            self._learn_nearest(budget_bytes, flags, results.pop(0))
         self._results |= dict(zip(unknown, results, strict=True))
         self._together += len(unknown)
         return found

@@ -72,8 +72,9 @@ def test_a_plan_for_sixteen_stages_runs_no_pass_twice_that_begins_alike(counts):
     assert (len(ranks), {len(rank.chunks) for rank in ranks}) == (16, {2})
     report = plan_ranks(ranks, budget_bytes=70 * GIB)
     assert report.solution.result.peak_bytes < 70 * GIB
-    # A twentieth more than in November 2026, when flags were searched for more widely: 219 614, and 184 531 before.
-    assert counts["submit"] < 231_000
+    # A twentieth more than in November 2026, when flags were searched for more widely and rows were tried without: 233 221, and
+    # 184 531 before.
+    assert counts["submit"] < 245_000
     # Where no simulations are left for rules of thumb, nobody thinks of any: 16 ranks, of which 9 differ.
     assert counts["list_ladders"] <= 3
 

@@ -129,12 +129,13 @@ def test_a_solution_has_the_flags_that_come_nearest_and_looks_for_them_once(monk
     expected = flag_search.find_nearest(ranks, budget_bytes=budget_bytes)
     looked = multiprocessing.get_context("fork").Value("i", 0)
 
-    def count(*args, **options):
-        with looked.get_lock():
-            looked.value += 1
-        return flag_search.find_nearest(*args, **options)
+    class CountedSearch(flag_search.FlagSearch):
+        def __init__(self, *args):
+            with looked.get_lock():
+                looked.value += 1
+            super().__init__(*args)
 
-    monkeypatch.setattr(rank_searches, "find_nearest", count)
+    monkeypatch.setattr(rank_searches, "FlagSearch", CountedSearch)
     with share_work(processes):
         solution = solve(ranks, budget_bytes=budget_bytes, limits=SearchLimits(exhaustive_plans=exhaustive_plans))
     assert solution.nearest == expected
@@ -145,3 +146,21 @@ def test_a_solution_has_the_flags_that_come_nearest_and_looks_for_them_once(monk
 def test_where_no_flags_fit_there_are_none():
     ranks = make_ranks(stages=2, chunks=1, layers=4, microbatches=2)
     assert find_nearest_flags(ranks, budget_bytes=30 * GIB) is None
+
+
+@pytest.mark.parametrize("exhaustive_plans", [0, 10**12])
+def test_flags_that_only_a_step_of_all_microbatches_shows_too_large_are_looked_for_again(monkeypatch, exhaustive_plans):
+    ranks = make_ranks(stages=2, chunks=1, layers=1, microbatches=5)
+    budget_bytes = simulate(ranks, OffloadPlan(actions={})).peak_bytes - GIB
+    wrong = MegatronFlags()
+    assert simulate(wrong.adapt(ranks), wrong.make_plan(ranks)).peak_bytes > budget_bytes
+    expected = flag_search.find_nearest(ranks, budget_bytes=budget_bytes)
+
+    class WrongSearch(flag_search.FlagSearch):
+        def find(self):
+            return wrong
+
+    monkeypatch.setattr(rank_searches, "FlagSearch", WrongSearch)
+    solution = solve(ranks, budget_bytes=budget_bytes, limits=SearchLimits(exhaustive_plans=exhaustive_plans))
+    assert solution.nearest == expected
+    assert solution.result.peak_bytes <= budget_bytes
