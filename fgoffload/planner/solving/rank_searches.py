@@ -255,8 +255,10 @@ class RankSearches:
             before = search.simulations
             founds[number] = self._improve(search, found, budget_bytes, left)
             left -= search.simulations - before
-        self._settle(founds, budget_bytes)
-        self._trim(founds, budget_bytes)
+        # The host does less where that costs next to nothing.
+        self._refine(founds, budget_bytes, RankSearch.settle_found, passes=self._limits.settling_passes)
+        # With many layers moves end before each row of the plan was tried without.
+        self._refine(founds, budget_bytes, RankSearch.trim_found, passes=self._limits.trimming_passes)
         self._founds = founds
         by_search = {id(search): founds[number].state for number, search in enumerate(self._apart)}
         return tuple(by_search[id(search)] for search in self.of_ranks)
@@ -305,23 +307,20 @@ class RankSearches:
         self._left_passes -= (search.simulations - before) * search.layer_passes
         return found
 
-    def _settle(self, founds: dict[int, Found], budget_bytes: int) -> None:
-        """Let the host do less on each rank where that costs next to nothing."""
-        left_passes = self._limits.settling_passes
-        for number, found in founds.items():
-            search, before = self._apart[number], self._apart[number].simulations
-            most = max(left_passes, 0) // max(search.layer_passes, 1)
-            founds[number] = search.settle_found(found, budget_bytes, simulations=most)
-            left_passes -= (search.simulations - before) * search.layer_passes
+    def _refine(self, founds: dict[int, Found], budget_bytes: int, refine: Callable[..., Found], *, passes: int) -> None:
+        """Put in the place of each of `founds` what a method of its search makes of it.
 
-    def _trim(self, founds: dict[int, Found], budget_bytes: int) -> None:
-        """Leave out what moves did not come to: with many layers they end before each row of the plan was tried without."""
-        left_passes = self._limits.trimming_passes
+        Args:
+            founds: By number of the search.
+            budget_bytes: Of the device.
+            refine: `RankSearch.settle_found`, or another that takes the same.
+            passes: Forwards and backwards of single layers that may be simulated, over all ranks.
+        """
         for number, found in founds.items():
             search, before = self._apart[number], self._apart[number].simulations
-            most = max(left_passes, 0) // max(search.layer_passes, 1)
-            founds[number] = search.trim_found(found, budget_bytes, simulations=most)
-            left_passes -= (search.simulations - before) * search.layer_passes
+            most = max(passes, 0) // max(search.layer_passes, 1)
+            founds[number] = refine(search, found, budget_bytes, simulations=most)
+            passes -= (search.simulations - before) * search.layer_passes
 
     def _get_urgency(self, number: int, found: Found, budget_bytes: int) -> tuple[float, float]:
         """Return what is larger for a rank that needs to be bettered more: bytes above the budget, then time."""

@@ -90,12 +90,16 @@ def test_what_needs_the_action_goes_with_it_and_is_named():
     assert found.describe() == "the budget holds without it (and layer_input, which needs it) too"
 
 
+def draw_problem(seed):
+    """Return a rank, and a budget halfway between the least and that of keeping all."""
+    ranks = [dataclasses.replace(draw_rank(seed), rank=0)]
+    kept = simulate(ranks, OffloadPlan(actions={}))
+    return ranks, (kept.peak_bytes + find_least_budget(ranks)) // 2
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_prices_of_a_solution_are_the_differences_of_two_steps(seed):
-    rank = draw_rank(seed)
-    ranks = [dataclasses.replace(rank, rank=0)]
-    kept = simulate(ranks, OffloadPlan(actions={}))
-    budget_bytes = (kept.peak_bytes + find_least_budget(ranks)) // 2
+    ranks, budget_bytes = draw_problem(seed)
     solution = solve(ranks, budget_bytes=budget_bytes)
     acting = [decision for decision in solution.decisions if decision.action is not Action.KEEP]
     assert acting
@@ -115,10 +119,7 @@ def test_prices_of_a_solution_are_the_differences_of_two_steps(seed):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_no_row_takes_time_that_the_budget_holds_without(seed):
-    rank = draw_rank(seed)
-    ranks = [dataclasses.replace(rank, rank=0)]
-    kept = simulate(ranks, OffloadPlan(actions={}))
-    budget_bytes = (kept.peak_bytes + find_least_budget(ranks)) // 2
+    ranks, budget_bytes = draw_problem(seed)
     # As where there are so many layers that moves come to few of them.
     limits = SearchLimits(exhaustive_plans=0, simulations=0, programs=1)
     solution = solve(ranks, budget_bytes=budget_bytes, limits=limits)
