@@ -9,6 +9,7 @@ each training and rank the bytes of each tag, measured and predicted, and each s
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -199,10 +200,7 @@ def list_file_runs():
     # Transformer Engine has no deterministic fused attention with sinks.
     sinks = [name for name in FILES if any(shape.has_attention_sinks for shape in shrink(name).layers)]
     return [
-        (run, name)
-        for run in runs  # one object for all of its files, by which pytest knows that it has the fixture
-        for name in FILES
-        if run[0] in (ONE_RANK, layouts[name]) and not (run[1] and name in sinks)
+        (run, name) for run in runs for name in FILES if run[0] in (ONE_RANK, layouts[name]) and not (run[1] and name in sinks)
     ]
 
 
@@ -356,11 +354,16 @@ def measured_in_fp8(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured_files(request, tmp_path_factory):
-    layout, is_deterministic = request.param
-    trainings = {name: Training(*shrink(name, layout)) for run, name in FILE_RUNS if run == request.param}
-    kind = f"files-{layout.tensor}x{layout.expert}"
-    return measure(trainings, kind, layout.ranks, tmp_path_factory, is_deterministic=is_deterministic)
+def measure_files(tmp_path_factory):
+    """Return what measures all files of a run, once, in whatever order pytest asks for them."""
+
+    @functools.cache
+    def measure_run(layout, is_deterministic):
+        trainings = {name: Training(*shrink(name, layout)) for run, name in FILE_RUNS if run == (layout, is_deterministic)}
+        kind = f"files-{layout.tensor}x{layout.expert}"
+        return measure(trainings, kind, layout.ranks, tmp_path_factory, is_deterministic=is_deterministic)
+
+    return measure_run
 
 
 @pytest.mark.timeout(420)
@@ -376,8 +379,9 @@ def test_each_tag_saves_the_bytes_of_its_formula_in_fp8(name, measured_in_fp8):
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize(("measured_files", "name"), FILE_RUNS, indirect=["measured_files"], scope="module", ids=str)
-def test_each_tag_saves_the_bytes_of_its_formula_in_the_layers_of_a_file(name, measured_files):
-    compare(name, measured_files)
+@pytest.mark.parametrize(("run", "name"), FILE_RUNS, ids=str)
+def test_each_tag_saves_the_bytes_of_its_formula_in_the_layers_of_a_file(run, name, measure_files):
+    measured = measure_files(*run)
+    compare(name, measured)
     # As many of each expert: the formulas are for routing that is balanced over ranks.
-    assert all(len(set(rows)) == 1 for result in measured_files.results for rows in result[name]["rows"])
+    assert all(len(set(rows)) == 1 for result in measured.results for rows in result[name]["rows"])
