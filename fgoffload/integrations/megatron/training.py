@@ -35,7 +35,7 @@ from fgoffload.integrations.megatron.gradients import (
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
 from fgoffload.integrations.megatron.microbatches import count_microbatches, iterate_microbatches
-from fgoffload.integrations.megatron.models import build_chunks
+from fgoffload.integrations.megatron.models import build_chunks, forget_embeddings
 from fgoffload.integrations.megatron.process_state import keep_environment, use_deterministic_algorithms
 from fgoffload.integrations.megatron.training_policy import DEFAULT_POLICY, Engine, Kernels, TrainingPolicy, Update
 
@@ -216,6 +216,7 @@ class Trainer:
         """Free the model and put back everything that was replaced. A second call does nothing."""
         self._is_closed = True
         release_graphs(self.chunks)
+        forget_embeddings(self.chunks)
         self.chunks = []
         self._wrapped_chunks = []
         self._optimizer = NoOptimizer()

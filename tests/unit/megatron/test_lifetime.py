@@ -19,6 +19,14 @@ pytestmark = pytest.mark.usefixtures("parallel")
 R, O = Action.RECOMPUTE, Action.OFFLOAD  # noqa: E741 - as in the plans below
 
 
+def test_a_closed_training_leaves_no_rotary_embedding():
+    with make_trainer(f"{DENSE} --position-embedding-type rope", None) as trainer:
+        trainer.run_step()
+        rotary = weakref.ref(trainer.chunks[0].rotary_pos_emb)
+    gc.collect()
+    assert rotary() is None
+
+
 def freeze(trainer, *trained):
     """Let only the parameters whose names have one of `trained` in them be trained."""
     for name, parameter in trainer.named_parameters():
