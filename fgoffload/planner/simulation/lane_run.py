@@ -68,7 +68,9 @@ class LaneRun:
         """By group: of `ahead_bytes`, those for it."""
 
     def copy(self) -> "LaneRun":
-        """Return another microbatch that is as far as this one."""
+        """Return another microbatch that is as far as this one: itself where nothing of it ever changes."""
+        if not self.program.groups:
+            return self
         other = LaneRun.__new__(LaneRun)
         other.program = self.program
         other.become(self)
@@ -97,9 +99,9 @@ class LaneRun:
             *self.ahead_bytes_of,
         )
 
-    def describe_parcels(self, parcels: Iterable[int]) -> Hashable:
+    def describe_parcels(self, parcels: Iterable[int]) -> list[Hashable]:
         """Return what letting go of copies of `parcels` depends on."""
-        return tuple((self.states[one], self.is_read[one]) for one in parcels)
+        return [(self.states[one], self.is_read[one]) for one in parcels]
 
     def is_news(self, group: int) -> bool:
         """Return whether that something of `group` is asked for shows that backward has come to it."""

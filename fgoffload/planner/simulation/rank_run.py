@@ -103,7 +103,7 @@ class RankRun:
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(program.groups for program in programs)
         """Whether it depends on `_host_s` what the engine sees."""
         self._host_s = 0.0
-        """The host has come to where compute is at that time; no later than `clock_s`."""
+        """The host has come to where compute is at that time; no later than `clock_s`. Only where that depends on it."""
         self._loss_window_bytes = 0
         """The most that was on its way where a loss began."""
         self._abandoned = 0
@@ -117,7 +117,8 @@ class RankRun:
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, and return when its output is."""
-        self._wait_until(ready_s, Cause.NEIGHBOURS)
+        if ready_s > self.clock_s:
+            self._wait_until(ready_s, Cause.NEIGHBOURS)
         self._pass = self._call(one)
         self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
@@ -140,7 +141,7 @@ class RankRun:
 
     def _call(self, one: Pass) -> Pass:
         """Return what a pass is called in the step."""
-        return dataclasses.replace(one, microbatch=one.microbatch + self._left_out) if self._left_out else one
+        return Pass(kind=one.kind, chunk=one.chunk, microbatch=one.microbatch + self._left_out) if self._left_out else one
 
     def get_state(self) -> RoundState:
         """Return how far the rank is, and what is under way."""
@@ -192,7 +193,9 @@ class RankRun:
         self.clock_s = end_s = self._link.run_compute(start_s, step.seconds) if self._link.queued else start_s + step.seconds
         self._tallies.compute_s += end_s - start_s
         self._device_bytes = device_bytes + step.net_bytes
-        self._host_s = min(self._host_s + step.host_s, end_s)
+        if self._is_a_layer_ahead:
+            host_s = self._host_s + step.host_s
+            self._host_s = host_s if host_s < end_s else end_s
 
     def _record_parts(self, step: ComputeStep, _: LaneRun) -> None:
         for part in step.parts:
@@ -245,7 +248,8 @@ class RankRun:
 
     def _add_bytes(self, size_bytes: int, label: str) -> None:
         self._device_bytes += size_bytes
-        self._see_peak(self._device_bytes, label)
+        if self._device_bytes > self._peak_bytes:
+            self._see_peak(self._device_bytes, label)
         if self._recorder is not None:
             self._note_memory(self.clock_s)
 
@@ -340,16 +344,19 @@ class RankRun:
         entry = self._in_flight.popleft()
         self._in_flight_bytes -= entry.size_bytes
         lane = entry.lane
+        states = lane.states
         for parcel in entry.parcels:
             lane.is_copied[parcel] = False
-            state = lane.states[parcel]
-            self._abandoned -= state is ParcelState.FREED
+            state = states[parcel]
             if state is ParcelState.OFFLOADING:
-                lane.states[parcel] = ParcelState.OFFLOADED
+                states[parcel] = ParcelState.OFFLOADED
+            elif state is ParcelState.FREED:
+                self._abandoned -= 1
             # What was called back backward still wants, and what forward reads is freed behind that.
             if state is not ParcelState.RESIDENT and not lane.is_read[parcel]:
                 self._device_bytes -= lane.program.parcels[parcel].size_bytes
-        self._note_memory(self.clock_s)
+        if self._recorder is not None:
+            self._note_memory(self.clock_s)
 
     def _read(self, step: ReadStep, lane: LaneRun) -> None:
         """Forward has read parcels for the last time: those that have left go."""

@@ -191,13 +191,12 @@ def _find_start(passes: Sequence[Pass], length: int, microbatches: int) -> tuple
     """
     first_backward = next((place for place, one in enumerate(passes) if one.kind is PassKind.BACKWARD), len(passes))
     start = max(0, first_backward - 1)
-    end = start
-    while end + length < len(passes):
-        one, later = passes[end], passes[end + length]
-        if (later.kind, later.chunk, later.microbatch) != (one.kind, one.chunk, one.microbatch + microbatches):
+    alike = 0
+    for one, later in zip(passes[start:], passes[start + length :], strict=False):
+        if later.microbatch != one.microbatch + microbatches or later.kind is not one.kind or later.chunk != one.chunk:
             break
-        end += 1
-    return start, (end - start) // length + 1 if end > start else 0
+        alike += 1
+    return start, alike // length + 1 if alike else 0
 
 
 _COUNTED = (

@@ -71,8 +71,13 @@ class Tallies:
         """Count what `other` has so many times as well."""
         for mover, counted in other.movers.items():
             tally = self.get(mover)
-            for name in _Tally.__slots__:
-                setattr(tally, name, getattr(tally, name) + times * getattr(counted, name))
+            tally.d2h_bytes += times * counted.d2h_bytes
+            tally.h2d_bytes += times * counted.h2d_bytes
+            tally.recalled_bytes += times * counted.recalled_bytes
+            tally.kept_bytes += times * counted.kept_bytes
+            tally.d2h_s += times * counted.d2h_s
+            tally.h2d_s += times * counted.h2d_s
+            tally.exposed_s += times * counted.exposed_s
         for cause, seconds in other.waits_s.items():
             self.waits_s[cause] += times * seconds
         self.compute_s += times * other.compute_s
@@ -84,7 +89,21 @@ class Tallies:
 
     def sum_up(self) -> dict[str, Any]:
         """Return what was counted, by the fields of `RankResult`."""
-        tags = tuple(TagTraffic(**mover._asdict(), **dataclasses.asdict(tally)) for mover, tally in self.movers.items())
+        tags = tuple(
+            TagTraffic(
+                kind=mover.kind,
+                tag=mover.tag,
+                action=mover.action,
+                d2h_bytes=tally.d2h_bytes,
+                h2d_bytes=tally.h2d_bytes,
+                recalled_bytes=tally.recalled_bytes,
+                kept_bytes=tally.kept_bytes,
+                d2h_s=tally.d2h_s,
+                h2d_s=tally.h2d_s,
+                exposed_s=tally.exposed_s,
+            )
+            for mover, tally in self.movers.items()
+        )
         names = ("d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "d2h_s", "h2d_s")
         waits = Waits(
             window_s=self.waits_s[Cause.WINDOW],
