@@ -114,8 +114,10 @@ class LaneRun:
         """Take note that backward has left the groups from `position` on."""
         for group in range(position, self.end):
             self.expect(group, 0)
-        self.end = min(self.end, position)
-        self.away = min(self.away, position)
+        if self.end > position:
+            self.end = position
+        if self.away > position:
+            self.away = position
 
     def expect(self, group: int, size_bytes: int) -> None:
         """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""
@@ -124,8 +126,10 @@ class LaneRun:
 
     def list_away(self, group: int, *, but: Iterable[int] = ()) -> list[int]:
         """Return the parcels of `group` that can be called back, without those of `but`."""
-        return [one for one in self.program.groups[group].members if self.states[one] in AWAY and one not in but]
+        states = self.states
+        return [one for one in self.program.groups[group].members if states[one] in AWAY and one not in but]
 
     def count_bytes(self, parcels: Iterable[int]) -> int:
         """Return the bytes of `parcels`."""
-        return sum(self.program.parcels[parcel].size_bytes for parcel in parcels)
+        known = self.program.parcels
+        return sum([known[parcel].size_bytes for parcel in parcels])

@@ -9,6 +9,9 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.rank_run import RankRun, RoundState
 
+_FORWARD = PassKind.FORWARD
+"""To look up a member of an enumeration takes Python as long as a call."""
+
 
 class PassOrder(abc.ABC):
     """Ranks in the middle of a step, and when each of their passes may begin.
@@ -149,7 +152,7 @@ class InPipeline(PassOrder):
         shift_s, margins_s, over = self._shifts_s[rank], self._margins_s[rank], self.over[rank]
         while over < limit:
             one = own[over]
-            is_forward = one.kind is PassKind.FORWARD
+            is_forward = one.kind is _FORWARD
             needed, made = (forwards if is_forward else backwards)[one.chunk]
             ready_s = -math.inf if needed is None else needed.get(one.microbatch)
             if ready_s is None:

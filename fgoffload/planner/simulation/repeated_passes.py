@@ -39,6 +39,9 @@ _UNSEEN_S = 1e-6
 _NOTHING_SEEN = -1
 """In place of a peak: fewer bytes than any."""
 
+_FORWARD = PassKind.FORWARD
+"""To look up a member of an enumeration takes Python as long as a call."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
@@ -239,7 +242,7 @@ class RepeatingRun(RankRun):
         for _ in range(outcome.released):
             self._release_oldest()
         key = (one.chunk, one.microbatch)
-        if one.kind is PassKind.FORWARD:
+        if one.kind is _FORWARD:
             lane = self._lanes[key] = outcome.lane.copy()
         else:
             lane = self._lanes.pop(key)

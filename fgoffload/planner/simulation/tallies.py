@@ -9,6 +9,9 @@ from fgoffload.planner.simulation.chunk_program import Mover
 from fgoffload.planner.simulation.link_queue import Copy, Direction
 from fgoffload.planner.simulation.simulation_result import LaneName, MemorySample, RankTimeline, Span, TagTraffic, Waits
 
+_D2H = Direction.D2H
+"""To look up a member of an enumeration takes Python as long as a call."""
+
 
 class Cause(enum.Enum):
     """Why compute waits, for people."""
@@ -61,7 +64,7 @@ class Tallies:
         if copy.mover is None:
             return
         tally = self.get(copy.mover)
-        if copy.direction is Direction.D2H:
+        if copy.direction is _D2H:
             tally.d2h_s += copy.end_s - copy.start_s
         else:
             tally.h2d_s += copy.end_s - copy.start_s
