@@ -121,7 +121,7 @@ def add_rounds(result: RankResult, numbers: Mapping[str, float], times: int) -> 
     def more(name: str, number: Any) -> Any:
         return number + times * numbers.get(name, 0)
 
-    waits = {name: more(f"waits.{name}", number) for name, number in dataclasses.asdict(result.waits).items()}
+    waits = {name: more(f"waits.{name}", getattr(result.waits, name)) for name in _WAITS}
     tags = []
     for tag in result.tags:
         label = _label(tag)
@@ -148,7 +148,7 @@ def _measure_rounds(order: PassOrder, places: Sequence[int], rounds: Rounds) -> 
         if not all(mark in states for mark in marks):
             return []
         seen = [states[mark] for mark in marks]
-        counted = [_subtract(before.totals, after.totals) for before, after in itertools.pairwise(seen)]
+        counted = [_subtract(before, after) for before, after in itertools.pairwise(_name_numbers(one.totals) for one in seen)]
         if not (_is_close(*counted) and _is_close(*(state.left_behind for state in seen))):
             return []
         found.append(counted[-1])
@@ -213,21 +213,23 @@ _COUNTED = (
 )
 """What grows with each round."""
 
+_WAITS = tuple(field.name for field in dataclasses.fields(Waits))
+
 _TAG_NUMBERS = tuple(field.name for field in dataclasses.fields(TagTraffic) if field.name not in ("kind", "tag", "action"))
 """The same, of a tag."""
 
 
-def _subtract(before: RankResult, after: RankResult) -> dict[str, float]:
+def _subtract(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return what grew, by name."""
-    former = _name_numbers(before)
-    return {name: number - former.get(name, 0) for name, number in _name_numbers(after).items()}
+    return {name: number - before.get(name, 0) for name, number in after.items()}
 
 
 def _name_numbers(result: RankResult) -> dict[str, float]:
     numbers = {name: getattr(result, name) for name in _COUNTED}
-    numbers |= {f"waits.{name}": number for name, number in dataclasses.asdict(result.waits).items()}
+    numbers |= {f"waits.{name}": getattr(result.waits, name) for name in _WAITS}
     for tag in result.tags:
-        numbers |= {f"{_label(tag)}.{name}": getattr(tag, name) for name in _TAG_NUMBERS}
+        label = _label(tag)
+        numbers |= {f"{label}.{name}": getattr(tag, name) for name in _TAG_NUMBERS}
     return numbers
 
 
