@@ -68,7 +68,9 @@ class LaneRun:
         """By group: of `ahead_bytes`, those for it."""
 
     def copy(self) -> "LaneRun":
-        """Return another microbatch that is as far as this one."""
+        """Return another microbatch that is as far as this one: itself where nothing of it ever changes."""
+        if not self.program.groups:
+            return self
         other = LaneRun.__new__(LaneRun)
         other.program = self.program
         other.become(self)
@@ -97,9 +99,9 @@ class LaneRun:
             *self.ahead_bytes_of,
         )
 
-    def describe_parcels(self, parcels: Iterable[int]) -> Hashable:
+    def describe_parcels(self, parcels: Iterable[int]) -> list[Hashable]:
         """Return what letting go of copies of `parcels` depends on."""
-        return tuple((self.states[one], self.is_read[one]) for one in parcels)
+        return [(self.states[one], self.is_read[one]) for one in parcels]
 
     def is_news(self, group: int) -> bool:
         """Return whether that something of `group` is asked for shows that backward has come to it."""
@@ -112,8 +114,10 @@ class LaneRun:
         """Take note that backward has left the groups from `position` on."""
         for group in range(position, self.end):
             self.expect(group, 0)
-        self.end = min(self.end, position)
-        self.away = min(self.away, position)
+        if self.end > position:
+            self.end = position
+        if self.away > position:
+            self.away = position
 
     def expect(self, group: int, size_bytes: int) -> None:
         """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""
@@ -122,8 +126,10 @@ class LaneRun:
 
     def list_away(self, group: int, *, but: Iterable[int] = ()) -> list[int]:
         """Return the parcels of `group` that can be called back, without those of `but`."""
-        return [one for one in self.program.groups[group].members if self.states[one] in AWAY and one not in but]
+        states = self.states
+        return [one for one in self.program.groups[group].members if states[one] in AWAY and one not in but]
 
     def count_bytes(self, parcels: Iterable[int]) -> int:
         """Return the bytes of `parcels`."""
-        return sum(self.program.parcels[parcel].size_bytes for parcel in parcels)
+        known = self.program.parcels
+        return sum([known[parcel].size_bytes for parcel in parcels])

@@ -24,6 +24,10 @@ class Direction(enum.Enum):
     H2D = "to device"  # what comes back
 
 
+_D2H = Direction.D2H
+"""To look up a member of an enumeration takes Python as long as a call."""
+
+
 class Copy:
     """One copy: what one group moves at once."""
 
@@ -87,8 +91,9 @@ class LinkQueue:
         Returns:
             The copy, whose end is known when the queues have come so far.
         """
-        self.advance(at_s)
-        lane = self._d2h if direction is Direction.D2H else self._h2d
+        if self.now_s < at_s:
+            self.advance(at_s)
+        lane = self._d2h if direction is _D2H else self._h2d
         copy = Copy(direction, size_bytes, mover=mover, label=label, submitted_s=at_s)
         lane.queue.append(copy)
         self.queued += 1
@@ -98,7 +103,7 @@ class LinkQueue:
 
     def find_last(self, direction: Direction) -> Copy | None:
         """Return the copy that is through last of those queued now, or None where the queue is empty."""
-        queue = (self._d2h if direction is Direction.D2H else self._h2d).queue
+        queue = (self._d2h if direction is _D2H else self._h2d).queue
         return queue[-1] if queue else None
 
     def get_front(self, direction: Direction) -> tuple[float, float]:
@@ -149,7 +154,7 @@ class LinkQueue:
         while work_s > 0 and self.queued:
             end_s = now_s + work_s * factor
             self._step(end_s)
-            self.slowed_s += (min(self.now_s, end_s) - now_s) * self._slowdown / factor
+            self.slowed_s += (self.now_s - now_s) * self._slowdown / factor
             if self.now_s >= end_s:
                 return end_s
             work_s -= (self.now_s - now_s) / factor
@@ -159,14 +164,17 @@ class LinkQueue:
     def _step(self, until_s: float) -> None:
         """Let time pass until the next latency or copy is over, or until `until_s` if that is first. One queue has a copy."""
         d2h, h2d = self._d2h, self._h2d
-        d2h_s = h2d_s = math.inf
+        if not h2d.queue:
+            self._step_one_way(d2h, until_s)
+            return
+        if not d2h.queue:
+            self._step_one_way(h2d, until_s)
+            return
         d2h_rate, h2d_rate = d2h.rate_bytes_per_s, h2d.rate_bytes_per_s
-        if d2h.queue:
-            if h2d.queue and not d2h.latency_left_s and not h2d.latency_left_s:
-                d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
-            d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
-        if h2d.queue:
-            h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
+        if not d2h.latency_left_s and not h2d.latency_left_s:
+            d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
+        d2h_s = d2h.latency_left_s or d2h.bytes_left / d2h_rate
+        h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
         began_s, passed_s = self.now_s, d2h_s if d2h_s < h2d_s else h2d_s
         event_s = began_s + passed_s
         if event_s > until_s * _SAME_MOMENT:
@@ -175,24 +183,43 @@ class LinkQueue:
         else:
             self.now_s = event_s if event_s < until_s else until_s
         same_s = self.now_s * _SAME_MOMENT  # both directions may have come to something
-        if d2h_s < math.inf:
-            self._pass(d2h, d2h_s if began_s + d2h_s <= same_s else passed_s, d2h_s, d2h_rate)
-        if h2d_s < math.inf:
-            self._pass(h2d, h2d_s if began_s + h2d_s <= same_s else passed_s, h2d_s, h2d_rate)
+        self._pass(d2h, d2h_s if began_s + d2h_s <= same_s else passed_s, d2h_s, d2h_rate)
+        self._pass(h2d, h2d_s if began_s + h2d_s <= same_s else passed_s, h2d_s, h2d_rate)
+
+    def _step_one_way(self, lane: _Lane, until_s: float) -> None:
+        """Do what `_step` does while only one queue has copies."""
+        left_s = lane.latency_left_s or lane.bytes_left / lane.rate_bytes_per_s
+        event_s = self.now_s + left_s
+        if event_s <= until_s * _SAME_MOMENT:
+            self.now_s = event_s if event_s < until_s else until_s
+            self._end(lane)
+            return
+        if lane.latency_left_s:
+            lane.latency_left_s -= until_s - self.now_s
+        else:
+            lane.bytes_left -= lane.rate_bytes_per_s * (until_s - self.now_s)
+        self.now_s = until_s
 
     def _pass(self, lane: _Lane, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
         """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""
-        if lane.latency_left_s:
-            lane.latency_left_s = 0.0 if passed_s >= event_s else lane.latency_left_s - passed_s
-        elif passed_s >= event_s:
-            copy = lane.queue.popleft()
-            copy.end_s = self.now_s
-            self.done.append(copy)
-            self.queued -= 1
-            if lane.queue:
-                self._start(lane)
+        if passed_s >= event_s:
+            self._end(lane)
+        elif lane.latency_left_s:
+            lane.latency_left_s -= passed_s
         else:
             lane.bytes_left -= rate_bytes_per_s * passed_s
+
+    def _end(self, lane: _Lane) -> None:
+        """Let the latency of a direction's first copy, or else that copy, be over now."""
+        if lane.latency_left_s:
+            lane.latency_left_s = 0.0
+            return
+        copy = lane.queue.popleft()
+        copy.end_s = self.now_s
+        self.done.append(copy)
+        self.queued -= 1
+        if lane.queue:
+            self._start(lane)
 
     def _start(self, lane: _Lane) -> None:
         copy = lane.queue[0]

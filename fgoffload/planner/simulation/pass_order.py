@@ -1,7 +1,6 @@
 """In which order simulated ranks run their passes: as those of a pipeline wait for each other, or one rank alone."""
 
 import abc
-import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -9,6 +8,9 @@ from collections.abc import Sequence
 from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.rank_run import RankRun, RoundState
+
+_FORWARD = PassKind.FORWARD
+"""To look up a member of an enumeration takes Python as long as a call."""
 
 
 class PassOrder(abc.ABC):
@@ -117,11 +119,16 @@ class InPipeline(PassOrder):
         p2p_s: float,
     ) -> None:
         super().__init__(runs, passes, marks)
-        stages = len(runs) * chunks
         self._p2p_s = p2p_s
-        # By virtual stage and microbatch. Nothing is waited for by the first stage's forwards and the last one's backwards.
-        self._forward_ends: list[dict[int, float]] = [{} for _ in range(stages)]
-        self._backward_ends: list[dict[int, float]] = [{} for _ in range(stages)]
+        # By virtual stage. Nothing is waited for by the first stage's forwards and the last one's backwards.
+        forwards: list[dict[int, float]] = [{} for _ in range(len(runs) * chunks)]
+        backwards: list[dict[int, float]] = [{} for _ in forwards]
+        forward_pairs = list(zip([None, *forwards[:-1]], forwards, strict=True))
+        backward_pairs = list(zip([*backwards[1:], None], backwards, strict=True))
+        self._forward_ends = [forward_pairs[rank :: len(runs)] for rank in range(len(runs))]
+        """By rank and chunk, each by microbatch: when forwards of the stage before were over, and when its own were."""
+        self._backward_ends = [backward_pairs[rank :: len(runs)] for rank in range(len(runs))]
+        """By rank and chunk, each by microbatch: when backwards of the stage behind were over, and when its own were."""
         self._shifts_s = [0.0] * len(runs)
         """By rank, how much later than its clock says it is, beside the first rank, for the rounds that were left out."""
         self._margins_s = [[math.inf, math.inf] for _ in runs]
@@ -130,35 +137,37 @@ class InPipeline(PassOrder):
         """The same, between the two marks before."""
 
     def run_until(self, limits: Sequence[int]) -> None:  # noqa: D102
-        ranks = len(self._runs)
-        last = len(self._forward_ends) - 1
-        waiting = collections.deque(range(ranks))
-        while waiting:
-            rank = waiting.popleft()
-            run, own, shift_s = self._runs[rank], self._passes[rank], self._shifts_s[rank]
-            while self.over[rank] < limits[rank]:
-                one = own[self.over[rank]]
-                stage = one.chunk * ranks + rank
-                is_forward = one.kind is PassKind.FORWARD
-                ready_s: float | None = -math.inf
-                if is_forward and stage > 0:
-                    ready_s = self._forward_ends[stage - 1].get(one.microbatch)
-                elif not is_forward and stage < last:
-                    ready_s = self._backward_ends[stage + 1].get(one.microbatch)
-                if ready_s is None:
-                    break
-                ready_s -= shift_s
-                margins_s = self._margins_s[rank]
-                margins_s[is_forward] = min(margins_s[is_forward], run.clock_s - ready_s)
-                end_s = run.run_pass(one, ready_s=ready_s) + shift_s + self._p2p_s
-                (self._forward_ends if is_forward else self._backward_ends)[stage][one.microbatch] = end_s
-                self.over[rank] += 1
-                if self.over[rank] in self._marks[rank]:
-                    self.states[rank][self.over[rank]] = run.get_state()
-                    self._former_margins_s[rank], self._margins_s[rank] = margins_s, [math.inf, math.inf]
-                follower = (rank + (1 if is_forward else -1)) % ranks
-                if follower != rank:
-                    waiting.append(follower)
+        before = -1
+        # From the first rank to the last, as forwards go, until none gets any further.
+        while before < sum(self.over):
+            before = sum(self.over)
+            for rank, limit in enumerate(limits):
+                if self.over[rank] < limit:
+                    self._run_rank(rank, limit)
+
+    def _run_rank(self, rank: int, limit: int) -> None:
+        """Let one rank run until `limit` of its passes are over, or until it has to wait."""
+        run, own, marks = self._runs[rank], self._passes[rank], self._marks[rank]
+        forwards, backwards = self._forward_ends[rank], self._backward_ends[rank]
+        shift_s, margins_s, over = self._shifts_s[rank], self._margins_s[rank], self.over[rank]
+        while over < limit:
+            one = own[over]
+            is_forward = one.kind is _FORWARD
+            needed, made = (forwards if is_forward else backwards)[one.chunk]
+            ready_s = -math.inf if needed is None else needed.get(one.microbatch)
+            if ready_s is None:
+                break
+            ready_s -= shift_s
+            margin_s = run.clock_s - ready_s
+            if margin_s < margins_s[is_forward]:
+                margins_s[is_forward] = margin_s
+            made[one.microbatch] = run.run_pass(one, ready_s=ready_s) + shift_s + self._p2p_s
+            over += 1
+            if over in marks:
+                self.states[rank][over] = run.get_state()
+                self._former_margins_s[rank] = margins_s
+                self._margins_s[rank] = margins_s = [math.inf, math.inf]
+        self.over[rank] = over
 
     def list_margins(self, rank: int) -> list[tuple[int, float]]:  # noqa: D102
         backward_s, forward_s = map(min, self._margins_s[rank], self._former_margins_s[rank])
@@ -166,10 +175,9 @@ class InPipeline(PassOrder):
         return [((rank + 1) % ranks, backward_s), ((rank - 1) % ranks, forward_s)]
 
     def _shift(self, later_s: Sequence[float]) -> None:
-        ranks = len(self._runs)
         for rank, shift_s in enumerate(later_s):
             self._shifts_s[rank] += shift_s
             # What was made and is not used yet is made later too: in the last of the rounds that were left out.
-            for ends in (*self._forward_ends[rank::ranks], *self._backward_ends[rank::ranks]):
+            for _, ends in (*self._forward_ends[rank], *self._backward_ends[rank]):
                 for microbatch in ends:
                     ends[microbatch] += shift_s

@@ -47,6 +47,11 @@ _NEARLY_DONE_PART = 0.005
 """Of what forward took: a copy to the host that is done in so much time is nearly done. Who plans would rather wait for it than
 do without what it lets go of: a group more on the device costs a recompute somewhere, and few take less."""
 
+# To look up a member of an enumeration takes Python as long as a call.
+_RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = ParcelState
+_D2H, _H2D = Direction
+_FORWARD, _STEP_AHEAD = PassKind.FORWARD, HostPace.STEP_AHEAD
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoundState:
@@ -103,7 +108,7 @@ class RankRun:
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(program.groups for program in programs)
         """Whether it depends on `_host_s` what the engine sees."""
         self._host_s = 0.0
-        """The host has come to where compute is at that time; no later than `clock_s`."""
+        """The host has come to where compute is at that time; no later than `clock_s`. Not counted where nothing asks."""
         self._loss_window_bytes = 0
         """The most that was on its way where a loss began."""
         self._abandoned = 0
@@ -121,7 +126,7 @@ class RankRun:
         self._pass = self._call(one)
         self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
-        if one.kind is PassKind.FORWARD:
+        if one.kind is _FORWARD:
             lane = self._lanes[one.chunk, one.microbatch] = LaneRun(program)
             self._add_bytes(program.base_bytes, "start of the pass")
             for act, step in self._forwards[one.chunk]:
@@ -140,7 +145,7 @@ class RankRun:
 
     def _call(self, one: Pass) -> Pass:
         """Return what a pass is called in the step."""
-        return dataclasses.replace(one, microbatch=one.microbatch + self._left_out) if self._left_out else one
+        return Pass(kind=one.kind, chunk=one.chunk, microbatch=one.microbatch + self._left_out) if self._left_out else one
 
     def get_state(self) -> RoundState:
         """Return how far the rank is, and what is under way."""
@@ -192,7 +197,9 @@ class RankRun:
         self.clock_s = end_s = self._link.run_compute(start_s, step.seconds) if self._link.queued else start_s + step.seconds
         self._tallies.compute_s += end_s - start_s
         self._device_bytes = device_bytes + step.net_bytes
-        self._host_s = min(self._host_s + step.host_s, end_s)
+        if self._is_a_layer_ahead:
+            host_s = self._host_s + step.host_s
+            self._host_s = host_s if host_s < end_s else end_s
 
     def _record_parts(self, step: ComputeStep, _: LaneRun) -> None:
         for part in step.parts:
@@ -245,7 +252,8 @@ class RankRun:
 
     def _add_bytes(self, size_bytes: int, label: str) -> None:
         self._device_bytes += size_bytes
-        self._see_peak(self._device_bytes, label)
+        if self._device_bytes > self._peak_bytes:
+            self._see_peak(self._device_bytes, label)
         if self._recorder is not None:
             self._note_memory(self.clock_s)
 
@@ -279,10 +287,10 @@ class RankRun:
             if self._find_room(parcels[parcel].size_bytes, group.mover):
                 leaving.append(parcel)
                 size_bytes += parcels[parcel].size_bytes
-                lane.states[parcel] = ParcelState.OFFLOADING
+                lane.states[parcel] = _OFFLOADING
                 lane.is_copied[parcel] = True
         if leaving:
-            copy = self._link.submit(Direction.D2H, size_bytes, self.clock_s, mover=group.mover, label=self._name(group.label))
+            copy = self._link.submit(_D2H, size_bytes, self.clock_s, mover=group.mover, label=self._name(group.label))
             self._in_flight.append(InFlight(copy, lane, tuple(leaving), size_bytes))
             self._in_flight_bytes += size_bytes
             self._tallies.get(group.mover).d2h_bytes += size_bytes
@@ -306,7 +314,7 @@ class RankRun:
         """The host waits until compute is where it is; for what takes the copy engine, behind all that is queued to it."""
         if step.takes_link:
             self._link.advance(self.clock_s)
-            last = self._link.find_last(Direction.D2H)
+            last = self._link.find_last(_D2H)
             if last is not None:
                 self._wait_for_copy(last, Cause.HOST)
         self._host_s = self.clock_s
@@ -318,7 +326,7 @@ class RankRun:
 
     def _poll(self) -> None:
         """Let go of what copies that are done no longer need. See [Note: Where the engine looks]."""
-        if not self._in_flight or self._rank.host_pace is HostPace.STEP_AHEAD:
+        if not self._in_flight or self._rank.host_pace is _STEP_AHEAD:
             return
         self._link.advance(self.clock_s)
         seen_s = self._find_host()
@@ -327,14 +335,10 @@ class RankRun:
 
     def _find_host(self) -> float:
         """Return the time of compute that the host has come to, where it has not launched the whole step."""
-        match self._rank.host_pace:
-            case HostPace.LAYER_AHEAD:
-                # Where it has just waited for a copy it sees that one, whatever was rounded since.
-                return self._host_s + _ROUNDING_S
-            case HostPace.PASS_AHEAD:
-                return self._pass_start_s
-            case _:
-                return self.clock_s
+        if self._is_a_layer_ahead:
+            # Where it has just waited for a copy it sees that one, whatever was rounded since.
+            return self._host_s + _ROUNDING_S
+        return self._pass_start_s if self._rank.host_pace is HostPace.PASS_AHEAD else self.clock_s
 
     def _release_oldest(self) -> None:
         entry = self._in_flight.popleft()
@@ -343,11 +347,11 @@ class RankRun:
         for parcel in entry.parcels:
             lane.is_copied[parcel] = False
             state = lane.states[parcel]
-            self._abandoned -= state is ParcelState.FREED
-            if state is ParcelState.OFFLOADING:
-                lane.states[parcel] = ParcelState.OFFLOADED
+            self._abandoned -= state is _FREED
+            if state is _OFFLOADING:
+                lane.states[parcel] = _OFFLOADED
             # What was called back backward still wants, and what forward reads is freed behind that.
-            if state is not ParcelState.RESIDENT and not lane.is_read[parcel]:
+            if state is not _RESIDENT and not lane.is_read[parcel]:
                 self._device_bytes -= lane.program.parcels[parcel].size_bytes
         self._note_memory(self.clock_s)
 
@@ -355,7 +359,7 @@ class RankRun:
         """Forward has read parcels for the last time: those that have left go."""
         for parcel in step.parcels:
             lane.is_read[parcel] = False
-            if lane.states[parcel] is ParcelState.OFFLOADED:
+            if lane.states[parcel] is _OFFLOADED:
                 self._device_bytes -= lane.program.parcels[parcel].size_bytes
         self._note_memory(self.clock_s)
 
@@ -368,7 +372,7 @@ class RankRun:
         elif lane.is_news(step.group):
             self._approach(lane, step.group)
         for parcel in step.parcels:
-            if lane.states[parcel] is ParcelState.OFFLOADED:
+            if lane.states[parcel] is _OFFLOADED:
                 self._reload(lane, [parcel])
             reload = lane.reloads[parcel]
             if reload is not None and reload.end_s > self.clock_s:
@@ -416,7 +420,7 @@ class RankRun:
             self._wait_for_copy(self._in_flight[0].copy, Cause.TURN)
             self._release_oldest()
         self._loss_window_bytes = max(self._loss_window_bytes, self._in_flight_bytes)
-        self._call_back_ahead(lane, states=(ParcelState.OFFLOADING,))
+        self._call_back_ahead(lane, states=(_OFFLOADING,))
 
     def _find_loss_window(self) -> float:
         """Return what may be on its way when the loss begins, where no plan says so."""
@@ -424,7 +428,7 @@ class RankRun:
             return math.inf
         self._link.advance(self.clock_s)
         patience_s = _NEARLY_DONE_PART * (self.clock_s - self._pass_start_s)
-        left_bytes = self._link.count_left_bytes(Direction.D2H) - patience_s * self._rank.link.d2h_bytes_per_s
+        left_bytes = self._link.count_left_bytes(_D2H) - patience_s * self._rank.link.d2h_bytes_per_s
         # First in, first out: what is nearly done are the first ones.
         window_bytes = 0
         for entry in reversed(self._in_flight):
@@ -466,10 +470,10 @@ class RankRun:
         """Keep what has not left yet, and bring back what has."""
         away = []
         for number in parcels:
-            if lane.states[number] is ParcelState.OFFLOADED:
+            if lane.states[number] is _OFFLOADED:
                 away.append(number)
                 continue
-            lane.states[number] = ParcelState.RESIDENT
+            lane.states[number] = _RESIDENT
             parcel = lane.program.parcels[number]
             self._host_bytes -= parcel.size_bytes
             self._tallies.get(parcel.mover).recalled_bytes += parcel.size_bytes
@@ -479,9 +483,9 @@ class RankRun:
         for number in parcels:
             parcel = lane.program.parcels[number]
             self._add_bytes(parcel.size_bytes, parcel.label)
-            lane.states[number] = ParcelState.RELOADED
+            lane.states[number] = _RELOADED
             lane.reloads[number] = self._link.submit(
-                Direction.H2D, parcel.size_bytes, self.clock_s, mover=parcel.mover, label=self._name(parcel.label)
+                _H2D, parcel.size_bytes, self.clock_s, mover=parcel.mover, label=self._name(parcel.label)
             )
             self._tallies.get(parcel.mover).h2d_bytes += parcel.size_bytes
 
@@ -490,15 +494,15 @@ class RankRun:
         for number in step.parcels:
             size_bytes = lane.program.parcels[number].size_bytes
             state = lane.states[number]
-            lane.states[number] = ParcelState.FREED
-            if state is ParcelState.OFFLOADING:
+            lane.states[number] = _FREED
+            if state is _OFFLOADING:
                 # A site that stays has asked for it while it was still there.
                 self._tallies.get(lane.program.parcels[number].mover).recalled_bytes += size_bytes
-            if state is not ParcelState.RESIDENT:
+            if state is not _RESIDENT:
                 self._host_bytes -= size_bytes
             if lane.is_copied[number]:
                 self._abandoned += 1
-            elif state is not ParcelState.OFFLOADED:
+            elif state is not _OFFLOADED:
                 self._device_bytes -= size_bytes
         self._note_memory(self.clock_s)
 

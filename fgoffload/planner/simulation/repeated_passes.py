@@ -39,6 +39,9 @@ _UNSEEN_S = 1e-6
 _NOTHING_SEEN = -1
 """In place of a peak: fewer bytes than any."""
 
+_FORWARD = PassKind.FORWARD
+"""To look up a member of an enumeration takes Python as long as a call."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
@@ -76,6 +79,8 @@ class _Outcome:
     """How far the host was ahead at its start."""
     lead_s: float
     """And at its end."""
+    has_host_wait: bool
+    """Whether the host waits in it: see `_HostPart`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +99,9 @@ class _HostPart(NamedTuple):
     """What the host does in a pass before it waits."""
 
     seconds: float
-    """That it takes. What it has not seen by then it does not see in them, however far behind that it is."""
+    """That it takes, rounded. What it has not seen by then it does not see in them, however far behind that it is."""
+    unseen_s: float
+    """A bit more, so that what it sees just then is told from what it does not see."""
     has_wait: bool
     """Whether it waits at all; else it is as much further ahead at the end as it was at the start."""
 
@@ -109,8 +116,10 @@ class RepeatingRun(RankRun):
 
     def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram]) -> None:
         super().__init__(rank, programs, recorder=None)
-        self._outcomes: dict[Hashable, _Outcome | None] = {}
-        """By how a pass begins; None of one that has to be run each time."""
+        self._outcomes: dict[Hashable, _Outcome] = {}
+        """By how a pass begins."""
+        self._never_alike: set[Hashable] = set()
+        """How those passes begin that have to be run each time."""
         self._host_parts = {
             (kind, chunk): _find_host_part(steps)
             for chunk, program in enumerate(programs)
@@ -129,51 +138,49 @@ class RepeatingRun(RankRun):
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, or count it, and return when its output is."""
-        self._wait_until(ready_s, Cause.NEIGHBOURS)
-        self._link.advance(self.clock_s)
+        if ready_s > self.clock_s:
+            self._wait_until(ready_s, Cause.NEIGHBOURS)
         if self._link.queued:
-            return super().run_pass(one, ready_s=ready_s)
+            self._link.advance(self.clock_s)
+            if self._link.queued:
+                return super().run_pass(one, ready_s=ready_s)
         beginning = self._describe_beginning(one)
-        if beginning not in self._outcomes:
-            self._outcomes[beginning] = self._watch(one)
-            return self.clock_s
-        outcome = self._outcomes[beginning]
-        if outcome is None or not self._has_room(outcome):
-            return super().run_pass(one, ready_s=ready_s)
-        self._repeat(one, outcome)
+        outcome = self._outcomes.get(beginning)
+        if outcome is not None and self._has_room(outcome):
+            self._repeat(one, outcome)
+        elif outcome is not None or beginning in self._never_alike:
+            super().run_pass(one, ready_s=ready_s)
+        else:
+            self._watch(one, beginning)
         return self.clock_s
 
     def _describe_beginning(self, one: Pass) -> Hashable:
         """Return all that a pass depends on where the link is idle."""
         lane = self._lanes.get((one.chunk, one.microbatch))
-        most_s = self._host_parts[one.kind, one.chunk].seconds
-        in_flight = tuple(
-            (
-                id(entry.lane.program),
-                entry.lane is lane,
-                entry.parcels,
-                entry.lane.describe_parcels(entry.parcels),
-                self._count_unseen_s(entry, most_s),
-            )
-            for entry in self._in_flight
-        )
-        lead_s = round(min(self._count_lead_s(), most_s), _LEAD_DIGITS)
-        return one.kind, one.chunk, None if lane is None else lane.describe(), in_flight, lead_s
+        part = self._host_parts[one.kind, one.chunk]
+        in_flight: list[object] = []
+        for entry in self._in_flight:
+            own = entry.lane
+            in_flight += (id(own.program), own is lane, entry.parcels, self._count_unseen_s(entry, part))
+            in_flight += own.describe_parcels(entry.parcels)
+        lead_s = self._count_lead_s()
+        lead_s = part.seconds if lead_s >= part.seconds else round(lead_s, _LEAD_DIGITS)
+        return one.kind, one.chunk, lead_s, None if lane is None else lane.describe(), *in_flight
 
-    def _count_unseen_s(self, entry: InFlight, most_s: float) -> float:
-        """Return after how many seconds the host can see that a copy is through, `most_s` where it is later."""
-        if not self._is_a_layer_ahead:
+    def _count_unseen_s(self, entry: InFlight, part: _HostPart) -> float:
+        """Return after how many seconds the host can see that a copy is through, `part.unseen_s` where it is later."""
+        unseen_s = entry.copy.end_s - self._host_s
+        if unseen_s <= 0.0 or not self._is_a_layer_ahead:
             return 0.0
-        # A bit more than it takes the host, so that what it sees just then is told from what it does not see.
-        return round(min(max(0.0, entry.copy.end_s - self._host_s), most_s + _UNSEEN_S), _LEAD_DIGITS)
+        return part.unseen_s if unseen_s >= part.unseen_s else round(unseen_s, _LEAD_DIGITS)
 
     def _has_room(self, outcome: _Outcome) -> bool:
         """Return whether the host budget takes all that a pass moves."""
         budget_bytes = self._rank.host_budget_bytes
         return budget_bytes is None or self._host_bytes + outcome.rise_host_bytes <= budget_bytes
 
-    def _watch(self, one: Pass) -> _Outcome | None:
-        """Run a pass, and return what it came to; None where that cannot be said of others."""
+    def _watch(self, one: Pass, beginning: Hashable) -> None:
+        """Run a pass, and note what it came to, or that this cannot be said of others that begin so."""
         self._collect(None)
         start_s, device_bytes, host_bytes = self.clock_s, self._device_bytes, self._host_bytes
         in_flight_bytes, abandoned, slowed_s = self._in_flight_bytes, self._abandoned, self._link.slowed_s
@@ -197,8 +204,9 @@ class RepeatingRun(RankRun):
         lane = self._lanes[key] if lane is None else lane
         left = [entry for entry in self._in_flight if not any(entry is other for other in earlier)]
         if own.has_kept() or self._link.find_last(Direction.H2D) is not None:
-            return None
-        return _Outcome(
+            self._never_alike.add(beginning)
+            return
+        self._outcomes[beginning] = _Outcome(
             seconds=self.clock_s - start_s,
             net_bytes=self._device_bytes - device_bytes,
             rise_bytes=own_peak_bytes - device_bytes,
@@ -223,17 +231,18 @@ class RepeatingRun(RankRun):
             slowed_s=self._link.slowed_s - slowed_s,
             first_lead_s=first_lead_s,
             lead_s=self._count_lead_s(),
+            has_host_wait=self._host_parts[one.kind, one.chunk].has_wait,
         )
 
     def _repeat(self, one: Pass, outcome: _Outcome) -> None:
         """Count a pass that comes to `outcome`."""
         start_s, device_bytes = self.clock_s, self._device_bytes
         in_flight_bytes, abandoned = self._in_flight_bytes, self._abandoned
-        more_s = 0.0 if self._host_parts[one.kind, one.chunk].has_wait else self._count_lead_s() - outcome.first_lead_s
+        more_s = 0.0 if outcome.has_host_wait else self._count_lead_s() - outcome.first_lead_s
         for _ in range(outcome.released):
             self._release_oldest()
         key = (one.chunk, one.microbatch)
-        if one.kind is PassKind.FORWARD:
+        if one.kind is _FORWARD:
             lane = self._lanes[key] = outcome.lane.copy()
         else:
             lane = self._lanes.pop(key)
@@ -244,7 +253,9 @@ class RepeatingRun(RankRun):
         self._device_bytes = device_bytes + outcome.net_bytes
         if device_bytes + outcome.rise_bytes > self._peak_bytes:
             self._peak_bytes, self._peak_at = device_bytes + outcome.rise_bytes, (self._call(one), outcome.peak_label)
-        self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes + outcome.rise_host_bytes)
+        host_peak_bytes = self._host_bytes + outcome.rise_host_bytes
+        if host_peak_bytes > self._host_peak_bytes:
+            self._host_peak_bytes = host_peak_bytes
         self._host_bytes += outcome.net_host_bytes
         self._in_flight_bytes = in_flight_bytes + outcome.net_in_flight_bytes
         self._abandoned = abandoned + outcome.net_abandoned
@@ -276,7 +287,12 @@ def _find_host_part(steps: Sequence[Step]) -> _HostPart:
     seconds = 0.0
     for step in steps:
         if isinstance(step, HostWaitStep):
-            return _HostPart(seconds, has_wait=True)
+            return _make_host_part(seconds, has_wait=True)
         if isinstance(step, ComputeStep):
             seconds += step.host_s
-    return _HostPart(seconds, has_wait=False)
+    return _make_host_part(seconds, has_wait=False)
+
+
+def _make_host_part(seconds: float, *, has_wait: bool) -> _HostPart:
+    unseen_s = round(seconds + _UNSEEN_S, _LEAD_DIGITS)
+    return _HostPart(round(seconds, _LEAD_DIGITS), unseen_s, has_wait=has_wait)

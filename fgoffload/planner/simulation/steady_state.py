@@ -121,7 +121,7 @@ def add_rounds(result: RankResult, numbers: Mapping[str, float], times: int) -> 
     def more(name: str, number: Any) -> Any:
         return number + times * numbers.get(name, 0)
 
-    waits = {name: more(f"waits.{name}", number) for name, number in dataclasses.asdict(result.waits).items()}
+    waits = {name: more(f"waits.{name}", getattr(result.waits, name)) for name in _WAITS}
     tags = []
     for tag in result.tags:
         label = _label(tag)
@@ -148,7 +148,7 @@ def _measure_rounds(order: PassOrder, places: Sequence[int], rounds: Rounds) -> 
         if not all(mark in states for mark in marks):
             return []
         seen = [states[mark] for mark in marks]
-        counted = [_subtract(before.totals, after.totals) for before, after in itertools.pairwise(seen)]
+        counted = [_subtract(before, after) for before, after in itertools.pairwise(_name_numbers(one.totals) for one in seen)]
         if not (_is_close(*counted) and _is_close(*(state.left_behind for state in seen))):
             return []
         found.append(counted[-1])
@@ -191,13 +191,12 @@ def _find_start(passes: Sequence[Pass], length: int, microbatches: int) -> tuple
     """
     first_backward = next((place for place, one in enumerate(passes) if one.kind is PassKind.BACKWARD), len(passes))
     start = max(0, first_backward - 1)
-    end = start
-    while end + length < len(passes):
-        one, later = passes[end], passes[end + length]
-        if (later.kind, later.chunk, later.microbatch) != (one.kind, one.chunk, one.microbatch + microbatches):
+    alike = 0
+    for one, later in zip(passes[start:], passes[start + length :], strict=False):
+        if later.microbatch != one.microbatch + microbatches or later.kind is not one.kind or later.chunk != one.chunk:
             break
-        end += 1
-    return start, (end - start) // length + 1 if end > start else 0
+        alike += 1
+    return start, alike // length + 1 if alike else 0
 
 
 _COUNTED = (
@@ -214,21 +213,23 @@ _COUNTED = (
 )
 """What grows with each round."""
 
+_WAITS = tuple(field.name for field in dataclasses.fields(Waits))
+
 _TAG_NUMBERS = tuple(field.name for field in dataclasses.fields(TagTraffic) if field.name not in ("kind", "tag", "action"))
 """The same, of a tag."""
 
 
-def _subtract(before: RankResult, after: RankResult) -> dict[str, float]:
+def _subtract(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return what grew, by name."""
-    former = _name_numbers(before)
-    return {name: number - former.get(name, 0) for name, number in _name_numbers(after).items()}
+    return {name: number - before.get(name, 0) for name, number in after.items()}
 
 
 def _name_numbers(result: RankResult) -> dict[str, float]:
     numbers = {name: getattr(result, name) for name in _COUNTED}
-    numbers |= {f"waits.{name}": number for name, number in dataclasses.asdict(result.waits).items()}
+    numbers |= {f"waits.{name}": getattr(result.waits, name) for name in _WAITS}
     for tag in result.tags:
-        numbers |= {f"{_label(tag)}.{name}": getattr(tag, name) for name in _TAG_NUMBERS}
+        label = _label(tag)
+        numbers |= {f"{label}.{name}": getattr(tag, name) for name in _TAG_NUMBERS}
     return numbers
 
 

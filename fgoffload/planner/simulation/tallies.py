@@ -9,6 +9,9 @@ from fgoffload.planner.simulation.chunk_program import Mover
 from fgoffload.planner.simulation.link_queue import Copy, Direction
 from fgoffload.planner.simulation.simulation_result import LaneName, MemorySample, RankTimeline, Span, TagTraffic, Waits
 
+_D2H = Direction.D2H
+"""To look up a member of an enumeration takes Python as long as a call."""
+
 
 class Cause(enum.Enum):
     """Why compute waits, for people."""
@@ -61,7 +64,7 @@ class Tallies:
         if copy.mover is None:
             return
         tally = self.get(copy.mover)
-        if copy.direction is Direction.D2H:
+        if copy.direction is _D2H:
             tally.d2h_s += copy.end_s - copy.start_s
         else:
             tally.h2d_s += copy.end_s - copy.start_s
@@ -71,8 +74,13 @@ class Tallies:
         """Count what `other` has so many times as well."""
         for mover, counted in other.movers.items():
             tally = self.get(mover)
-            for name in _Tally.__slots__:
-                setattr(tally, name, getattr(tally, name) + times * getattr(counted, name))
+            tally.d2h_bytes += times * counted.d2h_bytes
+            tally.h2d_bytes += times * counted.h2d_bytes
+            tally.recalled_bytes += times * counted.recalled_bytes
+            tally.kept_bytes += times * counted.kept_bytes
+            tally.d2h_s += times * counted.d2h_s
+            tally.h2d_s += times * counted.h2d_s
+            tally.exposed_s += times * counted.exposed_s
         for cause, seconds in other.waits_s.items():
             self.waits_s[cause] += times * seconds
         self.compute_s += times * other.compute_s
@@ -84,7 +92,21 @@ class Tallies:
 
     def sum_up(self) -> dict[str, Any]:
         """Return what was counted, by the fields of `RankResult`."""
-        tags = tuple(TagTraffic(**mover._asdict(), **dataclasses.asdict(tally)) for mover, tally in self.movers.items())
+        tags = tuple(
+            TagTraffic(
+                kind=mover.kind,
+                tag=mover.tag,
+                action=mover.action,
+                d2h_bytes=tally.d2h_bytes,
+                h2d_bytes=tally.h2d_bytes,
+                recalled_bytes=tally.recalled_bytes,
+                kept_bytes=tally.kept_bytes,
+                d2h_s=tally.d2h_s,
+                h2d_s=tally.h2d_s,
+                exposed_s=tally.exposed_s,
+            )
+            for mover, tally in self.movers.items()
+        )
         names = ("d2h_bytes", "h2d_bytes", "recalled_bytes", "kept_bytes", "d2h_s", "h2d_s")
         waits = Waits(
             window_s=self.waits_s[Cause.WINDOW],

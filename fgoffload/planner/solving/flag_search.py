@@ -115,7 +115,7 @@ class FlagSearch:
     """
 
     def __init__(self, ranks: Sequence[RankModel], budget_bytes: int) -> None:
-        self._short = shorten_together(ranks)
+        self._short = shorten_together(ranks, [shorten(rank) for rank in ranks])
         self._ranks = _pick_fullest(ranks)
         self._budget_bytes = self._whole_budget_bytes = budget_bytes
         self._results: dict[tuple[int, MegatronFlags], tuple[int, float]] = {}

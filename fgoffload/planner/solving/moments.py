@@ -6,6 +6,7 @@ A step of hundreds of passes has a dozen such moments that matter, whatever a pl
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
@@ -14,8 +15,7 @@ Way = tuple[PassKind, int]
 """Forward or backward, and through which chunk."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
+class Gap(NamedTuple):
     """Between two passes that follow each other; before the first one, and after the last, one side is None."""
 
     before: Way | None
@@ -68,9 +68,9 @@ def shorten(rank: RankModel) -> RankModel:
     return rank
 
 
-def shorten_together(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-    """Return a pipeline with as many microbatches as the longest that `shorten` makes of any of its ranks."""
-    microbatches = max((1 + max(one.microbatch for one in shorten(rank).passes) for rank in ranks if rank.passes), default=0)
+def shorten_together(ranks: Sequence[RankModel], shorts: Sequence[RankModel]) -> tuple[RankModel, ...]:
+    """Return a pipeline with as many microbatches as the longest of `shorts`, which `shorten` made of each of its ranks."""
+    microbatches = max((1 + one.microbatch for short in shorts for one in short.passes), default=0)
     return tuple(
         dataclasses.replace(rank, passes=tuple(one for one in rank.passes if one.microbatch < microbatches)) for rank in ranks
     )

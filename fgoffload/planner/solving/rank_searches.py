@@ -55,7 +55,8 @@ class RankSearches:
         self._together = 0
         self._founds: dict[int, Found] = {}
         self._results: dict[object, StepResult] = {}
-        self._short_ranks = shorten_together(self.ranks)
+        shorts = [shorten(rank) for rank in self.ranks]
+        self._short_ranks = shorten_together(self.ranks, shorts)
         self._short_results: dict[object, StepResult] = {}
         self._left_passes = 0
         self._least: tuple[State, ...] | None = None
@@ -65,8 +66,7 @@ class RankSearches:
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
         self._points: dict[object, LayerPoints] = {}
         searches: dict[RankModel, RankSearch] = {}
-        for rank in self.ranks:
-            short = shorten(rank)
+        for rank, short in zip(self.ranks, shorts, strict=True):
             alike = _strip_place(short)
             if alike not in searches:
                 searches[alike] = RankSearch(
