@@ -213,6 +213,12 @@ class OffloadEngine:
         with self._lock:
             self._transfers.poll()
 
+    def is_copying_out(self) -> bool:
+        """Return whether a copy to the host may be under way. The host does not block."""
+        with self._lock:
+            self._transfers.poll()
+            return self._transfers.in_flight_bytes > 0
+
     def flush(self) -> None:
         """Let the held groups leave, in the order in which they ended."""
         with self._lock:

@@ -76,7 +76,7 @@ class Saving:
             if type(tensor) is torch.nn.Parameter:
                 held = tensor if tensor.is_leaf else tensor.detach()
             elif tensor.numel() == 0 and is_without_bytes(tensor):
-                held = tensor.detach()
+                held = tensor if tensor.is_leaf else tensor.detach()  # to detach takes the host as long as all else here
             elif engine.is_always_too_small(tensor):
                 # A router saves a handful of them, and a rotary embedding its tables.
                 if group is None:

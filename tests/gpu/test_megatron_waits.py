@@ -6,28 +6,55 @@ import types
 import pytest
 import torch
 
-from fgoffload.integrations.megatron.host_writes import write_to_host
+from fgoffload.integrations.megatron.host_writes import HostPages, write_to_host
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.waits import step_aside
 
 
+@pytest.mark.parametrize("write", [write_to_host, HostPages().write], ids=["alone", "in pages"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (0,), (16,), (3, 5)])
-def test_what_a_kernel_writes_is_the_same(dtype, shape):
+def test_what_a_kernel_writes_is_the_same(write, dtype, shape):
     tensor = torch.randint(-5, 1 << 30, shape, dtype=dtype, device="cuda")
-    written = write_to_host(tensor)
+    written = write(tensor)
     torch.cuda.synchronize()
     assert written.device.type == "cpu"
     assert written.is_pinned() or written.numel() == 0
     assert torch.equal(written, tensor.cpu())
 
 
-def test_strided_tensors_are_written_in_their_order():
+@pytest.mark.parametrize("write", [write_to_host, HostPages().write], ids=["alone", "in pages"])
+def test_strided_tensors_are_written_in_their_order(write):
     tensor = torch.arange(12, device="cuda").view(3, 4).t()
-    written = write_to_host(tensor)
+    written = write(tensor)
     torch.cuda.synchronize()
     assert torch.equal(written, tensor.cpu())
+
+
+def test_pages_give_each_tensor_a_piece_of_its_own_and_larger_ones_a_page():
+    pages = HostPages()
+    tensors = [torch.randint(0, 1 << 30, (3000 + 500 * number,), device="cuda") for number in range(20)]
+    tensors += [torch.randint(0, 1 << 30, (17,), device="cuda") for _ in range(2000)]
+    written = [pages.write(tensor) for tensor in tensors]
+    torch.cuda.synchronize()
+    assert all(torch.equal(own, tensor.cpu()) for own, tensor in zip(written, tensors, strict=True))
+    # 20 large ones, of which the first few share pages, and 2000 of 32 elements each.
+    assert len({own.untyped_storage().data_ptr() for own in written}) < 40
+
+
+def test_a_page_that_kernels_still_write_is_nobody_elses():
+    pages, late = HostPages(), torch.cuda.Stream()
+    sizes, first = 8192, torch.full((8192,), 7, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(400_000_000)  # some 200 ms
+        pages.write(first)  # and nobody holds the copy
+    pages.write(torch.zeros(1, dtype=torch.int64, device="cuda"))  # a page of its own: the first one turns
+    others = [torch.empty(sizes, dtype=torch.int64, pin_memory=True).fill_(1) for _ in range(8)]
+    assert not late.query()
+    torch.cuda.synchronize()
+    assert all((other == 1).all() for other in others)
 
 
 def measure_seconds(move, counts, busy):

@@ -5,7 +5,6 @@ way as what is offloaded, one copy engine for each direction, first in first out
 milliseconds. Traced with Megatron's own engine and with ours; see docs/frameworks/megatron.md.
 """
 
-import collections
 import enum
 import functools
 import inspect
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
-from fgoffload.integrations.megatron.host_writes import read_on_host, write_to_host
+from fgoffload.integrations.megatron.host_writes import HostPages, read_on_host
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
@@ -126,7 +125,7 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", wrap_exchange)
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
     wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
-    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", _wrap_move)
+    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
 
 
 def has_held_wait(layer: Any) -> bool:
@@ -180,22 +179,18 @@ def _wrap_packed_rotary(original: Any) -> Any:
     return apply_rotary
 
 
-def _wrap_move(original: Any) -> Any:
-    written: collections.deque[tuple[torch.Tensor, torch.cuda.Event]] = collections.deque()
-    """What kernels may still write. The allocator of pinned memory does not know of them, and would hand it out again."""
+def _wrap_move(get_offload: GetOffload, original: Any) -> Any:
+    pages = HostPages()
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
             return original(tensor, as_numpy, record_stream)
-        host = write_to_host(tensor)
+        # Where nothing is on its way to the host nothing can be in the way, and Megatron's copy costs the host less.
+        host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
         if host is None:
             return original(tensor, as_numpy, record_stream)
-        stream = torch.cuda.current_stream()
-        while written and written[0][1].query():  # type: ignore[no-untyped-call]
-            written.popleft()
-        written.append((host, stream.record_event()))
         if record_stream:
-            tensor.record_stream(stream)
+            tensor.record_stream(torch.cuda.current_stream())
         return host.numpy() if as_numpy else host
 
     return move

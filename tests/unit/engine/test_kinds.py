@@ -113,8 +113,9 @@ def test_a_tensor_without_elements_stays_and_keeps_its_shape(size):
 def test_weights_and_biases_that_are_not_there_do_not_go_through_the_engine(monkeypatch):
     # A linear of many experts saves dozens of both, and its host is what the device waits for.
     weights, biases = [torch.nn.Parameter(torch.ones(4)) for _ in range(16)], [torch.empty(0) for _ in range(16)]
-    saved, seen, engine = [], [], make_engine()
-    original = OffloadEngine.save
+    saved, seen, detached, engine = [], [], [], make_engine()
+    original, detach = OffloadEngine.save, torch.Tensor.detach
+    monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: detached.append(tensor) or detach(tensor))
     monkeypatch.setattr(
         OffloadEngine, "save", lambda self, tensor, **place: saved.append(tensor) or original(self, tensor, **place)
     )
@@ -132,6 +133,8 @@ def test_weights_and_biases_that_are_not_there_do_not_go_through_the_engine(monk
 
     Sites(engine)(lambda h: Linear.apply(h, *weights, *biases), leaf(4) * 2).sum().backward()
     assert len(saved) == 1
+    # What is not there has no graph that a handle could hold, and to detach it takes as long as all else that is done about it.
+    assert not any(tensor.numel() == 0 or isinstance(tensor, torch.nn.Parameter) for tensor in detached)
     assert [one.data_ptr() for one in seen[:16]] == [weight.data_ptr() for weight in weights]
     assert [one.size() for one in seen[16:]] == [torch.Size([0])] * 16
     stats = engine.finish_step().tags["core_attn"]

@@ -232,6 +232,18 @@ def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
     engine.close()
 
 
+def test_something_is_copied_out_until_its_copies_are_done():
+    device = DelayedCpuDevice()
+    engine = make_engine(device, policy=TransferPolicy(window_bytes=8 * NBYTES, prefetch_bytes=0))
+    assert not engine.is_copying_out()
+    output = run_layers(Sites(engine), [weight()], ["a"])
+    assert engine.is_copying_out()
+    device.synchronize(device.record_event(device.d2h_stream))
+    assert not engine.is_copying_out()
+    output.sum().backward()
+    engine.close()
+
+
 def test_closing_while_a_graph_wants_its_tensors_back_loses_nothing(caplog):
     w = weight()
     engine = make_engine()

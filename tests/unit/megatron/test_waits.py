@@ -203,6 +203,41 @@ class PinnedWrites:
             return function(*arguments, **options)
 
 
+class Pages:
+    """Stands in for pages that a GPU writes."""
+
+    def __init__(self):
+        self.written = []
+
+    def write(self, tensor):
+        self.written.append(tensor)
+        return tensor + 100
+
+
+@pytest.mark.parametrize("as_numpy", [False, True])
+@pytest.mark.parametrize("is_copying", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(
+    as_numpy, is_copying, dtype, monkeypatch
+):
+    pages, moved = Pages(), []
+
+    def original(tensor, as_numpy, record_stream):
+        moved.append((as_numpy, record_stream))
+        return tensor.numpy() if as_numpy else tensor
+
+    offload = types.SimpleNamespace(engine=types.SimpleNamespace(is_copying_out=lambda: is_copying))
+    monkeypatch.setattr(waits, "HostPages", lambda: pages)
+    move = waits._wrap_move(lambda: offload, original)
+    counts = torch.tensor([3, 4], dtype=dtype)
+    found = move(counts, as_numpy=as_numpy)
+    goes_around = is_copying and dtype is torch.int64
+    assert isinstance(found, torch.Tensor) is not as_numpy
+    assert list(found) == ([103, 104] if goes_around else [3, 4])
+    assert len(pages.written) == goes_around
+    assert moved == ([] if goes_around else [(as_numpy, False)])
+
+
 @pytest.mark.parametrize("positions", [16, 32])
 def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(positions, monkeypatch):
     module = load_module("megatron.core.models.common.embeddings.rope_utils")
