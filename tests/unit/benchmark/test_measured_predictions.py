@@ -1,4 +1,4 @@
-"""What is predicted of settings that were measured: the first tables of docs/results/predictions_h200_202611.md."""
+"""What is predicted of settings that were measured: docs/results/predictions_h200_202611.md, and w2_moe_h100_202611.md."""
 
 import gzip
 from pathlib import Path
@@ -14,15 +14,17 @@ from fgoffload.planner.timing.profile import Profile
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-PAGE = RESULTS / "predictions_h200_202611.md"
+PAGE, H100_PAGE = RESULTS / "predictions_h200_202611.md", RESULTS / "w2_moe_h100_202611.md"
 PLANS = RESULTS / "plans"
 PROFILES = RESULTS / "profiles"
-DEVICE = "NVIDIA H200"
+H100_RUN = "2026-11-24, H100"
 GIB = 2**30
 HEADINGS = {Source.TABLE: "## From the hardware table", Source.PROFILE: "## From profiles"}
 CUT_OFF = {Source.TABLE: "### Cut off, from the hardware table", Source.PROFILE: "### Cut off, from its profile"}
 """Of a run that ended in its second repeat, five steps a setting, and of one whose host was late in the first of two."""
+ON_H100 = {Source.TABLE: "### From the hardware table of an H100", Source.PROFILE: "### From the profile of the run on an H100"}
 RUN_PROFILES = {
+    H100_RUN: "w2_moe_h100",
     "2026-11-23, third": "w2_moe_third",
     "2026-11-23, fourth": "w2_moe_fourth",
     "2026-11-23, fifth": "w2_moe_fifth",
@@ -40,17 +42,20 @@ ABOVE_CUT_OFF = {
     Source.PROFILE: {"plan:w2_16.5GiB_second", "plan:w2_16.5GiB_seventh", "ours:core_attn+attn_proj+expert_fc1"},
 }
 """Settings that are predicted worse than the limits, since the host was later than the device in those runs."""
+ABOVE_ON_H100 = {Source.TABLE: set(), Source.PROFILE: {"plan:w2_14.6GiB_h100", "plan:w2_16.5GiB_h100"}}
+"""The same, of the run on an H100."""
 
 
-def read_rows(heading):
-    """Return the cells of a table of the page, without backticks and asterisks."""
-    section = PAGE.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2].partition("\n##")[0]
+def read_rows(heading, page=PAGE):
+    """Return the cells of a table of a page, without backticks and asterisks."""
+    section = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2].partition("\n##")[0]
     lines = [line for line in section.splitlines() if line.startswith("| 2026")]
     return [tuple(cell.strip().replace("`", "").replace("*", "") for cell in line.strip("|").split("|")) for line in lines]
 
 
 ROWS = {source: read_rows(HEADINGS[source]) for source in Source}
 CUT_OFF_ROWS = {source: read_rows(CUT_OFF[source]) for source in Source}
+H100_ROWS = {source: read_rows(ON_H100[source], H100_PAGE) for source in Source}
 
 
 def make_forecaster(run, model, flags):
@@ -61,14 +66,14 @@ def make_forecaster(run, model, flags):
     packed = PROFILES / f"{RUN_PROFILES.get(run, model)}.json.gz"
     profile = Profile.from_json(gzip.decompress(packed.read_bytes()).decode(), source=packed.name)
     forecaster = Forecaster(job, profile=profile)
-    forecaster.meet(DEVICE)
+    forecaster.meet("NVIDIA H100 80GB HBM3" if run == H100_RUN else "NVIDIA H200")
     return forecaster
 
 
 @pytest.fixture(scope="module")
 def forecasters():
     """Return what predicts, by run, model and the flags typed beside its file: each one's ranks are built once."""
-    keys = dict.fromkeys(row[:3] for rows in (ROWS, CUT_OFF_ROWS) for source in Source for row in rows[source])
+    keys = dict.fromkeys(row[:3] for rows in (ROWS, CUT_OFF_ROWS, H100_ROWS) for source in Source for row in rows[source])
     return {key: make_forecaster(*key) for key in keys}
 
 
@@ -113,6 +118,12 @@ def test_what_was_cut_off_is_there_with_what_is_above_the_limits(source, forecas
 
 
 @pytest.mark.parametrize("source", Source)
+def test_the_run_on_an_h100_has_all_its_settings_with_what_is_above_the_limits(source, forecasters):
+    assert len(H100_ROWS[source]) == 11
+    assert check_rows(H100_ROWS[source], source, forecasters) == ABOVE_ON_H100[source]
+
+
+@pytest.mark.parametrize("source", Source)
 def test_three_models_have_four_settings_and_plans_among_them(source):
     rows = ROWS[source]
     for model, plans in (("llama3_8b_layers", 2), ("mla_moe", 2 if source is Source.TABLE else 1), ("w2_moe", 4)):
@@ -122,7 +133,7 @@ def test_three_models_have_four_settings_and_plans_among_them(source):
 
 
 def test_each_plan_that_is_kept_was_measured():
-    rows = (*ROWS[Source.TABLE], *CUT_OFF_ROWS[Source.TABLE])
+    rows = (*ROWS[Source.TABLE], *CUT_OFF_ROWS[Source.TABLE], *H100_ROWS[Source.TABLE])
     measured = {row[3] for row in rows if row[3].startswith("plan:")}
     assert measured == {f"plan:{path.stem}" for path in PLANS.glob("*.json")}
 
