@@ -1,0 +1,141 @@
+"""examples/benchmarks/take_turns.py: settings in processes of their own, step by step in turn, on the CPU."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+
+ROOT = Path(__file__).parents[3]
+MODEL = (ROOT / "arguments" / "tiny_moe.sh", "--num-layers", "1")
+OURS, MEGATRON = parse_setting("ours:expert_fc1"), parse_setting("megatron:expert_fc1")
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = ROOT / "examples" / "benchmarks" / "take_turns.py"
+    spec = importlib.util.spec_from_file_location("take_turns", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def run(script, monkeypatch, *words):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # else the script's own would stay
+    # A process that is spawned finds the functions of this one by the name of their module.
+    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    monkeypatch.setattr(sys, "argv", ["take_turns.py", *map(str, words)])
+    return script.main()
+
+
+def test_each_setting_has_nothing_of_its_own_kind_of_process_beside_it(script):
+    players = script.list_players([OURS, MEGATRON, parse_setting("recompute:full")])
+    assert [(player.setting, player.kind) for player in players] == [
+        (NOTHING, ProcessKind.MAIN),
+        (OURS, ProcessKind.MAIN),
+        (NOTHING, ProcessKind.MEGATRON),
+        (MEGATRON, ProcessKind.MEGATRON),
+        (parse_setting("recompute:full"), ProcessKind.MAIN),
+    ]
+
+
+def test_a_process_has_the_variables_of_its_kind_and_this_one_has_them_no_longer(script, monkeypatch):
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "5")
+    for kind, value in ((ProcessKind.MEGATRON, "1"), (ProcessKind.MAIN, None)):
+        with script.set_variables(kind.environment):
+            assert os.environ.get("NVTE_CPU_OFFLOAD_V1") == value
+        assert os.environ["NVTE_CPU_OFFLOAD_V1"] == "5"
+
+
+def test_each_process_starts_with_the_variables_of_its_kind_and_is_ended(script, monkeypatch, tmp_path):
+    happened = []
+
+    class Started:
+        def __init__(self, *, target, args, daemon):
+            self.name = args[1].name
+
+        def start(self):
+            happened.append((self.name, os.environ.get("NVTE_CPU_OFFLOAD_V1")))
+
+        def kill(self):
+            happened.append((self.name, "killed"))
+
+        def join(self):
+            pass
+
+    context = types.SimpleNamespace(Process=Started, Pipe=multiprocessing.Pipe)
+    monkeypatch.setattr(script.multiprocessing, "get_context", lambda method: context)
+    with script.start(None, script.list_players([OURS, MEGATRON]), tmp_path, repeat=0):
+        assert happened == [(NOTHING.name, None), (OURS.name, None), (NOTHING.name, "1"), (MEGATRON.name, "1")]
+        happened.clear()
+    assert sorted(happened) == sorted((name, "killed") for name in (NOTHING.name, OURS.name, NOTHING.name, MEGATRON.name))
+
+
+class Process:
+    """Stands in for the pipe to a process: each step takes a second longer than the one before it, whosever that was."""
+
+    def __init__(self, name, asked):
+        self.name, self.asked = name, asked
+
+    def send(self, word):
+        self.asked.append((self.name, word))
+
+    def poll(self, seconds):
+        return True
+
+    def recv(self):
+        return float(len(self.asked))
+
+
+def test_a_round_is_a_step_of_each_and_every_other_one_goes_backwards(script):
+    asked, players = [], script.list_players([OURS, MEGATRON])
+    steps = script.take_turns({player: Process(player.name, asked) for player in players}, 3)
+    forwards = [player.name for player in players]
+    assert [name for name, _ in asked] == [*forwards, *reversed(forwards), *forwards]
+    assert {word for _, word in asked} == {script.STEP}
+    assert list(steps.values()) == [[1.0, 8.0, 9.0], [2.0, 7.0, 10.0], [3.0, 6.0, 11.0], [4.0, 5.0, 12.0]]
+
+
+def test_a_ratio_is_of_two_steps_of_one_round_and_a_repeat_has_the_median_of_its_rounds(script):
+    nothing, ours, *_ = script.list_players([OURS, MEGATRON])
+    # The machine is four times as slow in the second round of each repeat, and half as slow again in the whole of the second.
+    repeats = [{nothing: [1.0, 4.0, 1.0], ours: [1.1, 4.8, 1.3]}, {nothing: [1.5, 6.0, 1.5], ours: [3.0, 6.6, 1.8]}]
+    summary = script.summarize(ours, repeats)
+    assert summary.ratios == pytest.approx((1.2, 1.2))
+    assert summary.step_seconds == (1.1, 4.8, 1.3, 3.0, 6.6, 1.8)
+
+
+def test_the_table_and_the_file_have_what_each_process_measured(script, tmp_path, monkeypatch, capsys):
+    words = ("--settings", "ours:expert_fc1", "--rounds", "3", "--warmup", "1", "--repeats", "1", "--out", tmp_path)
+    assert run(script, monkeypatch, *MODEL, *words) == 0
+    shown = capsys.readouterr().out
+    (repeat,) = json.loads((tmp_path / "turns.json").read_text())["repeats"]
+    assert list(repeat) == ["nothing", "ours:expert_fc1"]
+    assert all(len(steps) == 3 and min(steps) > 0 for steps in repeat.values())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == list(repeat)
+    for name, step, over, by_repeat in rows:
+        middle = float(re.match(r"[\d.]+", step).group())
+        assert middle == pytest.approx(1e3 * statistics.median(repeat[name]), abs=0.051)
+        ratio = statistics.median(own / other for own, other in zip(repeat[name], repeat["nothing"], strict=True))
+        assert (over, by_repeat) == (("-", "-") if name == "nothing" else (f"{ratio:.3f}", f"{ratio:.3f}"))
+    assert sorted(path.name for path in tmp_path.glob("log_*")) == ["log_nothing_0.txt", "log_ours_expert_fc1_0.txt"]
+
+
+def test_what_cannot_be_trained_is_said_in_one_line(script, monkeypatch, capsys):
+    assert run(script, monkeypatch, *MODEL, "--settings", "megatron:expert_fc1", "--rounds", "1", "--repeats", "1") == 2
+    error = capsys.readouterr().err
+    assert "needs a GPU" in error
+    assert error.count("\n") == 1
+    assert run(script, monkeypatch, *MODEL, "--settings", "no_such_thing") == 2
+    assert "no_such_thing" in capsys.readouterr().err
