@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import PlanError
-from fgoffload.text_files import read_text_file
+from fgoffload.text_files import parse_json, read_text_file
 
 FORMAT = 1
 """Version of the JSON that `OffloadPlan.to_json` writes. Raise it when an older reader would misread a newer file."""
 
 
-_LOSS_WINDOW = "loss_window_bytes"
+TOKENS = "tokens"
+"""In what a plan was made for: of a microbatch, sequence length times sequences."""
+
+_LOSS_WINDOW, _MADE_FOR = "loss_window_bytes", "made_for"
 
 
 class Action(enum.Enum):
@@ -70,6 +73,9 @@ class OffloadPlan:
     loss_window_bytes: int | None = None
     """The most bytes that may be on their way to the host when the loss begins: more are waited for. Who made the plan counted
     on the others to be gone by then. None: nothing is waited for there."""
+    made_for: Mapping[str, int] | None = None
+    """What it was planned for: fields of Megatron-Core's TransformerConfig by name, and `tokens`, of a microbatch. None where
+    nobody said."""
 
     def get_action(self, site: Site) -> Action:
         """Return the action for `site`: `Action.KEEP` where the plan is silent."""
@@ -105,7 +111,26 @@ class OffloadPlan:
             for site in sorted(self.actions)
         ]
         window = {} if self.loss_window_bytes is None else {_LOSS_WINDOW: self.loss_window_bytes}
-        return json.dumps({"format": FORMAT, **window, "sites": rows}, indent=1)
+        made_for = {} if self.made_for is None else {_MADE_FOR: dict(self.made_for)}
+        return json.dumps({"format": FORMAT, **made_for, **window, "sites": rows}, indent=1)
+
+    def check_made_for(self, found: Mapping[str, int]) -> None:
+        """Check that the plan was made for what it is used for, as far as both say.
+
+        Args:
+            found: By the names of `made_for`.
+
+        Raises:
+            PlanError: It was made for something else, with the first difference.
+        """
+        for name, planned in (self.made_for or {}).items():
+            actual = found.get(name, planned)
+            # With fewer tokens everything is smaller, and the budget holds.
+            if actual != planned and not (name == TOKENS and actual < planned):
+                raise PlanError(
+                    f"The plan was made for {name} {planned}, and this training has {actual}. Plan for this training, or leave "
+                    f"`{_MADE_FOR}` out of the plan's file, where only its sites have to be there."
+                )
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "OffloadPlan":
@@ -118,10 +143,8 @@ class OffloadPlan:
         Raises:
             PlanError: `text` is no plan of this format.
         """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{source} is not JSON: {error}. Give a file that `OffloadPlan.to_json` wrote.") from error
+        fix = "Give a file that `OffloadPlan.to_json` wrote."
+        document = parse_json(text, name=source, fix=fix, error_type=PlanError)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else None
             raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
@@ -133,7 +156,11 @@ class OffloadPlan:
                     f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Leave one."
                 )
             actions[site] = action
-        return cls(actions=actions, loss_window_bytes=_read_loss_window(document, source))
+        return cls(
+            actions=actions,
+            loss_window_bytes=_read_loss_window(document, source),
+            made_for=_read_made_for(document, source),
+        )
 
     @classmethod
     def load(cls, path: Path) -> "OffloadPlan":
@@ -159,6 +186,15 @@ def _read_loss_window(document: Mapping[str, Any], source: str) -> int | None:
     if size is not None and (type(size) is not int or size < 0):
         raise PlanError(f"{source}: {_LOSS_WINDOW} is {size!r}. It is a whole number of bytes from 0, or left out.")
     return size
+
+
+def _read_made_for(document: Mapping[str, Any], source: str) -> dict[str, int] | None:
+    found = document.get(_MADE_FOR)
+    if found is None:
+        return None
+    if not isinstance(found, dict) or any(type(value) is not int for value in found.values()):
+        raise PlanError(f"{source}: {_MADE_FOR} is {found!r}. It has whole numbers by name, or is left out.")
+    return found
 
 
 def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:

@@ -1,6 +1,8 @@
 """Reading the files that users name."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from fgoffload.errors import ConfigError, OffloadError
 
@@ -22,3 +24,21 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise error_type(f"{name}: {reason}. {fix}") from error
+
+
+def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:
+    """Return what `text`, which is JSON, describes.
+
+    Args:
+        text: Of a file.
+        name: What it is to the user, for the error.
+        fix: What to do instead, as a sentence.
+        error_type: What to raise.
+
+    Raises:
+        OffloadError: It is not JSON, or none that Python reads: brackets in thousands, a number of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{name} is not JSON: {error}. {fix}") from error

@@ -3,6 +3,7 @@
 Sizes are binary: 1 KiB is 1024 bytes. Rates of links are decimal, as their makers give them: 1 GB/s is 1e9 bytes a second.
 """
 
+import math
 import re
 
 from fgoffload.errors import ConfigError
@@ -36,6 +37,8 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
         raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB.")
     bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
     size_bytes = float(match["number"]) * bytes_per_unit
+    if math.isinf(size_bytes):
+        raise ConfigError(f"{name} has {len(match['number'])} digits. Give a size that memory can have, as in 60GiB.")
     if needs_unit and not match["unit"] and size_bytes:
         raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, as in {match['number']}GiB.")
     # Of most decimal fractions of a GiB there is no whole number of bytes, and nobody means its last byte.

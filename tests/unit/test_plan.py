@@ -5,11 +5,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fgoffload.errors import PlanError
-from fgoffload.plan import FORMAT, Action, OffloadPlan, Site
+from fgoffload.plan import FORMAT, TOKENS, Action, OffloadPlan, Site
 from fgoffload.tags import default_tags
 
 SITES = st.builds(Site, chunk=st.integers(0, 7), layer=st.integers(0, 127), tag=st.sampled_from(default_tags().names))
-PLANS = st.builds(OffloadPlan, actions=st.dictionaries(SITES, st.sampled_from(Action)))
+PLANS = st.builds(
+    OffloadPlan,
+    actions=st.dictionaries(SITES, st.sampled_from(Action)),
+    made_for=st.none() | st.dictionaries(st.text(), st.integers(0, 2**63)),
+)
 
 
 def make_sites(count):
@@ -25,7 +29,7 @@ def test_a_plan_comes_back_from_its_json_as_it_was(plan):
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(PLANS)
 def test_equal_plans_have_equal_json_in_whatever_order_they_were_filled(plan):
-    turned = OffloadPlan(actions=dict(reversed(plan.actions.items())))
+    turned = OffloadPlan(actions=dict(reversed(plan.actions.items())), made_for=plan.made_for)
     assert turned.to_json() == plan.to_json()
 
 
@@ -70,9 +74,43 @@ def test_a_site_is_shown_by_its_layer_and_tag():
     assert str(Site(chunk=1, layer=3, tag="core_attn")) == "layers.3.core_attn"
 
 
-def test_text_that_is_not_json_is_refused_with_its_source():
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000], ids=["open", "nested", "long number"])
+def test_text_that_is_not_json_is_refused_with_its_source(text):
     with pytest.raises(PlanError, match=r"^plan\.json is not JSON: .* Give a file that `OffloadPlan\.to_json` wrote\.$"):
-        OffloadPlan.from_json("{", source="plan.json")
+        OffloadPlan.from_json(text, source="plan.json")
+
+
+MADE_FOR = {"num_layers": 4, "hidden_size": 128, TOKENS: 512}
+
+
+@pytest.mark.parametrize(
+    "found", [{}, MADE_FOR, {"num_layers": 4, "others": 7}, {TOKENS: 512}, {TOKENS: 256}], ids=lambda found: str(len(found))
+)
+def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_tokens(found):
+    OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
+    OffloadPlan(actions={}).check_made_for(found)
+
+
+@pytest.mark.parametrize(
+    ("found", "difference"),
+    [
+        ({"hidden_size": 256, "num_layers": 6}, "num_layers 4, and this training has 6"),
+        ({"hidden_size": 64, "num_layers": 4}, "hidden_size 128, and this training has 64"),
+        ({TOKENS: 513}, "tokens 512, and this training has 513"),
+    ],
+)
+def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_difference(found, difference):
+    with pytest.raises(
+        PlanError, match=rf"^The plan was made for {difference}\. Plan for this training, or leave `made_for` out"
+    ):
+        OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
+
+
+@pytest.mark.parametrize("made_for", [[], 3, {"num_layers": "4"}, {"num_layers": True}, {"num_layers": 4.0}])
+def test_what_a_plan_was_made_for_is_whole_numbers_by_name(made_for):
+    text = json.dumps({"format": FORMAT, "made_for": made_for, "sites": []})
+    with pytest.raises(PlanError, match=r"^p: made_for is .*\. It has whole numbers by name, or is left out\.$"):
+        OffloadPlan.from_json(text, source="p")
 
 
 @pytest.mark.parametrize(("document", "found"), [({}, "None"), ([], "None"), ({"format": 2, "sites": []}, "2"), ("x", "None")])

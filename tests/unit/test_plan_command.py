@@ -64,8 +64,20 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     assert (nothing[-1], chosen[-1]) == ("no", "yes")
     assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
     assert f"--offload-plan {path}" in out.replace("\n", "")
-    actions = set(OffloadPlan.load(path).actions.values())
-    assert actions - {Action.KEEP}
+    written = OffloadPlan.load(path)
+    assert set(written.actions.values()) - {Action.KEEP}
+    assert written.made_for == {
+        "num_layers": CONFIG["num_hidden_layers"],
+        "hidden_size": CONFIG["hidden_size"],
+        "num_attention_heads": CONFIG["num_attention_heads"],
+        "num_moe_experts": CONFIG["num_local_experts"],
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 8,
+        "tokens": 4096,
+    }
 
 
 def test_a_budget_that_holds_everything_keeps_everything(capsys, config):

@@ -85,3 +85,9 @@ def test_where_a_unit_is_needed_a_number_alone_is_refused(text):
 
 def test_where_a_unit_is_needed_zero_and_bytes_are_sizes():
     assert [parse_bytes(text, name="--reserve", needs_unit=True) for text in ("0", "7B", "1KiB")] == [0, 7, KIB]
+
+
+@pytest.mark.parametrize("unit", ["", "B", "GiB"])
+def test_a_number_beyond_all_numbers_is_no_size(unit):
+    with pytest.raises(ConfigError, match=r"^--limit has 400 digits\. Give a size that memory can have, as in 60GiB\.$"):
+        parse_bytes("9" * 400 + unit, name="--limit")

@@ -15,7 +15,7 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.methods import wrap_symbol
-from fgoffload.integrations.megatron.model_config import list_accepted
+from fgoffload.integrations.megatron.model_config import list_accepted, read_facts
 from fgoffload.integrations.megatron.offload import MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
@@ -267,12 +267,15 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     Raises:
         ConfigError: A tag and a module that Megatron recomputes exclude each other.
         IntegrationError: With the flag and the fix.
+        PlanError: The plan was made for another model.
     """
     if getattr(config, "cpu_offloading", False):
         raise IntegrationError(
             "--cpu-offloading-num-layers offloads whole layers of this model, and activation offload its modules: both would "
             "move the same tensors. Leave one of them out."
         )
+    if offload.actions.plan is not None:
+        offload.actions.plan.check_made_for(read_facts(config))
     granularity = getattr(config, "recompute_granularity", None)
     if granularity is not None and offload.measurement is not None:
         raise IntegrationError(

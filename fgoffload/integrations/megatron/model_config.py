@@ -23,6 +23,29 @@ CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _OP_FUSER = "use_transformer_engine_op_fuser"
 
 
+_FACTS = {
+    "num_layers": 0,
+    "hidden_size": 0,
+    "num_attention_heads": 0,
+    "num_moe_experts": 0,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+}
+"""What a plan may say that it was made for, with what None stands for."""
+
+
+def read_facts(config: Any) -> dict[str, int]:
+    """Return what a config says of what plans are made for: see `OffloadPlan.made_for`."""
+    facts = {}
+    for name, absent in _FACTS.items():
+        value = getattr(config, name, None)
+        facts[name] = absent if value is None else int(value)
+    return facts
+
+
 def set_flags(patches: Patches, selected: Sequence[str]) -> None:
     """Let every config that is made from now on have the flags for the tags `selected`, whatever it was given.
 

@@ -15,7 +15,7 @@ from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.site_actions import SiteActions
-from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.plan import TOKENS, Action, OffloadPlan, Site
 from fgoffload.units import format_bytes
 from fgoffload.watched import Watched
 
@@ -260,9 +260,11 @@ class MegatronOffload:
         """A schedule begins a step.
 
         Raises:
-            PlanError: No plan fits the budget.
+            PlanError: No plan fits the budget, or the plan was made for smaller microbatches.
         """
         self._call = call
+        if self.actions.plan is not None:
+            self.actions.plan.check_made_for({TOKENS: call.tokens})
         if self.measurement is not None:
             self.measurement.begin_step(call)
 

@@ -13,7 +13,6 @@ Source: the configuration classes of the transformers library, main branch of 20
 """
 
 import difflib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +21,7 @@ from typing import Any
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape, check_num_layers
-from fgoffload.text_files import read_text_file
+from fgoffload.text_files import parse_json, read_text_file
 
 DEFAULT_SEQ_LENGTH = 4096
 """Tokens. What most pre-training uses; `max_position_embeddings`, which is for inference, is often far more."""
@@ -57,10 +56,7 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
 
 def _load(path: Path) -> dict[str, Any]:
     text = read_text_file(path, name=str(path), fix="Give the config.json of a model.")
-    try:
-        document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}. Give the config.json of a model.") from error
+    document = parse_json(text, name=str(path), fix="Give the config.json of a model.")
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds no JSON object. Give the config.json of a model.")
     return document

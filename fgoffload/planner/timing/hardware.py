@@ -10,7 +10,6 @@ an example.
 
 import dataclasses
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_rate
-from fgoffload.text_files import read_text_file
+from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.units import GIB, TIB, parse_bytes
 
 
@@ -118,15 +117,12 @@ class Hardware:
         Raises:
             ConfigError: `text` is not JSON, or a field is unknown, missing or not what it must be.
         """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{source} is not JSON: {error}. Give an object with the fields of Hardware.") from error
+        document = parse_json(text, name=source, fix="Give an object with the fields of Hardware.")
         try:
             fields = _read_fields(cls, _fill_from_base(document, source), "hardware")
             for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
                 if isinstance(fields.get(name), str):
-                    fields[name] = parse_bytes(fields[name], name=name)
+                    fields[name] = parse_bytes(fields[name], name=name, needs_unit=True)
             if fields.get("link") is None:
                 fields["link"] = {}
             if not isinstance(fields["link"], Link):

@@ -31,7 +31,7 @@ from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 from fgoffload.policy import TransferPolicy
-from fgoffload.text_files import read_text_file
+from fgoffload.text_files import parse_json, read_text_file
 
 FORMAT = 3
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
@@ -216,10 +216,7 @@ class Profile:
         Raises:
             ConfigError: `text` is no profile of this format, with where in it the fault is.
         """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{source} is not JSON: {error}. Give a file that `fgoffload profile --json` wrote.") from error
+        document = parse_json(text, name=source, fix="Give a file that `fgoffload profile --json` wrote.")
         found = document.pop("format", None) if isinstance(document, dict) else None
         if type(found) is not int or found != FORMAT:
             raise ConfigError(f"{source} is a profile of format {found!r}; this version reads format {FORMAT}. Measure again.")

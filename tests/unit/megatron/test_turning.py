@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.trainings import DENSE, make_config, make_trainer
 
-from fgoffload import Action, OffloadConfig, OffloadPlan, Site
+from fgoffload import Action, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import OffloadEngine
 from fgoffload.integrations.megatron.layers import _find_ending_block
+from fgoffload.integrations.megatron.model_config import read_facts
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -51,6 +52,30 @@ def test_what_a_plan_says_may_be_on_its_way_when_the_loss_begins_is_what_the_eng
     with make_trainer(DENSE, OffloadConfig(offload_modules=(), offload_plan=path, min_offloaded_tensor_size=64)) as trainer:
         trainer.run_step()
         assert told == [window_bytes] * trainer.arguments.num_microbatches
+
+
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [("num_layers", 3), ("hidden_size", 8), ("num_moe_experts", 4), ("pipeline_model_parallel_size", 2), ("tokens", 1)],
+)
+def test_a_plan_that_was_made_for_another_training_is_refused_with_what_differs(tmp_path, name, planned):
+    actions = {Site(chunk=0, layer=layer, tag="core_attn"): Action.OFFLOAD for layer in range(2)}
+    config = OffloadConfig(offload_modules=(), offload_plan=tmp_path / "plan.json", min_offloaded_tensor_size=64)
+    with make_trainer(DENSE, make_config("core_attn")) as trainer:
+        facts = read_facts(trainer.chunks[0].config)
+        tokens = trainer.arguments.seq_length * trainer.arguments.micro_batch_size
+    facts["tokens"] = tokens
+    config.offload_plan.write_text(OffloadPlan(actions=actions, made_for=facts).to_json(), encoding="utf-8")
+    with make_trainer(DENSE, config) as trainer:
+        trainer.run_step()
+        assert trainer.integration.last_step.d2h_bytes > 0
+    wrong = OffloadPlan(actions=actions, made_for={**facts, name: planned})
+    config.offload_plan.write_text(wrong.to_json(), encoding="utf-8")
+    with (
+        make_trainer(DENSE, config) as trainer,
+        pytest.raises(PlanError, match=rf"^The plan was made for {name} {planned}, and this training has {facts[name]}\."),
+    ):
+        trainer.run_step()
 
 
 def test_where_layers_of_multi_token_prediction_have_a_stage_of_their_own_no_backward_is_expected_behind_them():

@@ -192,6 +192,7 @@ def test_memory_is_read_with_its_unit_or_in_bytes(number, unit):
         ({"nvlink_gpus": 0}, r"nvlink_gpus 0 is below 1"),
         *(({"link": {name: 0}}, rf"{name} 0 is not above 0 and finite") for name in LINK_RATES),
         ({"bf16_flop_per_s": "fast"}, r"bf16_flop_per_s 'fast' is no number. Give one like 50e9"),
+        ({"device_memory_bytes": "48"}, r"device_memory_bytes '48' has no unit"),
         ({"bf16_flop_per_s": True}, r"bf16_flop_per_s True is no number"),
         ({"bf16_flop_per_s": float("nan")}, r"bf16_flop_per_s nan is not above 0 and finite"),
         ({"bf16_flop_per_s": float("inf")}, r"bf16_flop_per_s inf is not above 0 and finite"),
@@ -202,7 +203,7 @@ def test_a_field_that_cannot_be_is_refused_with_the_file_the_value_and_the_fix(f
         read(**fields)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", '"h100"'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", '"h100"', "[" * 100_000, "1" * 5000], ids=lambda text: text[:6])
 def test_text_that_is_no_object_is_refused(text):
     with pytest.raises(
         ConfigError, match=r"^mine.json(: hardware is .*| is not JSON: .*)Give an object with the fields of Hardware"

@@ -136,6 +136,7 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
     ("text", "message"),
     [
         ("{", "p.json is not JSON: "),
+        ("[" * 100_000, "p.json is not JSON: "),
         ("[]", "p.json is a profile of format None; this version reads format 3. Measure again."),
         (change("format", to=1), "p.json is a profile of format 1; this version reads format 3. Measure again."),
         (change("format", to=True), "p.json is a profile of format True; this version"),
