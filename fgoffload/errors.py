@@ -40,7 +40,8 @@ class BudgetError(PlanError):
 
     def __str__(self) -> str:
         """Return what is lacking, and the fix."""
-        return f"{self.why} Give a budget of {self.least_bytes} bytes or more, or spread the model over more ranks."
+        # In bytes, since the next GiB may be far, and as a flag takes it.
+        return f"{self.why} Give a budget of {self.least_bytes}B or more, or spread the model over more ranks."
 
 
 class IntegrationError(OffloadError):

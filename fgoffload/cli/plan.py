@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
-from fgoffload.errors import ConfigError
+from fgoffload.errors import BudgetError, ConfigError, PlanError
 from fgoffload.policy import HOST_SHARE
 from fgoffload.units import format_bytes, parse_bytes
 
@@ -204,16 +204,29 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         budget_bytes = _choose_budget(checked, hardware)
         files = {"json": checked.json, "plot": checked.plot, "timeline": checked.timeline}
         limits = THOROUGH if checked.is_thorough else None
-        show_plan(
-            console,
-            subject,
-            ranks,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            files=files,
-            limits=limits,
-        )
+        try:
+            show_plan(
+                console,
+                subject,
+                ranks,
+                budget_bytes=budget_bytes,
+                host_budget_bytes=host_budget_bytes,
+                files=files,
+                limits=limits,
+            )
+        except BudgetError as error:
+            if hardware is not None and error.least_bytes > hardware.device_memory_bytes:
+                raise PlanError(_describe_too_small(error, hardware)) from error
+            raise
     return EXIT_PLANNED
+
+
+def _describe_too_small(error: BudgetError, hardware: "Hardware") -> str:
+    """Return why no budget of a device is enough: the one that is would be refused."""
+    return (
+        f"{error.why} {hardware.name} has {format_bytes(hardware.device_memory_bytes)} in all: spread the model over more "
+        "ranks, or name a larger device."
+    )
 
 
 @contextlib.contextmanager

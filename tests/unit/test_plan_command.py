@@ -137,6 +137,19 @@ def test_gradients_and_states_are_as_large_as_flags_say(capsys, config):
     assert len(set(peaks)) == 4
 
 
+def test_where_no_budget_of_the_device_is_enough_no_larger_one_is_proposed_and_else_one_that_is_taken(capsys, config):
+    words = (config, "--gpu", "h100", "--num-gpus", "1", "--global-batch-size", "4")
+    code, _, error = plan(capsys, *words)
+    assert code == 2
+    assert "H100 80GB SXM has 80.00 GiB in all: spread the model over more ranks, or name a larger device." in error
+    assert "Give a budget of" not in error
+    words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "64")
+    code, _, error = plan(capsys, *words, "--offload-memory-budget", "10GiB")
+    least = re.search(r"Give a budget of (\d+B) or more", error).group(1)
+    assert code == 2
+    assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
+
+
 def test_a_config_json_is_planned_with_a_pipeline_that_is_full_and_that_is_said(capsys, config):
     words = ("--gpu", "h100", "--pp", "2", "--tp", "2", "--ep", "4", "--offload-memory-budget", "60GiB")
     code, out, err = plan(capsys, config, *words)
