@@ -188,9 +188,11 @@ def test_one_line_says_what_the_budget_comprises_and_what_to_give_at_run_time(ca
         "out; at run time give --offload-modules auto --offload-memory-budget 98816MiB. Host budget: 153.60 GiB a rank, 60% of "
         "the 2.00 TiB of a node over 8 ranks; a training takes that part of what is free then."
     )
-    _, out, _ = plan(capsys, config, *words, "--offload-host-budget", "1.5TiB")
+    _, out, _ = plan(capsys, config, *words, "--offload-host-budget", "256GiB")
     assert "that the allocator hands out; at run time give --offload-modules auto --offload-memory-budget 96GiB. Host" in out
-    assert "Host budget: 1.50 TiB a rank, as given." in out
+    assert "Host budget: 256.00 GiB a rank, as given." in out
+    _, out, _ = plan(capsys, config, *words, "--offload-host-budget", "257GiB")
+    assert "257.00 GiB a rank, as given, which is more than the 2.00 TiB of a node for all 8 of them." in out
 
 
 def test_the_run_time_budget_is_what_the_plan_leaves_to_activations_and_static_memory(capsys, config):

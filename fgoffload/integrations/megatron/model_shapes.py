@@ -147,7 +147,8 @@ def read_parallelism(
     shares_layers = values.get("tensor_model_parallel_size", 1) > 1
     if shares_layers and "sequence_parallel" not in values:
         values["sequence_parallel"] = True
-        logger.warning("%s: --sequence-parallel is taken, which Megatron needs for experts, and a plan for all layers.", source)
+        needed = "Megatron needs for experts, and a plan for all layers" if model.experts else "a plan needs for shared layers"
+        logger.warning("%s: --sequence-parallel is taken, which %s.", source, needed)
     try:
         parallelism = make_parallelism(values, num_layers=model.num_layers, num_gpus=None, fills_pipeline=True)
         model = _change_model(model, values, parallelism)

@@ -506,6 +506,12 @@ def test_a_model_from_elsewhere_has_sequence_parallel_ranks_and_that_is_said(cap
         "config.json: --sequence-parallel is taken, which Megatron needs for experts, and a plan for all layers."
     ]
     caplog.clear()
+    dense = dataclasses.replace(make_model(), experts=None, ffn_hidden_size=512)
+    read_parallelism(["--tp", "2", "--global-batch-size", "4"], source="config.json", model=dense)
+    assert [record.message for record in caplog.records] == [
+        "config.json: --sequence-parallel is taken, which a plan needs for shared layers."
+    ]
+    caplog.clear()
     read_parallelism([*flags, "--sequence-parallel"], source="config.json", model=make_model())
     read_parallelism(["--global-batch-size", "4"], source="config.json", model=make_model())
     assert caplog.records == []
