@@ -78,7 +78,7 @@ def test_a_training_is_refused_before_it_is_built(flags, tag):
 @pytest.mark.parametrize(("what", "says"), [("plan", "only keeps and offloads"), ("auto", "measures layer by layer")])
 def test_overlapped_experts_take_no_plan_that_recomputes_and_no_auto(what, says):
     config = types.SimpleNamespace(overlap_moe_expert_parallel_comm=True, cpu_offloading=False, recompute_granularity=None)
-    actions = types.SimpleNamespace(recomputes=what == "plan")
+    actions = types.SimpleNamespace(recomputes=what == "plan", plan=None)
     offload = types.SimpleNamespace(measurement=object() if what == "auto" else None, actions=actions)
     with pytest.raises(IntegrationError, match=says):
         _check_config(config, offload)
