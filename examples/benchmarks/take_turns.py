@@ -41,6 +41,8 @@ from fgoffload.benchmark.measurement import Summary, find_quantiles
 from fgoffload.benchmark.report import ABSENT, Workload, name_row, name_run, name_versions
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, check_names, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
+from fgoffload.benchmark.worker import redirect_output
+from fgoffload.environment import keep_environment, set_environment
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 
@@ -82,9 +84,7 @@ def list_players(settings: Sequence[Setting]) -> list[Player]:
 
 def play(job: Job, setting: Setting, log: Path, connection: Connection) -> None:
     """Build the model of a setting, and run a step whenever somebody asks for one: what each process does."""
-    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for own in (1, 2):
-        os.dup2(stream, own)
+    redirect_output(log)
     try:
         _play(job, setting, connection)
     except OffloadError as error:
@@ -130,32 +130,14 @@ def start(job: Job, players: Sequence[Player], folder: Path, *, repeat: int) -> 
             own, its = context.Pipe()
             log = folder / f"log_{make_file_name(player.name)}_{repeat}.txt"
             process = context.Process(target=play, args=(job, player.setting, log, its), daemon=True)
-            with set_variables(player.kind.environment):  # it has those of this process
+            with keep_environment(player.kind.environment):  # it has the variables of this process
+                set_environment(player.kind.environment)
                 process.start()
             its.close()
             stack.callback(process.join)
             stack.callback(process.kill)
             connections[player] = own
         yield connections
-
-
-@contextlib.contextmanager
-def set_variables(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Have environment variables while the body runs; None leaves one out."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def hear(player: Player, connection: Connection) -> Any:

@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Purpose, Ready, Run, Stepped, Task
+from fgoffload.environment import set_environment
 from fgoffload.errors import OffloadError
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ LONGEST_REASON = 300
 def run_worker(task: Task, connection: Connection) -> None:
     """Do what `task` says and end the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the business of the process that shows results
-    _redirect_output(task)
-    _set_environment(task.environment)
+    redirect_output(task.log)
+    set_environment(task.environment)
     try:
         _run_task(task, connection)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the one who waits is told
@@ -75,22 +76,14 @@ def _measure(purpose: Purpose, runner: "Runner", run: Run, *, is_alone: bool) ->
         return Ended(run, failure=describe_error(error))
 
 
-def _redirect_output(task: Task) -> None:
-    """Let everything that this process prints go to its log, what libraries write from C included."""
+def redirect_output(path: Path) -> None:
+    """Let everything that this process prints go to the log at `path`, what libraries write from C included."""
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-
-
-def _set_environment(environment: Mapping[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _end(connection: Connection, message: Crashed | Finished, *, exit_code: int) -> None:

@@ -328,13 +328,11 @@ def _choose_host_budget(checked: PlanOptions, hardware: "Hardware | None", world
     from fgoffload.planner.model_ranks import count_ranks_per_node
 
     given_bytes = checked.host_budget_bytes
+    words = "" if given_bytes is None else f"{format_bytes(given_bytes)} a rank, as given"
     if hardware is None or hardware.host_memory_bytes_per_node is None:
-        if given_bytes is not None:
-            return given_bytes, f"{format_bytes(given_bytes)} a rank, as given"
-        return None, "no limit, since what a node has is not known; --offload-host-budget SIZE gives one"
+        return given_bytes, words or "no limit, since what a node has is not known; --offload-host-budget SIZE gives one"
     node_bytes, ranks = hardware.host_memory_bytes_per_node, count_ranks_per_node(hardware, world_size)
     if given_bytes is not None:
-        words = f"{format_bytes(given_bytes)} a rank, as given"
         if given_bytes * ranks > node_bytes:
             words += f", which is more than the {format_bytes(node_bytes)} of a node for all {ranks} of them"
         return given_bytes, words

@@ -9,7 +9,8 @@ import pytest
 from fgoffload.cli import main
 from fgoffload.engine.host_memory import SHARE
 from fgoffload.integrations.megatron import model_shapes
-from fgoffload.plan import Action, OffloadPlan
+from fgoffload.integrations.megatron.model_config import read_facts
+from fgoffload.plan import TOKENS, Action, OffloadPlan
 from fgoffload.planner import planning
 from fgoffload.planner.solving.search_limits import THOROUGH, SearchLimits
 from fgoffload.planner.timing.hardware import HARDWARE
@@ -78,6 +79,8 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
         "expert_model_parallel_size": 8,
         "tokens": 4096,
     }
+    # What a training does not look at would be taken for equal.
+    assert set(written.made_for) == {*read_facts(None), TOKENS}
 
 
 def test_a_budget_that_holds_everything_keeps_everything(capsys, config):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fgoffload import environment
+
 _ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 """What Megatron's model writes for Transformer Engine to read. The next model raises where it finds another backend there."""
 
@@ -32,12 +34,5 @@ def use_deterministic_algorithms() -> Iterator[None]:
 @contextlib.contextmanager
 def keep_environment(*names: str) -> Iterator[None]:
     """Put the environment variables `names` back when the body ends; none takes those that Megatron's model writes."""
-    before = {name: os.environ.get(name) for name in names or _ATTENTION_BACKENDS}
-    try:
+    with environment.keep_environment(names or _ATTENTION_BACKENDS):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

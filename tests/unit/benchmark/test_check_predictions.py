@@ -1,7 +1,6 @@
 """examples/benchmarks/check_predictions.py: command lines that the benchmark accepts, and one table of all models."""
 
 import argparse
-import importlib.util
 import json
 import sys
 import tarfile
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.scripts import load_script
 
 from fgoffload.benchmark.forecaster import Forecaster
 from fgoffload.benchmark.job import Job
@@ -23,14 +23,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location(
-        "check_predictions", ROOT / "examples" / "benchmarks" / "check_predictions.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with load_script("check_predictions") as module:
+        yield module
 
 
 @pytest.mark.parametrize("name", ["w2_moe", "mla_moe", "llama3_8b_layers"])

@@ -1,6 +1,5 @@
 """examples/benchmarks/measure_waits.py: three settings in one process, on the CPU, and the remedies left out of one of them."""
 
-import importlib.util
 import json
 import logging
 import re
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import load_script
 from support.trainings import MOE, make_config, make_trainer
 
 from fgoffload.benchmark.idle import WAIT_RANGE, find_idle_time
@@ -24,13 +24,8 @@ ATTENTION = ("core_attn", "attn_proj")
 
 @pytest.fixture(scope="module")
 def script():
-    path = ROOT / "examples" / "benchmarks" / "measure_waits.py"
-    spec = importlib.util.spec_from_file_location("measure_waits", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with load_script("measure_waits") as module:
+        yield module
 
 
 def run(script, monkeypatch, *words):

@@ -1,6 +1,5 @@
 """examples/benchmarks/take_turns.py: settings in processes of their own, step by step in turn, on the CPU."""
 
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -11,8 +10,10 @@ import types
 from pathlib import Path
 
 import pytest
+from support.scripts import BENCHMARKS, load_script
 
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.environment import keep_environment, set_environment
 
 ROOT = Path(__file__).parents[3]
 MODEL = (ROOT / "arguments" / "tiny_moe.sh", "--num-layers", "1")
@@ -21,19 +22,14 @@ OURS, MEGATRON = parse_setting("ours:expert_fc1"), parse_setting("megatron:exper
 
 @pytest.fixture(scope="module")
 def script():
-    path = ROOT / "examples" / "benchmarks" / "take_turns.py"
-    spec = importlib.util.spec_from_file_location("take_turns", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with load_script("take_turns") as module:
+        yield module
 
 
 def run(script, monkeypatch, *words):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # else the script's own would stay
     # A process that is spawned finds the functions of this one by the name of their module.
-    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", ["take_turns.py", *map(str, words)])
     return script.main()
 
@@ -49,10 +45,11 @@ def test_each_setting_has_nothing_of_its_own_kind_of_process_beside_it(script):
     ]
 
 
-def test_a_process_has_the_variables_of_its_kind_and_this_one_has_them_no_longer(script, monkeypatch):
+def test_a_process_has_the_variables_of_its_kind_and_this_one_has_them_no_longer(monkeypatch):
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "5")
     for kind, value in ((ProcessKind.MEGATRON, "1"), (ProcessKind.MAIN, None)):
-        with script.set_variables(kind.environment):
+        with keep_environment(kind.environment):
+            set_environment(kind.environment)
             assert os.environ.get("NVTE_CPU_OFFLOAD_V1") == value
         assert os.environ["NVTE_CPU_OFFLOAD_V1"] == "5"
 
@@ -77,6 +74,7 @@ def test_each_process_starts_with_the_variables_of_its_kind_and_is_ended(script,
     monkeypatch.setattr(script.multiprocessing, "get_context", lambda method: context)
     with script.start(None, script.list_players([OURS, MEGATRON]), tmp_path, repeat=0):
         assert happened == [(NOTHING.name, None), (OURS.name, None), (NOTHING.name, "1"), (MEGATRON.name, "1")]
+        assert "NVTE_CPU_OFFLOAD_V1" not in os.environ
         happened.clear()
     assert sorted(happened) == sorted((name, "killed") for name in (NOTHING.name, OURS.name, NOTHING.name, MEGATRON.name))
 

@@ -1,0 +1,24 @@
+"""Environment variables of this process, for those that are read at import or by processes that it starts."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+
+def set_environment(variables: Mapping[str, str | None]) -> None:
+    """Set `variables` by name; None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def keep_environment(names: Iterable[str]) -> Iterator[None]:
+    """Put the variables `names` back when the body ends."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        set_environment(before)

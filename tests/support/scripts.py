@@ -1,0 +1,23 @@
+"""The scripts of `examples/benchmarks` as modules."""
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
+
+
+@contextlib.contextmanager
+def load_script(name: str) -> Iterator[ModuleType]:
+    """Hold the module of the script `name`; while the body runs it can be imported by that name."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[name]
