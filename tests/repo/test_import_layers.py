@@ -1,6 +1,6 @@
 """Holds the one-way rule of imports, from the left to the right:
 
-units, errors <- text_files, config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- benchmark <- cli.
+units, errors, environment <- text_files, config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- benchmark <- cli.
 
 Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <- planning.
 """
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "policy": ("errors", "units"),
     "tags": ("errors", "units"),
     "watched": (),
+    "environment": (),
     "plan": ("errors", "units", "text_files", "tags", "policy"),
     "config": ("errors", "units", "tags", "policy", "plan"),
     "transfer_config": ("errors", "units", "policy"),
@@ -27,6 +28,7 @@ MAY_IMPORT = {
     "planner": ("errors", "units", "text_files", "tags", "watched", "policy", "plan", "config", "planner"),
     "integrations": (
         "errors",
+        "environment",
         "units",
         "text_files",
         "tags",
@@ -42,6 +44,7 @@ MAY_IMPORT = {
     "doctor": ("errors", "units", "engine", "doctor"),
     "benchmark": (
         "errors",
+        "environment",
         "units",
         "tags",
         "policy",
