@@ -1,6 +1,7 @@
 """Holds the one-way rule of imports, from the left to the right:
 
-units, errors, environment <- text_files, config, tags, plan, policy <- {engine, planner} <- {integrations, doctor} <- benchmark <- cli.
+units, errors, environment <- text_files, config, tags, plan, policy <- {engine, planner} <- {integrations, doctor}
+    <- benchmark <- cli.
 
 Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <- planning.
 """
