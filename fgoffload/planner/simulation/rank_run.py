@@ -36,7 +36,7 @@ from fgoffload.planner.simulation.chunk_program import (
 )
 from fgoffload.planner.simulation.lane_run import AWAY, LaneRun, ParcelState
 from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
-from fgoffload.planner.simulation.simulation_result import LaneName, RankResult
+from fgoffload.planner.simulation.simulation_result import LaneName, RankResult, StretchKey
 from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
 
 _ROUNDING_S = 1e-9
@@ -79,9 +79,17 @@ class RankRun:
         rank: The rank.
         programs: What each of its chunks does.
         recorder: Notes every span and the memory; None where only totals are wanted.
+        notes_peaks: Whether to note the most device bytes at each stretch.
     """
 
-    def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram], *, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        rank: RankModel,
+        programs: Sequence[ChunkProgram],
+        *,
+        recorder: Recorder | None,
+        notes_peaks: bool = False,
+    ) -> None:
         self.clock_s = 0.0
         """Compute has come so far."""
         self._rank = rank
@@ -114,8 +122,11 @@ class RankRun:
         self._abandoned = 0
         """Parcels that backward is through with, and that a copy to the host still holds."""
         acts: Mapping[type[Step], Callable[..., None]] = self._ACT
+        self._peaks: dict[StretchKey, int] | None = {} if notes_peaks else None
         if recorder is not None:
             acts = {**acts, ComputeStep: RankRun._record_parts}
+        elif notes_peaks:
+            acts = {**acts, ComputeStep: RankRun._compute_noting_peak}
         # A pass is run hundreds of times: who runs each of its steps is found once.
         self._forwards = [[(acts[type(step)], step) for step in program.forward] for program in programs]
         self._backwards = [[(acts[type(step)], step) for step in program.backward] for program in programs]
@@ -179,6 +190,7 @@ class RankRun:
             loss_window_bytes=self._loss_window_bytes,
             host_peak_bytes=self._host_peak_bytes,
             timeline=None if self._recorder is None else self._recorder.finish(),
+            peaks=self._peaks,
             slowed_s=self._link.slowed_s,
             **self._tallies.sum_up(),
         )
@@ -200,6 +212,12 @@ class RankRun:
         if self._is_a_layer_ahead:
             host_s = self._host_s + step.host_s
             self._host_s = host_s if host_s < end_s else end_s
+
+    def _compute_noting_peak(self, step: ComputeStep, lane: LaneRun) -> None:
+        if self._pass is not None and self._peaks is not None:
+            key = (self._pass.kind is _FORWARD, self._pass.chunk, step.peak_label)
+            self._peaks[key] = max(self._peaks.get(key, 0), self._device_bytes + step.rise_bytes)
+        self._compute(step, lane)
 
     def _record_parts(self, step: ComputeStep, _: LaneRun) -> None:
         for part in step.parts:

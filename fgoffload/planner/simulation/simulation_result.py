@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fgoffload.plan import Action
 
@@ -12,6 +12,7 @@ class Detail(enum.Enum):
 
     TOTALS = "totals"  # numbers of the step alone
     DIGITS = "digits"  # the same, down to the last digits what one pass after the other comes to: for what decides by these
+    PEAKS = "peaks"  # as DIGITS, and the most device bytes at each stretch
     TIMELINE = "timeline"  # also what each lane did when, and the memory over time
 
 
@@ -113,6 +114,10 @@ class RankTimeline:
     """In the order of time; each holds until the next."""
 
 
+StretchKey = tuple[bool, int, str]
+"""Whether it is one of a forward, of which chunk, and what people call it: `layers.12.expert_fc1`."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
     """A step on one rank."""
@@ -157,6 +162,8 @@ class RankResult:
     """By kind of layer, tag and action, in the order in which they were first submitted."""
     timeline: RankTimeline | None = None
     """With `Detail.TIMELINE`."""
+    peaks: Mapping[StretchKey, int] | None = None
+    """With `Detail.PEAKS`: the most device bytes while each ran, or others before and behind it without anything between."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,8 @@ def _simulate(
 def _make_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail) -> RankRun:
     if detail is Detail.TOTALS and RepeatingRun.has_repeats(rank, programs):
         return RepeatingRun(rank, programs)
-    return RankRun(rank, programs, recorder=Recorder() if detail is Detail.TIMELINE else None)
+    recorder = Recorder() if detail is Detail.TIMELINE else None
+    return RankRun(rank, programs, recorder=recorder, notes_peaks=detail is Detail.PEAKS)
 
 
 def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:

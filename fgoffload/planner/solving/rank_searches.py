@@ -20,8 +20,9 @@ from fgoffload.planner.solving.megatron_flags import MegatronFlags, baselines
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s, load_solver
-from fgoffload.planner.solving.search import Found, Judge, Knowledge, RankSearch, Verdict
+from fgoffload.planner.solving.search import Found, RankSearch
 from fgoffload.planner.solving.search_limits import SearchLimits
+from fgoffload.planner.solving.verdict import Judge, Knowledge, Verdict
 from fgoffload.planner.worker_processes import map_in_processes
 
 _CHAINS = 2
@@ -33,6 +34,9 @@ _MORE_ALONE = 2
 
 _BASELINES_NICENESS = 10
 """Of copies that simulate baselines meanwhile: they take what the search leaves of the cores."""
+
+_MANY_WALKED = 800
+"""Simulations of random walks on one rank: so many find what rules of thumb lead to, and none of those are tried."""
 
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
@@ -73,7 +77,9 @@ class RankSearches:
                     short,
                     _list_modes(rank, self._modes),
                     points=functools.partial(self._measure_layers, rank),
-                    judge=_make_judge(short),
+                    # Programs get a price from small differences, and of equal choices of a program its last digits decide.
+                    judge=_make_judge(short, Detail.DIGITS),
+                    judge_peaks=_make_judge(short, Detail.PEAKS),
                     limits=limits,
                     deadline_s=deadline_s,
                 )
@@ -249,12 +255,17 @@ class RankSearches:
         left, left_passes = self._limits.simulations, self._limits.ladder_passes
         for number in sorted(founds, key=lambda one: self._get_urgency(one, founds[one], budget_bytes), reverse=True):
             search, before = self._apart[number], self._apart[number].simulations
-            most, others = left_passes // max(search.layer_passes, 1), self._list_neighbours(number, founds)
+            walked, others = self._count_walked(search), self._list_neighbours(number, founds)
+            most = 0 if walked >= _MANY_WALKED else left_passes // max(search.layer_passes, 1)
             found = search.widen_found(founds[number], budget_bytes, starts=others, simulations=most)
             left_passes -= (search.simulations - before) * search.layer_passes
+            walk = functools.partial(search.walk, usual=self._list_usual_of(search), simulations=walked)
+            found = walk(found, budget_bytes) if walked >= _MANY_WALKED else found
             before = search.simulations
-            founds[number] = self._improve(search, found, budget_bytes, left)
+            found = self._improve(search, found, budget_bytes, left)
             left -= search.simulations - before
+            # Behind the moves few walks can make a plan no slower. Before them, moves began elsewhere, and some ended worse.
+            founds[number] = found if walked >= _MANY_WALKED else walk(found, budget_bytes)
         # The host does less where that costs next to nothing.
         self._refine(founds, budget_bytes, RankSearch.settle_found, passes=self._limits.settling_passes)
         # With many layers moves end before each row of the plan was tried without.
@@ -298,6 +309,16 @@ class RankSearches:
             for other in (number - 1, number + 1)
             if other in founds and _list_kinds(self._apart[other]) == kinds
         ]
+
+    def _count_walked(self, search: RankSearch) -> int:
+        """Return the simulations for random walks on a rank: each search has as many passes for them."""
+        own_passes = self._limits.walk_passes // len(self._apart)
+        return min(self._limits.walk_simulations, own_passes // max(search.layer_passes, 1))
+
+    def _list_usual_of(self, search: RankSearch) -> list[State]:
+        """Return the baselines of the rank of a search."""
+        place = self.of_ranks.index(search)
+        return [states[place] for states in self.list_baselines().values()]
 
     def _improve(self, search: RankSearch, found: Found, budget_bytes: int, simulations: int) -> Found:
         """Return what moves make of `found`, as long as there are passes left for all ranks."""
@@ -393,7 +414,7 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
 
 
 def _raise_limits(limits: SearchLimits) -> SearchLimits:
-    names = ("layer_passes", "ladder_passes", "settling_passes", "trimming_passes")
+    names = ("layer_passes", "ladder_passes", "walk_passes", "settling_passes", "trimming_passes")
     return dataclasses.replace(limits, **{name: _MORE_ALONE * getattr(limits, name) for name in names})
 
 
@@ -409,11 +430,10 @@ def _make_key(states: Sequence[State]) -> object:
     return tuple(tuple(configuration.actions for configuration in state) for state in states)
 
 
-def _make_judge(rank: RankModel) -> Judge:
+def _make_judge(rank: RankModel, detail: Detail) -> Judge:
     def judge(plan: OffloadPlan) -> Verdict:
-        # Programs get a price from small differences of these, and of equal choices of a program its last digits decide.
-        result = simulate_rank(rank, plan, detail=Detail.DIGITS)
-        return Verdict(step_s=result.step_s, peak_bytes=result.peak_bytes)
+        result = simulate_rank(rank, plan, detail=detail)
+        return Verdict(step_s=result.step_s, peak_bytes=result.peak_bytes, peaks=result.peaks)
 
     return judge
 

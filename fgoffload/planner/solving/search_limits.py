@@ -18,6 +18,11 @@ class SearchLimits:
     """The same limit for large models: forwards and backwards of single layers in those simulations. One takes 25 to 100 us."""
     ladder_passes: int = 8_000
     """Forwards and backwards of single layers that may be simulated for plans by rule of thumb, over all ranks."""
+    walk_simulations: int = 1_600
+    """Simulations of one rank that random walks over its plans may take."""
+    walk_passes: int = 24_000
+    """Forwards and backwards of single layers that may be simulated in random walks, over all ranks. With too few for each no
+    walk is begun, as on deep pipelines."""
     settling_passes: int = 2_000
     """The same limit for plans that are about as fast, and have the host do less, over all ranks."""
     trimming_passes: int = 8_000
@@ -38,6 +43,8 @@ class SearchLimits:
             ("simulations", 0),
             ("layer_passes", 0),
             ("ladder_passes", 0),
+            ("walk_simulations", 0),
+            ("walk_passes", 0),
             ("settling_passes", 0),
             ("trimming_passes", 0),
             ("programs", 1),
@@ -50,6 +57,12 @@ class SearchLimits:
 
 
 THOROUGH = SearchLimits(
-    simulations=4000, layer_passes=200_000, ladder_passes=40_000, settling_passes=40_000, trimming_passes=40_000
+    simulations=4000,
+    layer_passes=200_000,
+    ladder_passes=40_000,
+    walk_simulations=16_000,
+    walk_passes=240_000,
+    settling_passes=40_000,
+    trimming_passes=40_000,
 )
 """For whoever has minutes: about ten times as long as the default, and of W2 at 14.6 GiB a step that is 1.3% shorter."""
