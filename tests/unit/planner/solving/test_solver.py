@@ -31,7 +31,7 @@ from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve, solve_leaving_free, sweep
 from fgoffload.units import GIB
 
-NO_TRYING = SearchLimits(exhaustive_plans=0, gap=0.0)
+NO_TRYING = SearchLimits(exhaustive_plans=0, gap=0.0, walk_passes=0)
 """The programs and the moves alone."""
 
 
