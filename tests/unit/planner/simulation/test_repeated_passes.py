@@ -59,7 +59,7 @@ def list_numbers(result):
     fields = dataclasses.asdict(dataclasses.replace(result, timeline=None))
     waits, tags, label = fields.pop("waits"), fields.pop("tags"), fields.pop("peak_at")
     rows = [[one[name] for name in one if name not in ("kind", "tag", "action")] for one in tags]
-    del fields["timeline"]
+    del fields["timeline"], fields["peaks"]
     return (
         label,
         [(one["kind"], one["tag"], one["action"]) for one in tags],
