@@ -151,6 +151,8 @@ def test_layers_of_multi_token_prediction_are_all_in_one_stage():
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0 is below 1"),
         ({"microbatches": 0}, "microbatches 0 is below 1"),
+        ({"micro_batch_size": 10**9}, "micro_batch_size 1000000000 is above 100000000, which no plan is made for"),
+        ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 10**9}, "virtual_pipeline_size 1000000000 is above 100000000"),
         ({"virtual_pipeline_size": 2, "microbatches": 4}, "virtual_pipeline_size 2 with pipeline_parallel_size 1"),
         ({"virtual_pipeline_size": 2, "pipeline_parallel_size": 4}, "microbatches 1 is below pipeline_parallel_size 4"),
         ({"microbatch_group_size": 2}, "microbatch_group_size 2 with virtual_pipeline_size 1 has no effect"),
