@@ -111,9 +111,11 @@ def test_an_exchange_between_stages_waits_for_compute_and_not_for_copies(monkeyp
     communicator.__dict__.update(config=config, pp_group=None, next_rank=0, prev_rank=0)
     monkeypatch.setattr(module, "_batched_p2p_ops", lambda **_: [types.SimpleNamespace(wait=lambda: None)])
     assert exchange(communicator, torch.cuda.Event()) == (True, True)  # Megatron's own
-    with Patches() as patches:
-        step_aside(patches, lambda: None)
-        assert exchange(communicator, torch.cuda.Event()) == (True, False)
+    for has_waiting_layers in (False, True):
+        offload = types.SimpleNamespace(has_waiting_layers=has_waiting_layers)
+        with Patches() as patches:
+            step_aside(patches, lambda offload=offload: offload)
+            assert exchange(communicator, torch.cuda.Event()) == (not has_waiting_layers, False)
     assert exchange(communicator, torch.cuda.Event()) == (True, True)
 
 

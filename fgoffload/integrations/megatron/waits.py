@@ -27,7 +27,7 @@ class Remedy(enum.Enum):
 
     KERNEL = "a kernel writes the bytes to the host, without the copy engine"
     HOLD = "groups that end in the layer before the wait are held until it is over"
-    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours"
+    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours; with experts for nothing"
     NONE = "nothing: where nothing leaves"
 
 
@@ -122,15 +122,27 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     for wait in _list_held():
         wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload))
     wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
-    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", wrap_exchange)
+    exchange = functools.partial(wrap_exchange, get_offload)
+    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", exchange)
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
     wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
 
 
+def has_wait(layer: Any) -> bool:
+    """Return whether the host waits in each forward of `layer`, for its routing."""
+    dispatcher = _find_dispatcher(layer)
+    # With a fixed number of tokens for each expert nothing has to be asked.
+    return dispatcher is not None and not layer.config.moe_pad_expert_input_to_capacity
+
+
+def _find_dispatcher(layer: Any) -> Any:
+    return getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+
+
 def has_held_wait(layer: Any) -> bool:
     """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
-    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+    dispatcher = _find_dispatcher(layer)
     return dispatcher is not None and any(wait.is_needed(layer.config) for wait in _list_held_of(dispatcher.__class__))
 
 
