@@ -57,7 +57,6 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
     from fgoffload.integrations.megatron.dispatchers import free_inputs_of_recompute
     from fgoffload.integrations.megatron.interface import is_marked_to_stay, is_replaced, replace_interface
-    from fgoffload.integrations.megatron.known_counts import KnownCounts
     from fgoffload.integrations.megatron.layers import follow_forward
     from fgoffload.integrations.megatron.model_config import set_flags
     from fgoffload.integrations.megatron.offload import MegatronOffload
@@ -76,7 +75,6 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
         follow_checkpoints(patches, lambda: found[0])
         step_aside(patches, lambda: found[0])
         free_inputs_of_recompute(patches)
-        KnownCounts().follow(patches)  # around what steps aside: whichever way counts come, they are remembered
         engine = OffloadEngine(
             device=device or find_device("cpu" if needs_cpu_support() else "cuda"),
             policy=config.transfer_policy,

@@ -16,6 +16,7 @@ import torch
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.host_writes import HostPages, read_on_host
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.known_counts import KnownCounts
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload
@@ -127,6 +128,7 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
     wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
+    KnownCounts().follow(patches)  # around what was wrapped before: whichever way counts come, they are remembered
 
 
 def has_wait(layer: Any) -> bool:
