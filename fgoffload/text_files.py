@@ -8,7 +8,7 @@ from fgoffload.errors import ConfigError, OffloadError
 
 
 def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
-    """Return the text of the file at `path`, which is UTF-8.
+    """Return the text of the file at `path`, which is UTF-8. A byte order mark, as editors of Windows write it, is left out.
 
     Args:
         path: The file.
@@ -20,7 +20,7 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
         OffloadError: The file cannot be read, as `error_type`.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise error_type(f"{name}: {reason}. {fix}") from error

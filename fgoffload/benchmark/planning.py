@@ -15,11 +15,12 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
+from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.search_limits import THOROUGH
 from fgoffload.planner.solving.solver import solve_leaving_free
 from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.planner.timing.profile import Profile, make_rank_model
+from fgoffload.planner.timing.profile import Profile
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 """Flags of window and sizes are the same for all settings of ours."""
@@ -62,8 +63,7 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
     microbatches = parse_setting_arguments(job, NOTHING, world_size=job.world_size).num_microbatches
     offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
     policy = None if offload is None else offload.transfer_policy
-    ranks = range(len(profile.ranks))
-    return tuple(make_rank_model(profile, rank=rank, policy=policy, microbatches=microbatches) for rank in ranks)
+    return make_rank_models(profile, policy=policy, microbatches=microbatches)
 
 
 def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:

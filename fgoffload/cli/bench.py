@@ -326,7 +326,7 @@ def _describe(checked: BenchOptions) -> dict[str, Any]:
             for name, value in dataclasses.asdict(checked).items()
             if name != "plans"
         },
-        "plans": {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in checked.plans},
+        "plans": {path.stem: json.loads(path.read_text(encoding="utf-8-sig")) for path in checked.plans},
     }
 
 

@@ -45,6 +45,8 @@ EXAMPLE_VALUES: Mapping[str, str] = {
 }
 _CONFIG = "config.json"
 """Of a model of Hugging Face."""
+_OUTPUTS = ("json", "plot", "timeline")
+"""Options that name a file to write."""
 RUNS_A_SCRIPT = False
 EXIT_PLANNED = 0
 
@@ -125,13 +127,16 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     if not options.model:
         raise ConfigError(f"MODEL is missing. Give a Megatron argument file or a config.json first, as in: {EXAMPLE}.")
     path = Path(options.model)
-    if (path / _CONFIG).is_file():  # the folder of a model, as others take it
+    # os.path: Path.is_file raises where a name is too long.
+    if os.path.isfile(path / _CONFIG):  # the folder of a model, as others take it
         path /= _CONFIG
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"model {options.model!r} {say_why_no_file(options.model)}. Give a file, as in: {EXAMPLE}.")
     _check_device(options)
     _check_sweep(options)
     sizes = {name: _read_size(options, name) for name in ("offload_memory_budget", "offload_host_budget", "reserve")}
+    outputs = {name: _find_output(options, name) for name in _OUTPUTS}
+    _check_outputs_differ(outputs)
     short = []
     for flag, long in SHORT_FLAGS.items():
         if (text := getattr(options, flag.removeprefix("--"))) is not None:
@@ -148,7 +153,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         has_optimizer=options.optimizer,
         sweeps=options.sweep,
         is_thorough=options.thorough,
-        **{name: _find_output(options, name) for name in ("json", "plot", "timeline")},
+        **outputs,
     )
 
 
@@ -166,15 +171,16 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
 
+    # Before the model is read, which warns of what it takes for granted: an unknown device is one line.
+    hardware = _get_hardware(checked) if checked.profile is None else None
+    budget_bytes = None if checked.sweeps else _choose_budget(checked, hardware)
     model, parallelism = _read_model(checked)
-    hardware = None
     assumptions = _make_assumptions(checked)
-    if checked.profile is None:
-        hardware = _get_hardware(checked)
+    if hardware is not None:
         device = hardware.name
         reserve_bytes = assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-    else:
+    elif checked.profile is not None:
         reserve_bytes = checked.reserve_bytes or 0
         planned = PlannedTraining(
             source=str(checked.model),
@@ -198,11 +204,10 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     if not console.is_terminal:
         console.width = max(console.width, 160)
     with share_work(), _without_cycle_collection():
-        if checked.sweeps:
+        if budget_bytes is None:
             show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
             return EXIT_PLANNED
-        budget_bytes = _choose_budget(checked, hardware)
-        files = {"json": checked.json, "plot": checked.plot, "timeline": checked.timeline}
+        files = {name: getattr(checked, name) for name in _OUTPUTS}
         limits = THOROUGH if checked.is_thorough else None
         try:
             show_plan(
@@ -267,6 +272,14 @@ def _find_output(options: argparse.Namespace, name: str) -> Path | None:
     return check_output_file(getattr(options, name), flag=f"--{name}", example=EXAMPLE_VALUES[f"--{name}"])
 
 
+def _check_outputs_differ(outputs: Mapping[str, Path | None]) -> None:
+    """Refuse one file for two outputs, of which the second would take the place of the first."""
+    named: dict[str, str] = {}
+    for name, path in outputs.items():
+        if path is not None and (earlier := named.setdefault(os.path.realpath(path), name)) != name:
+            raise ConfigError(f"--{earlier} and --{name} both name {str(path)!r}. Give each a file of its own.")
+
+
 def _find_path(name: str | None) -> Path | None:
     return None if name is None else Path(os.path.expanduser(name))
 
@@ -290,8 +303,10 @@ def _get_hardware(checked: PlanOptions) -> "Hardware":
     try:
         return get_hardware(str(checked.gpu))
     except ConfigError as error:
-        known, _, _ = str(error).partition(" Give one of:")
-        raise ConfigError(f"{known} Give one of: {', '.join(HARDWARE)}; or a file of your own: --hardware FILE.") from error
+        known, _, _ = str(error).removeprefix("hardware ").partition(" Give one of:")
+        raise ConfigError(
+            f"--gpu {known} Give one of: {', '.join(HARDWARE)}; or a file of your own: --hardware FILE."
+        ) from error
 
 
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":

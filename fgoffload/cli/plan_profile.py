@@ -18,8 +18,9 @@ from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model_ranks import Assumptions
+from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.timing.profile import Profile, make_rank_model
+from fgoffload.planner.timing.profile import Profile
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
 """Of a model and its ranks: what may differ from what was measured. A fused gate saves the same, whichever it is."""
@@ -62,19 +63,12 @@ def build_profiled_ranks(path: Path, planned: PlannedTraining, *, reserve_bytes:
     """
     profile = Profile.load(path)
     check_profile(profile, path, planned)
-    ranks = []
-    for number in range(planned.parallelism.pipeline_parallel_size):
-        rank = make_rank_model(
-            profile, rank=number, policy=planned.assumptions.policy, microbatches=planned.parallelism.microbatches
-        )
-        ranks.append(
-            dataclasses.replace(
-                rank,
-                static_bytes=rank.static_bytes + reserve_bytes,
-                min_offloaded_numel=planned.assumptions.min_offloaded_numel,
-            )
-        )
-    return profile, tuple(ranks)
+    ranks = make_rank_models(profile, policy=planned.assumptions.policy, microbatches=planned.parallelism.microbatches)
+    least_numel = planned.assumptions.min_offloaded_numel
+    return profile, tuple(
+        dataclasses.replace(rank, static_bytes=rank.static_bytes + reserve_bytes, min_offloaded_numel=least_numel)
+        for rank in ranks
+    )
 
 
 def check_profile(profile: Profile, path: Path, planned: PlannedTraining) -> None:

@@ -33,8 +33,8 @@ def describe_rank(rank: RankProfile) -> str:
 
 def describe_plain_step(profile: Profile, plain_step_s: float) -> str:
     """Return what a step takes without measuring, and what plans make of that."""
-    is_used = len(profile.ranks) == 1
-    use = "; what is left of it is the host's, and forward passes take it" if is_used else ": of several stages it is not used"
+    is_alone = len(profile.ranks) == 1
+    use = "; what is left of it is the host's, and " + ("forward passes take it" if is_alone else "comes on top of the step")
     return f"plain step, with nothing measured in it: {format_ms(plain_step_s)}{use}"
 
 

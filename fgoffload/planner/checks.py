@@ -4,21 +4,34 @@ import math
 
 from fgoffload.errors import ConfigError
 
+LARGEST_SIZE = 10**8
+"""Channels, heads, experts, tokens, sequences or ranks: a thousand times what the largest models have of most of them, and ten
+times their longest sequences. Products of larger ones leave the range in which the solver counts right: it then prints of its
+own, and finds no plan."""
 
-def check_count(name: str, count: object) -> None:
-    """Refuse what is not a whole number from 1.
+SLOWEST_PER_S, FASTEST_PER_S = 1e6, 1e21
+"""Bytes or operations a second: a thousandth of what any link or network of a device moves, and ten thousand times what any
+device computes. Outside, copies take for ever or no time at all, and times leave the range of numbers."""
+
+
+def check_count(name: str, count: object, *, least: int = 1, most: int | None = None) -> None:
+    """Refuse what is not a whole number within its limits.
 
     Args:
         name: The field, as the user wrote it.
         count: What was given.
+        least: That it may be.
+        most: That it may be; None for no limit.
 
     Raises:
         ConfigError: With the field, the value and the fix.
     """
     if isinstance(count, bool) or not isinstance(count, int):
         raise ConfigError(f"{name} {count!r} is no whole number. Give an int.")
-    if count < 1:
-        raise ConfigError(f"{name} {count} is below 1. Give 1 or more.")
+    if count < least:
+        raise ConfigError(f"{name} {count} is below {least}. Give {least} or more.")
+    if most is not None and count > most:
+        raise ConfigError(f"{name} {count} is above {most}, which no plan is made for. Give {most} or less.")
 
 
 def check_rate(name: str, rate: object) -> None:
@@ -38,4 +51,18 @@ def check_rate(name: str, rate: object) -> None:
     if not 0 < rate < math.inf:
         raise ConfigError(
             f"{name} {rate} is not above 0 and finite. Give such a number, or leave it out where it is not known."
+        )
+
+
+def check_device_rate(name: str, rate: float | None) -> None:
+    """Refuse what `check_rate` does, and rates that no device has: of those that come from a file.
+
+    Raises:
+        ConfigError: With the field, the value and the fix.
+    """
+    check_rate(name, rate)
+    if rate is not None and not SLOWEST_PER_S <= rate <= FASTEST_PER_S:
+        raise ConfigError(
+            f"{name} {str(rate)[:20]} is not from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, as rates of devices are. "
+            "Give it as in 50e9, which is 50 GB/s."
         )

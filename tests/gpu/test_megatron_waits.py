@@ -6,8 +6,10 @@ import types
 import pytest
 import torch
 
+from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.host_writes import HostPages, write_to_host
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.known_counts import KnownCounts
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.waits import step_aside
 
@@ -109,9 +111,11 @@ def test_an_exchange_between_stages_waits_for_compute_and_not_for_copies(monkeyp
     communicator.__dict__.update(config=config, pp_group=None, next_rank=0, prev_rank=0)
     monkeypatch.setattr(module, "_batched_p2p_ops", lambda **_: [types.SimpleNamespace(wait=lambda: None)])
     assert exchange(communicator, torch.cuda.Event()) == (True, True)  # Megatron's own
-    with Patches() as patches:
-        step_aside(patches, lambda: None)
-        assert exchange(communicator, torch.cuda.Event()) == (True, False)
+    for has_waiting_layers in (False, True):
+        offload = types.SimpleNamespace(has_waiting_layers=has_waiting_layers)
+        with Patches() as patches:
+            step_aside(patches, lambda offload=offload: offload)
+            assert exchange(communicator, torch.cuda.Event()) == (not has_waiting_layers, False)
     assert exchange(communicator, torch.cuda.Event()) == (True, True)
 
 
@@ -205,3 +209,35 @@ def test_shapes_that_stages_exchange_do_not_wait_behind_a_big_copy(busy, monkeyp
 
     for shapes in check_goes_around(exchange_with_neighbours, busy):
         assert [list(shape) for shape in shapes] == [[5, 6, 7], [8, 9, 10]]
+
+
+def test_a_recompute_waits_for_no_counts_and_compares_them_when_they_have_come():
+    known, dispatcher = KnownCounts(), types.SimpleNamespace()
+    counts = torch.tensor([3, 5], device="cuda")
+
+    def ask(_, __):
+        torch.cuda._sleep(200_000_000)  # some 100 ms
+        moved = move(counts)
+        dispatcher.d2h_event = torch.cuda.current_stream().record_event()
+        return moved
+
+    def dispatch():
+        begin = time.perf_counter()
+        moved = wait(dispatcher, "before_permutation_1")
+        dispatcher.d2h_event.synchronize()
+        return moved.tolist(), time.perf_counter() - begin
+
+    move = known._wrap_move(lambda tensor: tensor.to("cpu", non_blocking=True))
+    wait = known._wrap_wait(ask)
+    function = known._remember(dispatch)
+    function()  # the first calls load kernels and pin memory
+    first, second = known._remember(dispatch), known._remember(dispatch)
+    (_, forward_s), (_, recompute_s) = first(), first()
+    assert recompute_s < forward_s / 4
+    torch.cuda.synchronize()
+    assert second()[0] == [3, 5]  # all that has come is alike
+    counts += 1
+    assert second()[0] == [3, 5]
+    torch.cuda.synchronize()
+    with pytest.raises(StateError, match=r"sent \[4, 6\] tokens to its experts or ranks, and its forward \[3, 5\]"):
+        second()

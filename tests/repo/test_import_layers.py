@@ -3,7 +3,8 @@
 units, errors, environment <- text_files, config, tags, plan, policy <- {engine, planner} <- {integrations, doctor}
     <- benchmark <- cli.
 
-Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <- planning.
+Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <-
+{profiled_ranks, planning}.
 """
 
 import ast
@@ -88,6 +89,7 @@ PLANNER_MAY_IMPORT = {
     "model_ranks": ("checks", "ranks", "model", "operations", "memory", "timing"),
     "simulation": ("checks", "ranks", "simulation"),
     "solving": ("checks", "worker_processes", "ranks", "simulation", "solving"),
+    "profiled_ranks": ("ranks", "timing", "simulation"),
     "planning": ("checks", "ranks", "model", "timing", "model_ranks", "simulation", "solving"),
     "__init__": ("model", "timing", "model_ranks", "planning"),
 }

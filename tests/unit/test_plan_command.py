@@ -274,7 +274,16 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((), "MODEL is missing"),
         (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
         ((LLAMA,), "--gpu is missing"),
-        ((LLAMA, "--gpu", "h1000"), "h1000"),
+        ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Give one of: a100,"),
+        (("a" * 5000, "--gpu", "h100"), "does not exist. Give a file"),
+        ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--json and --plot both name 'x.svg'."),
+        ((LLAMA, "--gpu", "h100", "--global-batch-size", "400000000"), "--global-batch-size 400000000 is above 100000000"),
+        ((LLAMA, "--gpu", "h100", "--num-layers", "10000"), "--num-layers 10000 is above 1000"),
+        ((LLAMA, "--gpu", "h100", "--kv-channels", "100"), "kv_channels 100 of llama3_8b is not a multiple of 8"),
+        (
+            (LLAMA, "--gpu", "h100", "--global-batch-size", "40000", "--timeline", "trace.json"),
+            "--timeline would draw 640000 layers of a step, forward and backward, above 200000.",
+        ),
         ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--gpu and --hardware both say"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "70GB"), "--offload-memory-budget '70GB' is not a size"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget=-1GiB"), "below 0"),
@@ -309,6 +318,37 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
     assert err.startswith("fgoffload: error: ")
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--gpu", "h1000"), "--gpu 'h1000' is not known."),
+        (("--gpu", "h100", "--offload-memory-budget", "81GiB"), "--offload-memory-budget 81.00 GiB is more than"),
+        (("--gpu", "h100", "--tp", "3"), "--seq-length 4096"),
+        (("--gpu", "h100", "--tp", "16"), "--tensor-model-parallel-size 16 is more than the 8 num_key_value_heads of"),
+        (("--gpu", "h100", "--ep", "4", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
+    ],
+)
+def test_what_a_config_leaves_out_is_not_warned_of_before_an_error(capsys, config, words, says):
+    code, out, err = plan(capsys, config, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("fgoffload: error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_an_argument_file_may_begin_with_a_byte_order_mark_and_one_of_bytes_is_one_short_line(capsys, tmp_path):
+    path = tmp_path / "mine.sh"
+    path.write_text(Path(LLAMA).read_text(encoding="utf-8"), encoding="utf-8-sig")
+    code, _, err = plan(capsys, str(path), "--gpu", "h1000")
+    assert (code, "--gpu" in err) == (2, True)
+    words = ("--gpu", "h200", "--offload-memory-budget", "130GiB", "--global-batch-size", "4")
+    assert plan(capsys, str(path), *words)[0] == 0
+    path.write_bytes(bytes(3000))
+    code, _, err = plan(capsys, str(path), *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert len(err) < 500
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _VARIABLE = re.compile(r"\$(?:(?P<bare>\w+)|\{(?P<name>\w+)(?:(?P<array>\[[@*]\])|(?P<colon>:?)-(?P<default>[^}]*))?\})")
 _IGNORED_COMMANDS = frozenset({"set", "shopt"})
 """They change how bash runs a script, not what its arrays hold."""
+_LONGEST_SHOWN = 100
+"""Characters of what cannot be read, in an error: a file of bytes may be one long word."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -299,7 +301,10 @@ def _name_unknown(text: str, position: int) -> tuple[str, str]:
 
 
 def _refuse(source: str, line: int, what: str, text: str) -> NoReturn:
+    shown = repr(text.strip())
+    if len(shown) > _LONGEST_SHOWN:
+        shown = f"{shown[:_LONGEST_SHOWN]}..."
     raise ConfigError(
-        f"{source}, line {line}: {what} cannot be read: {text.strip()!r}. Argument files are read, not run: "
+        f"{source}, line {line}: {what} cannot be read: {shown}. Argument files are read, not run: "
         "keep to NAME=value and NAME=( --flag value ) with $NAME, ${NAME} and ${NAME:-default}."
     )

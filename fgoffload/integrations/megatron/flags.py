@@ -153,6 +153,9 @@ class FlagParser(argparse.ArgumentParser):
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
             rest = f"{rest}. Give it after the flag, as in {flag.partition('/')[0]} VALUE."
+        prefix = "ignored explicit argument "
+        if rest.startswith(prefix):
+            flag, rest = flag.partition("/")[0], f"takes no value, and has {rest.removeprefix(prefix)}. Leave it out."
         raise ConfigError(f"{self.source}: {flag} {rest}" if rest else f"{self.source}: {message}")
 
     def _refuse_unknown(self, word: str) -> NoReturn:

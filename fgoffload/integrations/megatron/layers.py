@@ -29,7 +29,7 @@ from fgoffload.integrations.megatron.sites import (
     switch_off_later,
 )
 from fgoffload.integrations.megatron.tag_checks import check_selective
-from fgoffload.integrations.megatron.waits import has_held_wait
+from fgoffload.integrations.megatron.waits import has_held_wait, has_wait
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
@@ -202,6 +202,7 @@ class _Registrar:
                 for layer, input_tag in found
             ],
         )
+        offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
             number = get_number(layer)
             recomputed = offload.actions.list_recomputed(chunk, number)

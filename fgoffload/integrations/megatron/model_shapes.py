@@ -27,6 +27,7 @@ from fgoffload.integrations.megatron.parallel_flags import (
     PARALLEL_FLAGS,
     make_parallelism,
 )
+from fgoffload.planner.model.huggingface import name_config_fields
 from fgoffload.planner.model.model_shape import (
     LatentAttention,
     ModelShape,
@@ -37,6 +38,7 @@ from fgoffload.planner.model.model_shape import (
 )
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model_ranks import Assumptions
+from fgoffload.text_files import read_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ _MODEL_FLAGS = {
         "mtp_num_layers",
         "moe_layer_freq",
         "window_attn_skip_freq",
+        "rotary_percent",
+        "make_vocab_size_divisible_by",
     )
 }
 """Fields of a model, and what lists its layers, that are called as their flags are, with `_` for `-`."""
@@ -145,17 +149,20 @@ def read_parallelism(
     """
     values = _parse((), source=source, typed=flags, own_flags=own_flags)
     shares_layers = values.get("tensor_model_parallel_size", 1) > 1
-    if shares_layers and "sequence_parallel" not in values:
+    takes_sequence_parallel = shares_layers and "sequence_parallel" not in values
+    if takes_sequence_parallel:
         values["sequence_parallel"] = True
-        needed = "Megatron needs for experts, and a plan for all layers" if model.experts else "a plan needs for shared layers"
-        logger.warning("%s: --sequence-parallel is taken, which %s.", source, needed)
     try:
         parallelism = make_parallelism(values, num_layers=model.num_layers, num_gpus=None, fills_pipeline=True)
         model = _change_model(model, values, parallelism)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
     except ConfigError as error:
-        # The sizes of the model are not flags here.
-        raise ConfigError(f"{source}: {name_flags(str(error), {**FIELD_FLAGS, 'seq_length': 'seq_length'})}") from error
+        # The other sizes of the model are not flags here.
+        message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
+        raise ConfigError(f"{source}: {name_config_fields(message)}") from error
+    if takes_sequence_parallel:
+        needed = "Megatron needs for experts, and a plan for all layers" if model.experts else "a plan needs for shared layers"
+        logger.warning("%s: --sequence-parallel is taken, which %s.", source, needed)
     if "global_batch_size" not in values:
         logger.warning(
             "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "
@@ -212,8 +219,9 @@ def _warn_of_defaults(values: Mapping[str, Any], parallelism: Parallelism, sourc
 
 def _find_num_gpus(path: Path) -> int | None:
     """Return what the file assigns to NUM_GPUS, or None where it does not."""
+    text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
     # The reader gives arrays alone: one more at the end takes the variable in, whatever way it was assigned.
-    text = path.read_text(encoding="utf-8") + '\n_NUM_GPUS=( "${NUM_GPUS:-}" )\n'
+    text += '\n_NUM_GPUS=( "${NUM_GPUS:-}" )\n'
     word = parse_argument_file(text, source=str(path))[-1]
     if word and not word.isdecimal():
         raise ConfigError(f"{path}: NUM_GPUS={word} is no whole number. Give one, as in NUM_GPUS=1024.")
@@ -312,6 +320,8 @@ def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
     if "bias_swiglu_fusion" in values:
         changes["has_fused_activation"] = values["bias_swiglu_fusion"]
     if "hidden_dropout" in values:
+        if not 0 <= values["hidden_dropout"] <= 1:
+            raise ConfigError(f"--hidden-dropout {values['hidden_dropout']} is no part. Give a number from 0 to 1.")
         changes["has_hidden_dropout"] = values["hidden_dropout"] > 0
     if "fp8_format" in values:
         changes["fp8_recipe"] = values.get("fp8_recipe", "delayed")
@@ -354,7 +364,13 @@ def _find_ffn_hidden_size(values: Mapping[str, Any], *, is_gated: bool, has_dens
 def _find_positions(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = values.get("position_embedding_type", "learned_absolute")
     if kind == "learned_absolute":
-        return {"learned_positions": values.get("max_position_embeddings", values["seq_length"]), "rotary_percent": 0.0}
+        positions = values.get("max_position_embeddings", values["seq_length"])
+        if positions < values["seq_length"]:
+            raise ConfigError(
+                f"--max-position-embeddings {positions} is below --seq-length {values['seq_length']}. "
+                f"Give {values['seq_length']} or more."
+            )
+        return {"learned_positions": positions, "rotary_percent": 0.0}
     return {"rotary_percent": 0.0 if kind == "none" else values.get("rotary_percent", 1.0)}
 
 

@@ -50,6 +50,8 @@ class MegatronOffload:
         """The tags whose tensors may leave: those that users named, or those of the plan."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
         """What is done about each site."""
+        self.has_waiting_layers = False
+        """Whether a layer of this rank lets the host wait in each of its forwards, as token dispatchers do."""
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._lane: Lane | None = None
         self._chunk = 0

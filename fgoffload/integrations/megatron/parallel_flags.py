@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
+from fgoffload.integrations.megatron.flags import to_flag
+from fgoffload.planner.checks import LARGEST_SIZE, check_count
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model.pipeline_layout import parse_layout
 
@@ -61,7 +62,8 @@ def make_parallelism(
         ConfigError: With the flag, the value, the limit and the fix.
     """
     sizes = _read_sizes(values)
-    data_parallel_size = _count_data_parallel(sizes, values.get("num_gpus", num_gpus))
+    name = "--num-gpus" if "num_gpus" in values else "NUM_GPUS"
+    data_parallel_size = _count_data_parallel(sizes, values.get("num_gpus", num_gpus), name=name)
     stages = sizes["pipeline_parallel_size"]
     virtual_size = _count_chunks(values, num_layers, stages)
     one = 1
@@ -89,21 +91,21 @@ def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     # Megatron shares an expert among as many ranks as share the other layers, unless a flag says otherwise.
     sizes["expert_tensor_parallel_size"] = values.get("expert_tensor_parallel_size", sizes["tensor_parallel_size"])
     for field, size in sizes.items():
-        check_count(_SIZES[field], size)
+        check_count(to_flag(_SIZES[field]), size, most=LARGEST_SIZE)
     return sizes
 
 
-def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None) -> int:
+def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None, *, name: str) -> int:
     pipeline = sizes["pipeline_parallel_size"]
     model = sizes["tensor_parallel_size"] * pipeline * sizes["context_parallel_size"]
     experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * pipeline
     fewest = math.lcm(model, experts)
     if num_gpus is None:
         return fewest // model
-    check_count("NUM_GPUS", num_gpus)
+    check_count(name, num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
         raise ConfigError(
-            f"NUM_GPUS {num_gpus} is not a multiple of {fewest}, which a copy of the model ({model} ranks) and of its experts "
+            f"{name} {num_gpus} is not a multiple of {fewest}, which a copy of the model ({model} ranks) and of its experts "
             f"({experts}) need. Give --num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes."
         )
     return num_gpus // model
@@ -119,7 +121,7 @@ def _count_microbatches_that_fill(values: Mapping[str, Any], *, stages: int, vir
 def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_parallel_size: int, *, default: int) -> int:
     one = micro_batch_size * data_parallel_size
     sequences = values.get("global_batch_size", default * one)
-    check_count("global_batch_size", sequences)
+    check_count("--global-batch-size", sequences, most=LARGEST_SIZE)
     if sequences % one:
         raise ConfigError(
             f"--global-batch-size {sequences} is not a multiple of --micro-batch-size {micro_batch_size} x data-parallel size "
@@ -133,7 +135,7 @@ def _count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> in
     per_chunk = values.get("num_layers_per_virtual_pipeline_stage")
     if per_chunk is None:
         return values.get("num_virtual_stages_per_pipeline_rank")
-    check_count("num_layers_per_virtual_pipeline_stage", per_chunk)
+    check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
     # Embedding and loss are shared out like layers where they count as one.
     counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
     if counted % (stages * per_chunk):

@@ -1,7 +1,15 @@
-"""Exchanges between pipeline stages: the host waits for them, and for no copy that is under way beside them.
+"""Exchanges between pipeline stages: the host waits for no copy that is under way beside them, and with experts for nothing.
 
-Megatron has the host wait for the whole device behind each exchange, lest it go on before the exchange is over. The current
-stream has been told to wait for the exchange: when that stream is done, so is the exchange. Copies may still be under way.
+[Note: Waits behind an exchange]
+Megatron has the host wait for the whole device behind each exchange, since what `batch_isend_irecv` returned once waited for
+nothing. That is mended since PyTorch 1.13 (https://github.com/pytorch/pytorch/pull/82450): the current stream waits for the
+exchange, and what is queued and freed behind that comes after it. So the host has nothing to wait for, and Megatron has taken
+one of its two waits out (https://github.com/NVIDIA/Megatron-LM/pull/6919). Without, the host begins each pass ahead of the
+device.
+
+It must not get too far ahead: it lets go of the copies to the host that it sees done, and sees none of a pass that the device
+has not begun. Where layers let it wait for their routing they bound that. Elsewhere it still waits for the current stream, and
+not for copies on others.
 """
 
 from collections.abc import Sequence
@@ -10,13 +18,19 @@ from typing import Any
 import torch
 
 from fgoffload.integrations.megatron.host_writes import write_to_host
+from fgoffload.integrations.megatron.regions import GetOffload
 
 NO_SHAPE = (0, 0, 0)
 """What Megatron takes for the shape of nothing."""
 
 
-def wrap_exchange(original: Any) -> Any:
-    """Return what exchanges tensors with neighbours as `original`, `P2PCommunicator._communicate`, does."""
+def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
+    """Return what exchanges tensors with neighbours as `original`, `P2PCommunicator._communicate`, does.
+
+    Args:
+        get_offload: Returns what knows whether layers of this stage let the host wait.
+        original: Megatron's.
+    """
 
     def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.config
@@ -27,7 +41,9 @@ def wrap_exchange(original: Any) -> Any:
             result = original(self, *args, **kwargs)
         finally:
             config.batch_p2p_sync = True
-        torch.cuda.current_stream().synchronize()  # see the head of this file
+        if not get_offload().has_waiting_layers:
+            # Copies that are done free their sources only where the host sees that. See [Note: Waits behind an exchange].
+            torch.cuda.current_stream().synchronize()
         return result
 
     return communicate
@@ -98,7 +114,7 @@ def exchange_shapes(
         request.wait()
     hosts = [shape if shape is None else _bring(shape) for shape in (from_previous, from_next)]
     if device.type == "cuda":
-        # The host needs the shapes now. And what was sent may be freed behind this. See the head of this file.
+        # The host needs the shapes now. And what was sent may be freed behind this. See [Note: Waits behind an exchange].
         torch.cuda.current_stream().synchronize()
     previous, following = (NO_SHAPE if host is None else host.tolist() for host in hosts)
     return previous, following

@@ -16,6 +16,7 @@ import torch
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.host_writes import HostPages, read_on_host
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.known_counts import KnownCounts
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload
@@ -27,7 +28,7 @@ class Remedy(enum.Enum):
 
     KERNEL = "a kernel writes the bytes to the host, without the copy engine"
     HOLD = "groups that end in the layer before the wait are held until it is over"
-    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours"
+    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours; with experts for nothing"
     NONE = "nothing: where nothing leaves"
 
 
@@ -122,15 +123,28 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     for wait in _list_held():
         wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload))
     wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
-    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", wrap_exchange)
+    exchange = functools.partial(wrap_exchange, get_offload)
+    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", exchange)
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
     wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
+    KnownCounts().follow(patches)  # around what was wrapped before: whichever way counts come, they are remembered
+
+
+def has_wait(layer: Any) -> bool:
+    """Return whether the host waits in each forward of `layer`, for its routing."""
+    dispatcher = _find_dispatcher(layer)
+    # With a fixed number of tokens for each expert nothing has to be asked.
+    return dispatcher is not None and not layer.config.moe_pad_expert_input_to_capacity
+
+
+def _find_dispatcher(layer: Any) -> Any:
+    return getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
 
 
 def has_held_wait(layer: Any) -> bool:
     """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
-    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+    dispatcher = _find_dispatcher(layer)
     return dispatcher is not None and any(wait.is_needed(layer.config) for wait in _list_held_of(dispatcher.__class__))
 
 

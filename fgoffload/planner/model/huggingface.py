@@ -13,18 +13,37 @@ Source: the configuration classes of the transformers library, main branch of 20
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import LARGEST_SIZE, check_count
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
-from fgoffload.planner.model.model_shape import LatentAttention, ModelShape, check_num_layers
+from fgoffload.planner.model.model_shape import MOST_LAYERS, LatentAttention, ModelShape, check_head_channels
 from fgoffload.text_files import parse_json, read_text_file
 
 DEFAULT_SEQ_LENGTH = 4096
 """Tokens. What most pre-training uses; `max_position_embeddings`, which is for inference, is often far more."""
+
+_FIELD_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "num_layers": "num_hidden_layers",
+        "ffn_hidden_size": "intermediate_size",
+        "num_query_groups": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "mtp_num_layers": "num_nextn_predict_layers",
+    }
+)
+"""By field of a ModelShape, what a `config.json` calls it, where that is another name and the same in all kinds of models."""
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
+"""Fields that count layers, of which lists are made."""
+
+_ACTIVATIONS = ("silu", "swish")
+"""What `hidden_act` may be: two names of what all these models multiply a half of the first linear's output with."""
 
 
 def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH) -> ModelShape:
@@ -46,12 +65,19 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     document = {**_DEFAULTS[kind], **document}
     try:
-        check_num_layers(_get_count(document, "num_hidden_layers"), name="num_hidden_layers")
         fields = {**_read_common(document), **_READERS[kind](document)}
         _check_layer_types(document, kind)
-        return ModelShape(name=name, seq_length=seq_length, **fields)
+        _check_activation(document)
+        model = ModelShape(name=name, seq_length=seq_length, **fields)
+        check_head_channels(model)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {name_config_fields(str(error))}") from error
+    return model
+
+
+def name_config_fields(message: str) -> str:
+    """Return `message` with the name that a `config.json` has in place of each field of a ModelShape."""
+    return re.sub(rf"\b({'|'.join(_FIELD_NAMES)})\b", lambda match: _FIELD_NAMES[match[0]], message)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -97,9 +123,12 @@ def _divide_hidden_size(document: Mapping[str, Any]) -> int:
 
 def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
     # Biases of attention alone are rare, and counted as those of query, key and value.
-    has_bias = _find_flag(document, "attention_bias", default=False)
-    has_all = has_bias and _find_flag(document, "mlp_bias", default=False)
-    return {"has_linear_bias": has_all, "has_qkv_bias": has_bias}
+    has_bias, has_mlp_bias = (_find_flag(document, name, default=False) for name in ("attention_bias", "mlp_bias"))
+    if has_mlp_bias and not has_bias:
+        raise ConfigError(
+            "mlp_bias True with attention_bias False: biases of MLPs alone are not known here. Give both or none."
+        )
+    return {"has_linear_bias": has_mlp_bias, "has_qkv_bias": has_bias}
 
 
 def _read_qwen2(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +183,11 @@ def _read_latent(document: Mapping[str, Any]) -> dict[str, Any]:
         v_head_dim=_get_count(document, "v_head_dim"),
     )
     heads = _get_count(document, "num_attention_heads")
+    if (groups := _find_count(document, "num_key_value_heads", least=1)) not in (None, heads):
+        raise ConfigError(
+            f"num_key_value_heads {groups} differs from num_attention_heads {heads}, and latent attention has no groups. "
+            f"Give {heads}."
+        )
     return {"latent": latent, "kv_channels": 0, "num_query_groups": heads, "has_qk_norm": True}
 
 
@@ -241,6 +275,14 @@ def _check_layer_types(document: Mapping[str, Any], kind: str) -> None:
         raise ConfigError(f"layer_types has {_WINDOW!r}, and a window of {kind} is not known here. Give full_attention alone.")
 
 
+def _check_activation(document: Mapping[str, Any]) -> None:
+    if (activation := document["hidden_act"]) not in _ACTIVATIONS:
+        raise ConfigError(
+            f"hidden_act {activation!r} is not known here: bytes and times are those of a gated silu. "
+            "Give silu, or plan from an argument file, whose flags say the activation."
+        )
+
+
 def _make_window(document: Mapping[str, Any], layers: list[bool]) -> dict[str, Any]:
     # A token alone is no window that Megatron has.
     tokens = _find_count(document, "sliding_window", least=2)
@@ -263,8 +305,8 @@ def _find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | 
     # By type: JSON's true is an int in Python.
     if type(count) is not int:
         raise ConfigError(f"{name} {count!r} is no whole number. Give one from {least} on.")
-    if count < least:
-        raise ConfigError(f"{name} {count} is below {least}. Give {least} or more.")
+    # Here too, by the name in the file: several sizes of experts have one name in a ModelShape.
+    check_count(name, count, least=least, most=MOST_LAYERS if name in _LAYER_COUNTS else LARGEST_SIZE)
     return count
 
 
@@ -294,7 +336,7 @@ _ATTENTION_KINDS = (_WINDOW, "full_attention")
 _KINDS_WITH_WINDOWS = frozenset({"qwen2", "qwen3", "gpt_oss"})
 """Models whose windows `layer_types` gives."""
 
-_ANY: Mapping[str, Any] = {"tie_word_embeddings": False, "head_dim": None, "layer_types": None}
+_ANY: Mapping[str, Any] = {"tie_word_embeddings": False, "head_dim": None, "layer_types": None, "hidden_act": "silu"}
 _QWEN: Mapping[str, Any] = {**_ANY, "use_sliding_window": False, "sliding_window": 4096, "attention_bias": False}
 _DEEPSEEK: Mapping[str, Any] = {
     **_ANY,

@@ -17,6 +17,7 @@ import math
 from typing import Literal
 
 from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import LARGEST_SIZE, check_count
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 """As in `--fp8-recipe`."""
@@ -256,11 +257,7 @@ _Shape = LatentShape | RouterShape | ExpertsShape | LayerShape
 
 def _check_sizes(shape: _Shape, *names: str, least: int = 1) -> None:
     for name in names:
-        size = getattr(shape, name)
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise ConfigError(f"{name} {size!r} is no whole number. Give an int.")
-        if size < least:
-            raise ConfigError(f"{name} {size} is below {least}. Give {least} or more.")
+        check_count(name, getattr(shape, name), least=least, most=LARGEST_SIZE)
 
 
 def _check_choice(shape: _Shape, name: str, choices: tuple[str | int | None, ...]) -> None:

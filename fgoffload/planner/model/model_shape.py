@@ -24,14 +24,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
+from fgoffload.planner.checks import LARGEST_SIZE, check_count
 from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe, LatentShape, LayerShape
 
 if TYPE_CHECKING:
     from fgoffload.planner.model.parallelism import Parallelism
 
-MOST_LAYERS = 10_000
-"""Of a model: far above any, and lists of them are made in no time."""
+MOST_LAYERS = 1000
+"""Of a model: the deepest have a few hundred, and of so many a plan still takes less than a minute."""
+
+FUSED_CHANNELS = 8
+"""The channels of a head are a multiple of it in the kernels that attention is counted with. Source: `get_attention_backend` of
+Transformer Engine 2.20.2, which else takes attention without a fused kernel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,9 @@ class LatentAttention:
             ConfigError: With the field, the value and the fix.
         """
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-            check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name), most=LARGEST_SIZE)
         if self.q_lora_rank is not None:
-            check_count("q_lora_rank", self.q_lora_rank)
+            check_count("q_lora_rank", self.q_lora_rank, most=LARGEST_SIZE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +138,12 @@ class ModelShape:
         """
         check_num_layers(self.num_layers)
         for name in ("hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
-            check_count(name, getattr(self, name))
-        for name in ("ffn_hidden_size", "kv_channels", "mtp_num_layers", "learned_positions"):
+            check_count(name, getattr(self, name), most=LARGEST_SIZE)
+        for name in ("ffn_hidden_size", "kv_channels", "learned_positions"):
             if getattr(self, name) != 0:
-                check_count(name, getattr(self, name))
+                check_count(name, getattr(self, name), most=LARGEST_SIZE)
+        if self.mtp_num_layers != 0:
+            check_num_layers(self.mtp_num_layers, name="mtp_num_layers")
         self._check_choices()
         self._check_attention()
         self._check_layers()
@@ -233,7 +239,7 @@ class ModelShape:
                 "channels are in one of the two. Give kv_channels above 0, or latent."
             )
         if self.window_tokens is not None:
-            check_count("window_tokens", self.window_tokens)
+            check_count("window_tokens", self.window_tokens, most=LARGEST_SIZE)
 
     def _check_layers(self) -> None:
         for name, needed in (("moe_layers", "experts"), ("window_layers", "window_tokens")):
@@ -265,9 +271,24 @@ def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
     Raises:
         ConfigError: With the number and the limit.
     """
-    check_count(name, num_layers)
-    if num_layers > MOST_LAYERS:
-        raise ConfigError(f"{name} {num_layers} is above {MOST_LAYERS}, which no plan is made for. Give {MOST_LAYERS} or less.")
+    check_count(name, num_layers, most=MOST_LAYERS)
+
+
+def check_head_channels(model: ModelShape) -> None:
+    """Refuse heads that no fused kernel of attention takes: what attention saves without one is not known here.
+
+    Raises:
+        ConfigError: With the channels, the limit and the fix.
+    """
+    sizes = {"kv_channels": model.kv_channels}
+    if model.latent is not None:
+        sizes = {"qk_head_dim + qk_pos_emb_head_dim": model.qk_channels, "v_head_dim": model.v_channels}
+    for name, channels in sizes.items():
+        if channels % FUSED_CHANNELS:
+            raise ConfigError(
+                f"{name} {channels} of {model.name} is not a multiple of {FUSED_CHANNELS}, and attention is only known of "
+                f"kernels that need one. Give {-(-channels // FUSED_CHANNELS) * FUSED_CHANNELS}."
+            )
 
 
 def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
@@ -318,7 +339,7 @@ def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_
         ("make_vocab_size_divisible_by", divisible_by),
         ("tensor_parallel_size", tensor_parallel_size),
     ):
-        check_count(name, count)
+        check_count(name, count, most=LARGEST_SIZE)
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
@@ -338,6 +359,7 @@ def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int)
             f"activation_dtype_bytes {model.activation_dtype_bytes}: what a layer saves is only known for 2, that of bf16. "
             "Give --bf16."
         )
+    check_head_channels(model)
     return LayerShape(
         micro_batch_size=parallelism.micro_batch_size,
         seq_length=model.seq_length // parallelism.context_parallel_size,

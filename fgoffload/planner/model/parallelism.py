@@ -12,15 +12,24 @@ Source: `get_num_layers_to_build`, `get_transformer_layer_offset` and `PipelineP
 """
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
+from fgoffload.planner.checks import LARGEST_SIZE, check_count
 from fgoffload.planner.model.pipeline_layout import check_layout, parse_layout
 from fgoffload.planner.ranks.schedule import Pipeline
 
 if TYPE_CHECKING:
     from fgoffload.planner.model.model_shape import ModelShape
+
+_PIPELINE_FIELDS: Mapping[str, str] = {
+    "stages": "pipeline_parallel_size",
+    "chunks": "virtual_pipeline_size",
+    "group_size": "microbatch_group_size",
+}
+"""By field of a `Pipeline`, the one that it comes from here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +88,14 @@ class Parallelism:
             "data_parallel_size",
             "micro_batch_size",
         ):
-            check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name), most=LARGEST_SIZE)
         for name in (
             "virtual_pipeline_size",
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
         ):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+                check_count(name, getattr(self, name), most=LARGEST_SIZE)
         self._check_experts()
         self._check_split()
         if self.tensor_parallel_size > 1 and not self.has_sequence_parallel:
@@ -94,7 +103,11 @@ class Parallelism:
                 f"tensor_parallel_size {self.tensor_parallel_size} without has_sequence_parallel: what a layer saves is only "
                 "known with it. Give --sequence-parallel."
             )
-        _ = self.pipeline  # which checks chunks, microbatches and groups
+        try:
+            _ = self.pipeline  # which checks chunks, microbatches and groups
+        except ConfigError as error:
+            message = re.sub(r"\b(stages|chunks|group_size)(?= \d)", lambda match: _PIPELINE_FIELDS[match[1]], str(error))
+            raise ConfigError(message) from error
 
     @property
     def chunks(self) -> int:
@@ -160,6 +173,12 @@ class Parallelism:
             raise ConfigError(
                 f"expert_parallel_size {experts} does not divide num_experts {model.experts.num_experts} of {model.name}. "
                 "Give a size that does."
+            )
+        expert_tensor = self.expert_tensor_parallel_size
+        if model.experts is not None and model.experts.ffn_hidden_size % expert_tensor:
+            raise ConfigError(
+                f"expert_tensor_parallel_size {expert_tensor} does not divide the {model.experts.ffn_hidden_size} channels of "
+                f"an expert of {model.name}. Give a size that does."
             )
         if model.experts is None and experts > 1:
             raise ConfigError(f"expert_parallel_size {experts} and {model.name} has no experts. Give 1, or experts.")

@@ -22,6 +22,10 @@ from collections.abc import Iterable, Sequence
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 
+MOST_FORWARDS = 1_000_000
+"""Of a step: microbatches x stages x chunks. The largest batches are of tens of thousands of sequences, which data-parallel
+ranks share; with so many, their list takes a third of a gigabyte and a plan about half a minute."""
+
 
 class PassKind(enum.Enum):
     """Which way a pass goes through a model chunk."""
@@ -74,6 +78,13 @@ class Pipeline:
         """
         for name in ("microbatches", "stages", "chunks"):
             check_count(name, getattr(self, name))
+        if self.microbatches * self.stages * self.chunks > MOST_FORWARDS:
+            most = max(1, MOST_FORWARDS // (self.stages * self.chunks))
+            raise ConfigError(
+                f"microbatches {self.microbatches} through stages {self.stages} x chunks {self.chunks} are above "
+                f"{MOST_FORWARDS} forwards of a step, which no plan is made for. Give {most} microbatches or less, with a "
+                "smaller --global-batch-size or a larger data-parallel size."
+            )
         if self.chunks > 1:
             if self.stages == 1:
                 raise ConfigError(

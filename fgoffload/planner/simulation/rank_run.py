@@ -241,8 +241,6 @@ class RankRun:
             self._tallies.add_wait(cause, until_s - self.clock_s)
             if self._recorder is not None:
                 self._recorder.note_span(LaneName.COMPUTE, cause.value, self.clock_s, until_s)
-            if cause is Cause.NEIGHBOURS:
-                self._host_s += until_s - self.clock_s  # it waits for the exchange too
             self.clock_s = until_s
 
     def _wait_for_copy(self, copy: Copy, cause: Cause) -> None:

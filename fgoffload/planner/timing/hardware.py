@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count, check_rate
+from fgoffload.planner.checks import check_count, check_device_rate, check_rate
 from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.units import GIB, TIB, parse_bytes
 
@@ -40,7 +40,7 @@ class Link:
         Raises:
             ConfigError: With the field, the value and the fix.
         """
-        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
+        for name in _LINK_RATES:
             check_rate(name, getattr(self, name))
         if not isinstance(self.is_measured, bool):
             raise ConfigError(f"is_measured {self.is_measured!r} is neither true nor false. Give one of them.")
@@ -127,6 +127,10 @@ class Hardware:
                 fields["link"] = {}
             if not isinstance(fields["link"], Link):
                 fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
+            for name in _RATES:
+                check_device_rate(name, fields.get(name))
+            for name in _LINK_RATES:
+                check_device_rate(name, getattr(fields["link"], name))
             return cls(**fields)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
@@ -189,6 +193,7 @@ _RATES = (
     "nvlink_peer_bytes_per_s",
     "network_bytes_per_s",
 )
+_LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
 _NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
 _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 

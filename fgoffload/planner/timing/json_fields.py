@@ -8,14 +8,25 @@ import dataclasses
 import difflib
 import enum
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import FASTEST_PER_S
 
 T = TypeVar("T")
+
+LONGEST_S = 1e6
+"""Seconds of anything that is measured: eleven days, which no step takes. The solver cannot count with what is far longer."""
+
+MOST_BYTES = 1e15
+"""Of anything on one device or its host: a petabyte, hundreds of times what a node has."""
+
+_MOST: Mapping[str, float] = {"_per_s": FASTEST_PER_S, "_s": LONGEST_S, "_bytes": MOST_BYTES}
+"""By the end of a field's name, which is its unit, the most that it can be."""
 
 
 def to_json_value(value: Any) -> Any:
@@ -97,17 +108,25 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {_shorten(value)}. Give one of: {', '.join(map(str, values))}.")
         return kind(value)
     if kind is float:
-        # By type: JSON's true is an int in Python.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+        # By type: JSON's true is an int in Python. Compared before it is converted: one of hundreds of digits is no float.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ConfigError(f"{where} is {_shorten(value)}. Give a finite number from 0.")
+        _check_most(value, where)
         return float(value)
     if kind is int:
         if type(value) is not int or value < 0:
             raise ConfigError(f"{where} is {_shorten(value)}. Give a whole number from 0.")
+        _check_most(value, where)
         return value
     if type(value) is not kind:
         raise ConfigError(f"{where} is {_shorten(value)}. Give {'text' if kind is str else 'true or false'}.")
     return value
+
+
+def _check_most(value: float, where: str) -> None:
+    most = next((most for unit, most in _MOST.items() if where.endswith(unit)), sys.maxsize)
+    if value > most:
+        raise ConfigError(f"{where} is {_shorten(value)}, above {most:g}, which nothing measured comes to. Measure again.")
 
 
 def _shorten(value: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count, check_rate
+from fgoffload.planner.checks import check_count, check_device_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import (
     ChunkModel,
@@ -68,7 +68,7 @@ class CopyRate:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             if getattr(self, name) is None:
                 raise ConfigError(f"{name} None is no rate. Give what was measured.")
-            check_rate(name, getattr(self, name))
+            check_device_rate(name, getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

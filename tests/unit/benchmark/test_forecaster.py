@@ -47,7 +47,7 @@ def make_profile(*, layers=6, device=DEVICE, **options):
         step_s=1.0,
         min_offloaded_numel=1,
     )
-    copies = (CopyRate(size_bytes=1, d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, duplex_bytes_per_s=1.0),)
+    copies = (CopyRate(size_bytes=1, d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=1e6),)
     link = LinkProfile(copies=copies, compute_slowdown=0.0)
     return Profile(device=device, versions={}, date="today", link=link, ranks=(rank,), **options)
 

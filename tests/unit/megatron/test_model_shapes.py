@@ -237,7 +237,7 @@ def test_what_is_typed_wins_over_the_file():
     [
         ("--num-layers x", "file.sh: --num-layers 'x' is not a whole number"),
         ("--num-layers 0", "file.sh: --num-layers 0 is below 1"),
-        ("--tp 0", "file.sh: tensor_model_parallel_size 0 is below 1"),
+        ("--tp 0", "file.sh: --tensor-model-parallel-size 0 is below 1"),
         ("--num-query-groups 2", "--num-query-groups 2 has no effect without --group-query-attention"),
         ("--multi-latent-attention", "--kv-lora-rank is missing beside --multi-latent-attention"),
         ("--num-experts 8 --moe-layer-freq [0,1]", "--moe-layer-freq has 2 entries"),
@@ -246,12 +246,12 @@ def test_what_is_typed_wins_over_the_file():
         ("--pp 3", "--num-layers 8 of file .* --pipeline-model-parallel-size 3"),
         ("--cp 3", "--seq-length 128 of file is not a multiple of 6"),
         ("--ep 2", "--expert-model-parallel-size 2 and file has no experts"),
-        ("--num-gpus 3 --pp 2", "NUM_GPUS 3 is not a multiple of 2, .* Give --num-gpus 4"),
-        ("--num-gpus 0", "NUM_GPUS 0 is below 1"),
+        ("--num-gpus 3 --pp 2", "--num-gpus 3 is not a multiple of 2, .* Give --num-gpus 4"),
+        ("--num-gpus 0", "--num-gpus 0 is below 1"),
         ("--global-batch-size 3", "--global-batch-size 3 is not a multiple of .* 2 x data-parallel size 1 = 2. Give 4"),
-        ("--global-batch-size 0", "global_batch_size 0 is below 1"),
+        ("--global-batch-size 0", "--global-batch-size 0 is below 1"),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", "3 x 2 stages does not divide the 8 layers"),
-        ("--num-layers-per-virtual-pipeline-stage 0", "num_layers_per_virtual_pipeline_stage 0 is below 1"),
+        ("--num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage 0 is below 1"),
         ("--tp 2", "--tensor-model-parallel-size 2 without --sequence-parallel"),
         (
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
@@ -627,7 +627,25 @@ def test_the_defaults_are_those_of_megatrons_config(field, flag):
     ("flags", "message"),
     [
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
-        ("--num-layers 1000000000", "--num-layers 1000000000 is above 10000"),
+        ("--num-layers 1000000000", "--num-layers 1000000000 is above 1000, .* Give 1000 or less"),
+        ("--mtp-num-layers 1001", "--mtp-num-layers 1001 is above 1000"),
+        ("--seq-length 100000001", "--seq-length 100000001 is above 100000000, which no plan is made for"),
+        ("--global-batch-size 400000000", "--global-batch-size 400000000 is above 100000000, which no plan is made for"),
+        (
+            "--global-batch-size 2000002",
+            "microbatches 1000001 through .* above 1000000 forwards .* Give 1000000 microbatches or le",
+        ),
+        ("--make-vocab-size-divisible-by 1000000000", "--make-vocab-size-divisible-by 1000000000 is above 100000000"),
+        ("--rotary-percent 2", "--rotary-percent 2.0 is no part of a head"),
+        ("--hidden-dropout -0.1", "--hidden-dropout -0.1 is no part. Give a number from 0 to 1"),
+        ("--fp8-format e5m2", "--fp8-format 'e5m2' is none of: e4m3, hybrid"),
+        ("--position-embedding-type xyz", "--position-embedding-type 'xyz' is none of: learned_absolute, rope"),
+        (
+            "--position-embedding-type learned_absolute --max-position-embeddings 8 --seq-length 16",
+            "--max-position-embeddings 8 is below --seq-length 16. Give 16 or more",
+        ),
+        ("--swiglu=1", "file.sh: --swiglu takes no value, and has '1'. Leave it out"),
+        ("--vp 2", "--num-virtual-stages-per-pipeline-rank 2 with --pipeline-model-parallel-size 1"),
     ],
 )
 def test_errors_name_flags_and_not_fields(flags, message):

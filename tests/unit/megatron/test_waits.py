@@ -127,10 +127,26 @@ class Exchange:
             )
 
 
-@pytest.mark.parametrize(("batch_p2p_sync", "expected"), [(True, ["request", "stream"]), (False, ["request"])])
-def test_an_exchange_between_stages_waits_for_its_stream_and_not_for_copies(batch_p2p_sync, expected, monkeypatch):
+PADDED = f"{MOE} {ALLTOALL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch_p2p_sync", "expected"),
+    [
+        (DENSE, True, ["request", "stream"]),
+        (DENSE, False, ["request"]),
+        (PADDED, True, ["request", "stream"]),
+        (MOE, True, ["request"]),
+        (MOE, False, ["request"]),
+    ],
+    ids=["dense", "dense, no wait", "padded experts", "experts", "experts, no wait"],
+)
+def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_and_never_for_copies(
+    flags, batch_p2p_sync, expected, monkeypatch
+):
     exchange = Exchange(monkeypatch, batch_p2p_sync=batch_p2p_sync)
-    with make_trainer(DENSE, make_config("core_attn")):  # which wraps the waits
+    with make_trainer(flags, make_config("core_attn")) as trainer:  # which wraps the waits
+        trainer.run_step()
         exchange.run()
     assert exchange.happened == expected
     assert exchange.config.batch_p2p_sync == batch_p2p_sync

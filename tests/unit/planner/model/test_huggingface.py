@@ -350,9 +350,24 @@ def test_heads_of_latent_attention_need_not_divide_the_hidden_size(tmp_path):
     assert read(tmp_path, document).num_attention_heads == 96
 
 
+def test_each_layer_of_multi_token_prediction_counts(tmp_path):
+    none, one, fifty = (read(tmp_path, {**DEEPSEEK_V3, "num_nextn_predict_layers": count}) for count in (0, 1, 50))
+    assert (fifty.mtp_num_layers, fifty.get_kind(110)) == (50, "mtp")
+    one_layer = count_parameters(one) - count_parameters(none)
+    assert count_parameters(fifty) - count_parameters(none) == 50 * one_layer
+
+
+def test_an_activation_may_be_left_out_or_have_its_other_name(tmp_path):
+    assert read(tmp_path, leave_out(LLAMA3_8B, "hidden_act")) == read(tmp_path, {**LLAMA3_8B, "hidden_act": "swish"})
+
+
+def test_a_byte_order_mark_does_not_matter(tmp_path):
+    assert read(tmp_path, "\ufeff" + json.dumps(LLAMA3_8B)) == read(tmp_path, LLAMA3_8B)
+
+
 def test_null_is_not_the_same_as_left_out(tmp_path):
     assert read(tmp_path, {**MIXTRAL_8X7B, "num_key_value_heads": None}).num_query_groups == 32
-    assert read(tmp_path, {**GPT_OSS_120B, "head_dim": None}).kv_channels == 45
+    assert read(tmp_path, {**GPT_OSS_120B, "hidden_size": 3072, "head_dim": None}).kv_channels == 48
     assert read(tmp_path, {**GPT_OSS_120B, "sliding_window": None}).window_tokens is None
     assert read(tmp_path, {**DEEPSEEK_V3, "q_lora_rank": None}).latent.q_lora_rank is None
 
@@ -377,7 +392,7 @@ def test_windows_are_those_of_the_layer_types_where_a_file_has_them(tmp_path):
         ({**LLAMA3_8B, "num_hidden_layers": None}, "num_hidden_layers is missing. Add it"),
         ({**LLAMA3_8B, "hidden_size": "4096"}, "hidden_size '4096' is no whole number"),
         ({**LLAMA3_8B, "vocab_size": True}, "vocab_size True is no whole number"),
-        ({**QWEN3_30B_A3B, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is above 10000"),
+        ({**QWEN3_30B_A3B, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is above 1000, .* Give 1000 or less"),
         ({**LLAMA3_8B, "vocab_size": -1}, "vocab_size -1 is below 1. Give 1 or more"),
         ({**LLAMA3_8B, "num_key_value_heads": 0}, "num_key_value_heads 0 is below 1. Give 1 or more"),
         ({**LLAMA3_8B, "head_dim": 0}, "head_dim 0 is below 1"),
@@ -407,8 +422,22 @@ def test_windows_are_those_of_the_layer_types_where_a_file_has_them(tmp_path):
         ({**GPT_OSS_120B, "layer_types": ["chunked"]}, "layer_types has 'chunked', which is not known here. Give one of: slid"),
         ({**GPT_OSS_120B, "layer_types": []}, r"layer_types \[\] is no list"),
         ({**LLAMA3_8B, "num_attention_heads": 0}, "num_attention_heads 0 is below 1"),
-        ({**LLAMA3_8B, "num_key_value_heads": 5}, "num_query_groups 5 does not divide num_attention_heads 32"),
+        ({**LLAMA3_8B, "num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
         ({**LLAMA3_8B, "tie_word_embeddings": 0}, "tie_word_embeddings 0 is neither true nor false"),
+        (
+            {**LLAMA3_8B, "hidden_act": "gelu"},
+            "hidden_act 'gelu' is not known here: .* gated silu. Give silu, or plan from an arg",
+        ),
+        ({**DEEPSEEK_V3, "hidden_act": None}, "hidden_act None is not known here"),
+        ({**LLAMA3_8B, "head_dim": 7}, "head_dim 7 of .* is not a multiple of 8, .* Give 8"),
+        ({**DEEPSEEK_V3, "v_head_dim": 100}, "v_head_dim 100 of .* is not a multiple of 8, .* Give 104"),
+        ({**DEEPSEEK_V3, "qk_rope_head_dim": 62}, r"qk_head_dim \+ qk_pos_emb_head_dim 190 of .* Give 192"),
+        ({**DEEPSEEK_V3, "num_nextn_predict_layers": 1001}, "num_nextn_predict_layers 1001 is above 1000"),
+        ({**DEEPSEEK_V3, "num_key_value_heads": 8}, "num_key_value_heads 8 differs from num_attention_heads 128, .* Give 128"),
+        ({**LLAMA3_8B, "mlp_bias": True}, "mlp_bias True with attention_bias False: .* Give both or none"),
+        ({**LLAMA3_8B, "intermediate_size": 10**12}, "intermediate_size 1000000000000 is above 100000000"),
+        ({**QWEN3_30B_A3B, "moe_intermediate_size": 10**12}, "^[^ ]* moe_intermediate_size 1000000000000 is above 100000000"),
+        ({**LLAMA3_8B, "vocab_size": 10**15}, "vocab_size 1000000000000000 is above 100000000, .* Give 100000000 or less"),
         ({**QWEN3_30B_A3B, "mlp_only_layers": "all"}, "mlp_only_layers 'all' is no list of layers"),
         ({**QWEN3_30B_A3B, "mlp_only_layers": [True]}, "is no list of layers"),
         ({**QWEN3_30B_A3B, "num_experts": None}, "num_experts is missing"),

@@ -151,10 +151,15 @@ def test_layers_of_multi_token_prediction_are_all_in_one_stage():
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0 is below 1"),
         ({"microbatches": 0}, "microbatches 0 is below 1"),
-        ({"virtual_pipeline_size": 2, "microbatches": 4}, "chunks 2 with stages 1"),
-        ({"virtual_pipeline_size": 2, "pipeline_parallel_size": 4}, "microbatches 1 is below stages 4"),
-        ({"microbatch_group_size": 2}, "group_size 2 with chunks 1 has no effect"),
-        ({"pipeline_parallel_size": 2, "has_expert_overlap": True}, "has_expert_overlap with stages 2 and chunks 1"),
+        ({"micro_batch_size": 10**9}, "micro_batch_size 1000000000 is above 100000000, which no plan is made for"),
+        ({"pipeline_parallel_size": 2, "virtual_pipeline_size": 10**9}, "virtual_pipeline_size 1000000000 is above 100000000"),
+        ({"virtual_pipeline_size": 2, "microbatches": 4}, "virtual_pipeline_size 2 with pipeline_parallel_size 1"),
+        ({"virtual_pipeline_size": 2, "pipeline_parallel_size": 4}, "microbatches 1 is below pipeline_parallel_size 4"),
+        ({"microbatch_group_size": 2}, "microbatch_group_size 2 with virtual_pipeline_size 1 has no effect"),
+        (
+            {"pipeline_parallel_size": 2, "has_expert_overlap": True},
+            "has_expert_overlap with pipeline_parallel_size 2 and virtual_pipeline_size 1",
+        ),
         ({"expert_parallel_size": 4, "data_parallel_size": 6}, "do not divide the 6 ranks of a pipeline stage"),
         ({"tensor_parallel_size": 2, "has_sequence_parallel": False}, "tensor_parallel_size 2 without has_sequence_parallel"),
         (

@@ -119,8 +119,17 @@ def test_the_page_names_all_hardware_of_the_table():
     assert [key for key in HARDWARE if f"`{key}`" not in text] == []
 
 
-def test_a_rate_may_be_any_whole_number_however_large():
-    assert read(bf16_flop_per_s=10**400).bf16_flop_per_s == 10**400
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bf16_flop_per_s": 10**400}, r"bf16_flop_per_s 10{19} is not from 1e\+06 to 1e\+21 a second, .* Give it as in 50e9"),
+        ({"device_memory_bytes_per_s": 1e-300}, "device_memory_bytes_per_s 1e-300 is not from"),
+        ({"link": {"d2h_bytes_per_s": 1e300}}, r"d2h_bytes_per_s 1e\+300 is not from"),
+    ],
+)
+def test_a_rate_that_no_device_has_is_refused_in_a_file(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read(**changes)
 
 
 def test_what_may_be_unknown_can_be_left_out_or_null():

@@ -88,7 +88,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     assert Profile.load(path) == PROFILE
 
 
-@hypothesis.given(st.floats(0, 1e9), st.integers(0, 2**50), st.sampled_from([None, *HostWait]))
+@hypothesis.given(st.floats(0, 1e6), st.integers(0, 2**49), st.sampled_from([None, *HostWait]))
 @hypothesis.settings(deadline=None, max_examples=40)
 def test_every_number_comes_back_to_the_bit(seconds, size_bytes, wait):
     profile = make_profile(make_layer("a", forward_s=seconds, size_bytes=size_bytes, wait=wait))
@@ -167,6 +167,27 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
         (
             change("link", "copies", 0, "size_bytes", to=2**28),
             "p.json: link: copies are of [268435456, 268435456] bytes. Give each size once, from the smallest to the largest.",
+        ),
+        (
+            change("plain_step_s", to=1e308),
+            "p.json: plain_step_s is 1e+308, above 1e+06, which nothing measured comes to. Meas",
+        ),
+        (change("plain_step_s", to=float("nan")), "p.json: plain_step_s is nan. Give a finite number from 0."),
+        (change("plain_step_s", to=10**400), "p.json: plain_step_s is 1000"),
+        (change("ranks", 0, "step_end_s", to=1.1e6), "p.json: ranks[0].step_end_s is 1100000.0, above 1e+06"),
+        (
+            change(*LAYER, "segments", 1, "forward_s", to=1e308),
+            "p.json: ranks[0].chunks[0].layers[0].model.segments[1].forward_s is 1e+308, above 1e+06",
+        ),
+        (change("ranks", 0, "static_bytes", to=10**18), "p.json: ranks[0].static_bytes is 1000000000000000000, above 1e+15"),
+        (change("ranks", 0, "min_offloaded_numel", to=10**30), "p.json: ranks[0].min_offloaded_numel is 1000"),
+        (
+            change("link", "copies", 0, "d2h_bytes_per_s", to=1e-300),
+            "p.json: link.copies[0]: d2h_bytes_per_s 1e-300 is not from 1e+06 to 1e+21 a second, as rates of devices are.",
+        ),
+        (
+            change("link", "copies", 1, "duplex_bytes_per_s", to=10**400),
+            "p.json: link.copies[1].duplex_bytes_per_s is 1000",
         ),
         (
             change("link", "copies", 0, "d2h_bytes_per_s", to=0),

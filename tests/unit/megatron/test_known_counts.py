@@ -1,0 +1,123 @@
+"""A recompute is given the counts of its forward, so that the host need not wait again: the same ones, and checked."""
+
+import pytest
+import torch
+from support.trainings import MOE, make_config, make_trainer, train, write_plan
+
+from fgoffload import Action, StateError
+from fgoffload.integrations.megatron import known_counts
+from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
+from fgoffload.integrations.megatron.imports import load_module
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
+UNITS = ("moe", "layer")
+
+
+class Event:
+    """Stands for a CUDA event: `has_passed` says whether it has, and nobody may wait for it."""
+
+    def __init__(self):
+        self.has_passed = False
+
+    def query(self):
+        return self.has_passed
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """Return a list that gets all that dispatchers are given of what they move to the host."""
+    found = []
+    original = known_counts._Run.pass_on
+
+    def pass_on(self, count):
+        given = original(self, count)
+        found.append((self.position is not None, given, count))
+        return given
+
+    monkeypatch.setattr(known_counts._Run, "pass_on", pass_on)
+    return found
+
+
+def make_plan(tmp_path, unit):
+    plan = write_plan(tmp_path / "plan.json", {(1, unit): Action.RECOMPUTE})
+    return make_config(offload_plan=plan)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_recompute_is_given_what_its_forward_was_given_and_bits_stay(unit, moved, tmp_path):
+    expected, _ = train(ALLTOALL)
+    results, _ = train(ALLTOALL, make_plan(tmp_path, unit))
+    assert results == expected
+    first = [given for is_known, given, _ in moved if not is_known]
+    again = [given for is_known, given, _ in moved if is_known]
+    # One microbatch after the other, forward and then backward: the same objects, not equal ones.
+    assert len(first) == len(again) > 0
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    assert all(torch.equal(given, own) for is_known, given, own in moved if is_known)
+
+
+def test_forwards_whose_recompute_comes_later_keep_their_own():
+    counts = known_counts.KnownCounts()
+    move = counts._wrap_move(lambda tensor: tensor if tensor is None else tensor.clone())
+    first, second = (counts._remember(lambda value=value: (move(torch.tensor(value)), move(None))) for value in (1, 2))
+    before = first(), second()
+    assert move(torch.tensor(3)).item() == 3  # beside them, under no checkpoint
+    again = first(), second(), second()
+    assert all(own is known for (own, _), (known, _) in zip(again, (*before, before[1]), strict=True))
+
+
+def test_a_recompute_that_asks_for_more_than_its_forward_is_refused():
+    counts = known_counts.KnownCounts()
+    asked = [torch.tensor(1)]
+    move = counts._wrap_move(lambda tensor: tensor)
+    function = counts._remember(lambda: [move(one) for one in asked])
+    function()
+    asked.append(torch.tensor(2))
+    with pytest.raises(StateError, match="dispatched more tokens than its forward"):
+        function()
+
+
+def test_the_host_waits_for_no_event_in_a_recompute_and_for_one_in_forward(monkeypatch, tmp_path):
+    waited = []
+    with make_trainer(ALLTOALL, make_plan(tmp_path, "moe")) as trainer:
+        dispatcher = load_module(DISPATCHERS).MoEAlltoAllTokenDispatcher
+        stream = dispatcher.cuda_dtoh_stream
+        monkeypatch.setattr(type(stream), "synchronize", lambda self: waited.append(self))
+        trainer.run_step()
+    # Of both layers forward alone, in each of two microbatches: layer 1 runs again.
+    assert len(waited) == 4
+
+
+@pytest.mark.parametrize("when", ["as it comes", "later"])
+def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_counts_come(monkeypatch, when):
+    counts = known_counts.KnownCounts()
+    first, again, event = torch.tensor([3, 5]), torch.tensor([4, 4]), Event()
+    if when == "later":
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+    asked = iter((first, again, first))
+    dispatcher = type("Dispatcher", (), {"d2h_event": event})()
+    move = counts._wrap_move(lambda tensor: tensor)
+    wait = counts._wrap_wait(lambda dispatcher, point: move(next(asked)))
+    function = counts._remember(lambda: wait(dispatcher, "before_permutation_1"))
+    assert function() is first
+    assert function() is first
+    dispatcher.d2h_event.synchronize()  # returns, where the event itself cannot
+    if when == "later":
+        assert function() is first
+        event.has_passed = True
+    with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, and its forward \[3, 5\]"):
+        function()
+
+
+def test_evaluation_and_what_runs_without_a_checkpoint_remember_nothing(moved, tmp_path):
+    with make_trainer(ALLTOALL, make_config("core_attn")) as trainer:
+        trainer.run_step()
+    assert moved == []
+    with make_trainer(ALLTOALL, make_plan(tmp_path, "moe")) as trainer:
+        trainer.run_step()
+        assert moved != []
+        moved.clear()
+        trainer.evaluate()
+    assert moved == []

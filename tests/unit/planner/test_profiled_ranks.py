@@ -1,0 +1,62 @@
+"""All ranks of a profile: of a pipeline the step that keeps all takes what the plain step took."""
+
+import dataclasses
+
+import pytest
+
+from fgoffload import ConfigError, OffloadPlan
+from fgoffload.planner.profiled_ranks import make_rank_models
+from fgoffload.planner.ranks.layer_model import LayerModel, Segment
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
+from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.timing.profile import CopyRate, LinkProfile, Profile, RankProfile, make_rank_model
+from fgoffload.policy import TransferPolicy
+
+NOTHING = OffloadPlan(actions={})
+RATE = CopyRate(size_bytes=1024, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, duplex_bytes_per_s=1e9)
+# Two stages of a layer that takes 1 s forward and 2 s backward: three a microbatch, and those of the other stage once.
+STEP_S = 4 * 3 + 3
+END_S = 0.5
+
+
+def make_profile(*, stages=2, plain_step_s=None):
+    pipeline = Pipeline(stages=stages, microbatches=4)
+    ranks = []
+    for rank in range(stages):
+        layer = LayerModel(kind="dense", segments=(Segment(name="all", forward_s=1.0, backward_s=2.0),), tensors=())
+        chunk = ChunkModel(layers=(NumberedLayer(number=rank, model=layer),))
+        ranks.append(
+            RankProfile(rank=rank, pipeline=pipeline, chunks=(chunk,), static_bytes=100, step_s=99.0, step_end_s=END_S)
+        )
+    link = LinkProfile(copies=(RATE,), compute_slowdown=0.0)
+    return Profile(device="a device", versions={}, date="2026-11-24", link=link, ranks=tuple(ranks), plain_step_s=plain_step_s)
+
+
+def count_step_s(profile, **options):
+    return simulate(make_rank_models(profile, **options), NOTHING).step_s
+
+
+def test_a_pipeline_that_keeps_all_takes_its_plain_step():
+    assert count_step_s(make_profile()) == STEP_S + END_S
+    assert count_step_s(make_profile(plain_step_s=20.0)) == 20.0
+
+
+def test_another_number_of_microbatches_is_late_by_as_much_in_each():
+    # Five forwards one after the other were 4.5 s late together, and nine are 8.1.
+    found = count_step_s(make_profile(plain_step_s=STEP_S + END_S + 4.5), microbatches=8)
+    assert found == pytest.approx(8 * 3 + 3 + END_S + 8.1, rel=1e-12)
+
+
+def test_a_plain_step_that_was_shorter_changes_nothing():
+    assert make_rank_models(make_profile(plain_step_s=10.0)) == make_rank_models(make_profile())
+
+
+def test_one_stage_is_what_it_is_by_itself():
+    profile, policy = make_profile(stages=1, plain_step_s=20.0), TransferPolicy(window_bytes=5)
+    assert make_rank_models(profile, policy=policy) == (make_rank_model(profile, rank=0, policy=policy),)
+
+
+def test_a_profile_of_the_link_alone_is_refused():
+    with pytest.raises(ConfigError, match="rank 0 is not in the profile, which has the link alone"):
+        make_rank_models(dataclasses.replace(make_profile(), ranks=()))
