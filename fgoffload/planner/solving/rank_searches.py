@@ -36,7 +36,13 @@ _BASELINES_NICENESS = 10
 """Of copies that simulate baselines meanwhile: they take what the search leaves of the cores."""
 
 _MANY_WALKED = 800
-"""Simulations of random walks on one rank: so many find what rules of thumb lead to, and none of those are tried."""
+"""Simulations of random walks on one rank: so many find what rules of thumb lead to, and near what full
+recompute takes none of those are tried."""
+
+_FAR, _FAR_OF_FEW_WALKED = 0.01, 0.025
+"""Of its program's bound: a plan that takes longer than it by more is bettered by walks. Plans of six layers were 1.2 to 1.9%
+above it where walks made them 1.6 to 4.5% faster. With the few simulations that 27 layers have, plans 11 and 12% above it got 7
+and 10% faster, and two that were 2% above it stayed as they were."""
 
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
@@ -227,8 +233,7 @@ class RankSearches:
                 whole = self.ranks[self.of_ranks.index(self._apart[number])]
                 # Of the shortened step, and then for as many microbatches as the whole one has.
                 added_s = found.program.bound_s * len(whole.passes) / len(short.passes)
-                bound_s = found.kept_s + found.program.bound_s
-                bounds.append((count_step_s(whole) + added_s, found.verdict.step_s / bound_s - 1))
+                bounds.append((count_step_s(whole) + added_s, found.gap))
         if not bounds:
             return None, None
         return max(bound for bound, _ in bounds), max(max(gap for _, gap in bounds), 0.0)
@@ -255,17 +260,19 @@ class RankSearches:
         left, left_passes = self._limits.simulations, self._limits.ladder_passes
         for number in sorted(founds, key=lambda one: self._get_urgency(one, founds[one], budget_bytes), reverse=True):
             search, before = self._apart[number], self._apart[number].simulations
-            walked, others = self._count_walked(search), self._list_neighbours(number, founds)
-            most = 0 if walked >= _MANY_WALKED else left_passes // max(search.layer_passes, 1)
+            others, usual, walked = self._list_neighbours(number, founds), self._get_usual(search), self._count_walked(search)
+            walk = functools.partial(search.walk, usual=list(usual.values()), simulations=walked)
+            far = _FAR if walked >= _MANY_WALKED else _FAR_OF_FEW_WALKED
+            is_first = walked >= _MANY_WALKED and search.is_near_full(usual["full recompute"], budget_bytes)
+            most = 0 if is_first else left_passes // max(search.layer_passes, 1)
             found = search.widen_found(founds[number], budget_bytes, starts=others, simulations=most)
             left_passes -= (search.simulations - before) * search.layer_passes
-            walk = functools.partial(search.walk, usual=self._list_usual_of(search), simulations=walked)
-            found = walk(found, budget_bytes) if walked >= _MANY_WALKED else found
+            found = walk(found, budget_bytes) if is_first else found
             before = search.simulations
             found = self._improve(search, found, budget_bytes, left)
             left -= search.simulations - before
-            # Behind the moves few walks can make a plan no slower. Before them, moves began elsewhere, and some ended worse.
-            founds[number] = found if walked >= _MANY_WALKED else walk(found, budget_bytes)
+            # Behind the moves walks make no plan slower. Before them, few walks led moves elsewhere, and some ended worse.
+            founds[number] = walk(found, budget_bytes) if not is_first and found.is_far(budget_bytes, gap=far) else found
         # The host does less where that costs next to nothing.
         self._refine(founds, budget_bytes, RankSearch.settle_found, passes=self._limits.settling_passes)
         # With many layers moves end before each row of the plan was tried without.
@@ -315,10 +322,10 @@ class RankSearches:
         own_passes = self._limits.walk_passes // len(self._apart)
         return min(self._limits.walk_simulations, own_passes // max(search.layer_passes, 1))
 
-    def _list_usual_of(self, search: RankSearch) -> list[State]:
-        """Return the baselines of the rank of a search."""
+    def _get_usual(self, search: RankSearch) -> dict[str, State]:
+        """Return the baselines of the rank of a search, by name."""
         place = self.of_ranks.index(search)
-        return [states[place] for states in self.list_baselines().values()]
+        return {name: states[place] for name, states in self.list_baselines().items()}
 
     def _improve(self, search: RankSearch, found: Found, budget_bytes: int, simulations: int) -> Found:
         """Return what moves make of `found`, as long as there are passes left for all ranks."""

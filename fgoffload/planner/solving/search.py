@@ -56,6 +56,10 @@ _FEWEST_WALKED = 280
 """Simulations: fewer lead walks nowhere. 296 make plans for the 27 layers of DeepSeek-V2-Lite up to 10% faster near its least
 budget, 250 those for the 32 layers of Llama-3 8B by no more than 0.05%, for seconds of search."""
 
+_NEAR_PARTS = 10
+"""On few layers walks are tried for budgets up to such a part of the way from what full recompute takes to what keeping all
+takes. Plans of six layers were 1 to 13% faster by them up to a twentieth of that way, at a tenth 1 to 2%."""
+
 _SCALE = 12
 """Steps from the static memory to what keeping all takes: budgets of which programs are solved whatever the budget is."""
 _LOOSER = 2
@@ -86,6 +90,16 @@ class Found:
     """How much higher the simulated peak was than that program's."""
     kept_s: float
     """How long the step takes where everything is kept."""
+
+    @property
+    def gap(self) -> float:
+        """How much longer the step is than the bound of the program, as a part of it."""
+        return math.inf if self.program is None else self.verdict.step_s / (self.kept_s + self.program.bound_s) - 1
+
+    def is_far(self, budget_bytes: int, *, gap: float) -> bool:
+        """Return whether the step is longer than the bound by more than `gap`, or it or the program is above the budget."""
+        program_bytes = 0 if self.program is None else self.program.peak_bytes
+        return self.gap > gap or max(program_bytes, self.verdict.peak_bytes) > budget_bytes
 
 
 class RankSearch:
@@ -203,6 +217,15 @@ class RankSearch:
             return found
         state = self._repair(states, budget_bytes)
         return dataclasses.replace(found, state=state, verdict=self.judge(state))
+
+    def is_near_full(self, full: State, budget_bytes: int) -> bool:
+        """Return whether there is little more room than for `full`, which runs all again, or less.
+
+        There a bound says nothing on few layers: plans less than 1% above it were up to 11% slower than others that fit.
+        """
+        full_bytes = self.judge(full).peak_bytes
+        kept_bytes = self.judge(keep_all(self.slots, self.modes)).peak_bytes
+        return _NEAR_PARTS * (budget_bytes - full_bytes) < kept_bytes - full_bytes
 
     def walk(self, found: Found, budget_bytes: int, *, usual: Sequence[State], simulations: int) -> Found:
         """Return the best of `found` and of what random walks come to in the cell of the budget and in the one below.

@@ -6,11 +6,11 @@ import itertools
 import pytest
 from support.toy_ranks import draw_rank, make_toy_layer, make_toy_rank
 
-from fgoffload import Action
+from fgoffload import Action, OffloadPlan
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import Detail
 from fgoffload.planner.simulation.simulator import simulate_rank
-from fgoffload.planner.solving import search
+from fgoffload.planner.solving import rank_searches, search
 from fgoffload.planner.solving.choices import list_configurations, list_modes
 from fgoffload.planner.solving.frontier import measure_layer
 from fgoffload.planner.solving.placement import keep_all, list_slots, make_plan
@@ -105,6 +105,7 @@ def test_budgets_of_one_cell_have_the_same_plans_to_choose_from(monkeypatch):
     rank = dataclasses.replace(draw_rank(7), rank=0)
     monkeypatch.setattr(search, "_FEWEST_WALKED", 1)
     monkeypatch.setattr(search, "_CELLS", 4)
+    monkeypatch.setattr(search, "_NEAR_PARTS", 0)  # however large the budget is
     least = find_least_budget([rank])
     walked = [list_drawn(monkeypatch, rank, budget_bytes) for budget_bytes in range(least + 2, least + 40, 4)]
     walked = [one for one in walked if one]
@@ -112,8 +113,22 @@ def test_budgets_of_one_cell_have_the_same_plans_to_choose_from(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [3, 7])
-def test_walks_alone_make_no_larger_budget_slower(seed):
+def test_walks_alone_make_no_larger_budget_slower(monkeypatch, seed):
+    monkeypatch.setattr(search, "_NEAR_PARTS", 0)  # however large the budget is
     rank = dataclasses.replace(draw_rank(seed), rank=0)
     least = find_least_budget([rank])
     steps = [solve([rank], budget_bytes=least + more, limits=NO_MOVES).result.step_s for more in range(0, 60, 10)]
     assert all(later <= before + 1e-9 for before, later in itertools.pairwise(steps))
+
+
+def test_walks_are_for_budgets_near_full_recompute_and_for_plans_far_above_their_bounds(monkeypatch):
+    rank = dataclasses.replace(draw_rank(7), rank=0)
+    least = find_least_budget([rank])
+    kept = simulate_rank(rank, OffloadPlan(actions={})).peak_bytes
+    assert list_drawn(monkeypatch, rank, least)
+    found = solve([rank], budget_bytes=kept - 1, limits=NO_MOVES)
+    assert found.gap is not None
+    monkeypatch.setattr(rank_searches, "_FAR", found.gap + 0.001)
+    assert not list_drawn(monkeypatch, rank, kept - 1)
+    monkeypatch.setattr(rank_searches, "_FAR", -1.0)
+    assert list_drawn(monkeypatch, rank, kept - 1)
