@@ -1,4 +1,4 @@
-"""What is predicted of settings that were measured: docs/results/predictions_h200_202611.md, and w2_moe_h100_202611.md."""
+"""What is predicted of settings that were measured: docs/results/predictions_h200_202611.md, and two pages of H100s."""
 
 import gzip
 from pathlib import Path
@@ -15,16 +15,21 @@ from fgoffload.planner.timing.profile import Profile
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
 PAGE, H100_PAGE = RESULTS / "predictions_h200_202611.md", RESULTS / "w2_moe_h100_202611.md"
+TWO_STAGES_PAGE = RESULTS / "w2_1f1b_h100_202611.md"
 PLANS = RESULTS / "plans"
 PROFILES = RESULTS / "profiles"
 H100_RUN = "2026-11-24, H100"
+TWO_STAGES = ("2026-11-24, 1F1B", "2026-11-24, 1F1B, later")
+"""Two runs on two H100, the second with the plan of the first."""
 GIB = 2**30
 HEADINGS = {Source.TABLE: "## From the hardware table", Source.PROFILE: "## From profiles"}
 CUT_OFF = {Source.TABLE: "### Cut off, from the hardware table", Source.PROFILE: "### Cut off, from its profile"}
 """Of a run that ended in its second repeat, five steps a setting, and of one whose host was late in the first of two."""
 ON_H100 = {Source.TABLE: "### From the hardware table of an H100", Source.PROFILE: "### From the profile of the run on an H100"}
+ON_TWO_H100 = {Source.TABLE: "### From the hardware table of two H100", Source.PROFILE: "### From the profile of two stages"}
 RUN_PROFILES = {
     H100_RUN: "w2_moe_h100",
+    **dict.fromkeys(TWO_STAGES, "w2_moe_1f1b_h100"),
     "2026-11-23, third": "w2_moe_third",
     "2026-11-23, fourth": "w2_moe_fourth",
     "2026-11-23, fifth": "w2_moe_fifth",
@@ -44,6 +49,11 @@ ABOVE_CUT_OFF = {
 """Settings that are predicted worse than the limits, since the host was later than the device in those runs."""
 ABOVE_ON_H100 = {Source.TABLE: set(), Source.PROFILE: {"plan:w2_14.6GiB_h100", "plan:w2_16.5GiB_h100"}}
 """The same, of the run on an H100."""
+ABOVE_ON_TWO_H100 = {
+    Source.TABLE: {(TWO_STAGES[1], "plan:w2_1f1b_18.7GiB_h100")},
+    Source.PROFILE: {(TWO_STAGES[0], "plan:w2_1f1b_18.7GiB_h100")},
+}
+"""The same, by run, of those on two."""
 
 
 def read_rows(heading, page=PAGE):
@@ -56,24 +66,34 @@ def read_rows(heading, page=PAGE):
 ROWS = {source: read_rows(HEADINGS[source]) for source in Source}
 CUT_OFF_ROWS = {source: read_rows(CUT_OFF[source]) for source in Source}
 H100_ROWS = {source: read_rows(ON_H100[source], H100_PAGE) for source in Source}
+TWO_STAGES_ROWS = {source: read_rows(ON_TWO_H100[source], TWO_STAGES_PAGE) for source in Source}
+ALL_ROWS = (ROWS, CUT_OFF_ROWS, H100_ROWS, TWO_STAGES_ROWS)
 
 
 def make_forecaster(run, model, flags):
     """Return what predicts a model from the table and, where it was measured so, from its profile."""
     path = ROOT / "arguments" / f"{model}.sh"
     file_flags = tuple(read_argument_file(path, variables={}))
-    job = Job(source=path.name, file_flags=file_flags, typed_flags=tuple(flags.split()), warmup=1, steps=1, plan_folder=Path())
+    job = Job(
+        source=path.name,
+        file_flags=file_flags,
+        typed_flags=tuple(flags.split()),
+        world_size=2 if run in TWO_STAGES else 1,
+        warmup=1,
+        steps=1,
+        plan_folder=Path(),
+    )
     packed = PROFILES / f"{RUN_PROFILES.get(run, model)}.json.gz"
     profile = Profile.from_json(gzip.decompress(packed.read_bytes()).decode(), source=packed.name)
     forecaster = Forecaster(job, profile=profile)
-    forecaster.meet("NVIDIA H100 80GB HBM3" if run == H100_RUN else "NVIDIA H200")
+    forecaster.meet("NVIDIA H100 80GB HBM3" if run in (H100_RUN, *TWO_STAGES) else "NVIDIA H200")
     return forecaster
 
 
 @pytest.fixture(scope="module")
 def forecasters():
     """Return what predicts, by run, model and the flags typed beside its file: each one's ranks are built once."""
-    keys = dict.fromkeys(row[:3] for rows in (ROWS, CUT_OFF_ROWS, H100_ROWS) for source in Source for row in rows[source])
+    keys = dict.fromkeys(row[:3] for rows in ALL_ROWS for source in Source for row in rows[source])
     return {key: make_forecaster(*key) for key in keys}
 
 
@@ -99,12 +119,16 @@ def predict_cells(forecaster, row, source):
 
 
 def check_rows(rows, source, forecasters):
-    """Check that rows say what is predicted now, worst first, and return the settings above the limits."""
+    """Check that rows say what is predicted now, worst first, and return the runs and settings above the limits."""
     found = [predict_cells(forecasters[row[:3]], row, source) for row in rows]
     assert [cells for cells, _ in found] == rows
     badness = [part for _, part in found]
     assert badness == sorted(badness, reverse=True)
-    return {row[3] for row, part in zip(rows, badness, strict=True) if part > 1}
+    return {(row[0], row[3]) for row, part in zip(rows, badness, strict=True) if part > 1}
+
+
+def list_settings(above):
+    return {setting for _, setting in above}
 
 
 @pytest.mark.parametrize("source", Source)
@@ -114,13 +138,19 @@ def test_the_page_says_what_is_predicted_now_worst_first_and_all_is_within_the_l
 
 @pytest.mark.parametrize("source", Source)
 def test_what_was_cut_off_is_there_with_what_is_above_the_limits(source, forecasters):
-    assert check_rows(CUT_OFF_ROWS[source], source, forecasters) == ABOVE_CUT_OFF[source]
+    assert list_settings(check_rows(CUT_OFF_ROWS[source], source, forecasters)) == ABOVE_CUT_OFF[source]
 
 
 @pytest.mark.parametrize("source", Source)
 def test_the_run_on_an_h100_has_all_its_settings_with_what_is_above_the_limits(source, forecasters):
     assert len(H100_ROWS[source]) == 11
-    assert check_rows(H100_ROWS[source], source, forecasters) == ABOVE_ON_H100[source]
+    assert list_settings(check_rows(H100_ROWS[source], source, forecasters)) == ABOVE_ON_H100[source]
+
+
+@pytest.mark.parametrize(("source", "count"), [(Source.TABLE, 5), (Source.PROFILE, 3)])
+def test_the_runs_of_two_stages_have_all_their_settings_with_what_is_above_the_limits(source, count, forecasters):
+    assert len(TWO_STAGES_ROWS[source]) == count
+    assert check_rows(TWO_STAGES_ROWS[source], source, forecasters) == ABOVE_ON_TWO_H100[source]
 
 
 @pytest.mark.parametrize("source", Source)
@@ -133,8 +163,7 @@ def test_three_models_have_four_settings_and_plans_among_them(source):
 
 
 def test_each_plan_that_is_kept_was_measured():
-    rows = (*ROWS[Source.TABLE], *CUT_OFF_ROWS[Source.TABLE], *H100_ROWS[Source.TABLE])
-    measured = {row[3] for row in rows if row[3].startswith("plan:")}
+    measured = {row[3] for rows in ALL_ROWS for row in rows[Source.TABLE] if row[3].startswith("plan:")}
     assert measured == {f"plan:{path.stem}" for path in PLANS.glob("*.json")}
 
 

@@ -1,0 +1,209 @@
+"""What the host takes for a step, setting by setting: launching forward and backward, and waiting for the device.
+
+    python examples/benchmarks/host_time.py ARGUMENTS.sh [--settings nothing plan:FILE ...] [--steps 8] [--warmup 3]
+        [--out FILE] [Megatron's flags]
+
+In a forward with experts the host waits for the device in each layer. Between two waits it has to launch a layer in the time
+that the device takes for one: what "forward" is above that, the device waits for. The first wait of each forward is for the
+backward before it, in which the host is ahead; so waits can be long where nobody is late. No profiler runs, which would make
+the host twice as slow.
+
+What you should see: a table with the median of each setting, in ms of a step: the step, what the host takes for forward and for
+backward without waits, and how long it waits in each. `--out` has every step, as JSON.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fgoffload.benchmark.job import Job
+from fgoffload.benchmark.loading import load_arguments
+from fgoffload.benchmark.runner import Runner, quiet_collector
+from fgoffload.benchmark.settings import Setting, parse_setting
+from fgoffload.errors import ConfigError, OffloadError
+from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, name_device
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.training_policy import Kernels, Update
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+HEADINGS = ("setting", "step", "forward", "waits in it", "backward", "waits in it")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostStep:
+    """Seconds of one step."""
+
+    step_s: float
+    """Until the device was done."""
+    forward_s: float
+    """Of the host in all forwards, without waits."""
+    forward_waits_s: float
+    """In which the host waited for an event in them."""
+    backward_s: float
+    """The same of all backwards."""
+    backward_waits_s: float
+    """The same of all backwards."""
+
+
+class Clock:
+    """Adds up what the host takes inside of calls that it wraps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inside = ""
+
+    def wrap(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return `original` with its time counted as `name`."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._inside = self._inside, name
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._add(name, time.perf_counter() - begin)
+                self._inside = before
+
+        return call
+
+    def wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `original`, a wait, with its time counted as a wait of what it is in."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = original(*args, **kwargs)
+            self._add(f"{self._inside} waits", time.perf_counter() - begin)
+            return result
+
+        return call
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def read(self, step_s: float) -> HostStep:
+        """Return what a step came to."""
+        times = [self.seconds.get(name, 0.0) for name in ("forward", "forward waits", "backward", "backward waits")]
+        return HostStep(
+            step_s=step_s,
+            forward_s=times[0] - times[1],
+            forward_waits_s=times[1],
+            backward_s=times[2] - times[3],
+            backward_waits_s=times[3],
+        )
+
+
+@contextlib.contextmanager
+def clocked() -> Iterator[Clock]:
+    """Count what the host does in Megatron's schedules inside."""
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    clock = Clock()
+    with Patches() as patches:
+        for name, what in (("forward_step", "forward"), ("backward_step", "backward")):
+            patches.replace(SCHEDULES, name, clock.wrap(getattr(schedules, name), what))
+        # Backward runs on a thread of autograd's, while the one that called it waits.
+        patches.replace("torch.cuda:Event", "synchronize", clock.wrap_wait(torch.cuda.Event.synchronize))
+        yield clock
+
+
+def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> list[HostStep]:
+    """Return what the host takes in each of some steps of a setting."""
+    found = []
+    with runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
+        for _ in range(warmup):
+            trainer.run_step(with_digests=False)
+        for _ in range(steps):
+            gc.collect()
+            with clocked() as clock:
+                found.append(clock.read(trainer.run_step(with_digests=False).seconds))
+    return found
+
+
+def build_table(title: str, results: dict[str, list[HostStep]]) -> Table:
+    """Return the medians of all settings."""
+    table = Table(title=Text(title), title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
+    for name, steps in results.items():
+        columns = zip(*(dataclasses.astuple(step) for step in steps), strict=True)
+        table.add_row(name, *(f"{1e3 * statistics.median(column):.1f}" for column in columns))
+    return table
+
+
+def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console) -> None:
+    """Measure all settings and show them.
+
+    Raises:
+        OffloadError: A setting cannot be trained here, in one process.
+    """
+    settings = [parse_setting(word) for word in options.settings]
+    with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
+        job = Job(
+            source=str(options.file),
+            file_flags=read_argument_file(options.file, variables=os.environ),
+            typed_flags=tuple(flags),
+            own_flags=("--settings", "--steps", "--warmup", "--out"),
+            warmup=options.warmup,
+            steps=options.steps,
+            plan_folder=Path(folder),
+        )
+        arguments = load_arguments(job)
+        if arguments.world_size > 1:
+            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
+        initialize_parallel(arguments)
+        try:
+            runner = Runner(job, on_step=lambda _: None)
+            results = {one.name: measure(runner, one, warmup=job.warmup, steps=job.steps) for one in settings}
+            title = f"{job.source} on {name_device()}: ms of a step"
+        finally:
+            destroy_parallel()
+    console.print(build_table(title, results))
+    if options.out is not None:
+        document = {name: [dataclasses.asdict(step) for step in steps] for name, steps in results.items()}
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("file", metavar="ARGUMENTS.sh", type=Path)
+    parser.add_argument("--settings", metavar="NAME", nargs="+", default=["nothing", "ours:expert_fc1"])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--out", metavar="FILE", type=Path)
+    options, flags = parser.parse_known_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps} is below 1.")
+    # As launch scripts of Megatron have it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    console = Console()
+    console.width = max(console.width, 120)
+    try:
+        run_all(options, flags, console)
+    except OffloadError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
