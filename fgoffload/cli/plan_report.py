@@ -11,10 +11,11 @@ from rich.text import Text
 
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
 from fgoffload.errors import ConfigError
-from fgoffload.plan import TOKENS, Action
+from fgoffload.plan import Action
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
+from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
@@ -69,22 +70,6 @@ class Subject:
             f"{count} microbatch{'es' if count > 1 else ''} of {sizes.micro_batch_size} x {self.model.seq_length}"
         )
 
-    def list_facts(self) -> dict[str, int]:
-        """Return what a plan for this holds for: `OffloadPlan.made_for`."""
-        model, sizes = self.model, self.parallelism
-        return {
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
-            "num_moe_experts": 0 if model.experts is None else model.experts.num_experts,
-            "tensor_model_parallel_size": sizes.tensor_parallel_size,
-            "pipeline_model_parallel_size": sizes.pipeline_parallel_size,
-            "virtual_pipeline_model_parallel_size": sizes.virtual_pipeline_size or 1,
-            "context_parallel_size": sizes.context_parallel_size,
-            "expert_model_parallel_size": sizes.expert_parallel_size,
-            TOKENS: sizes.micro_batch_size * model.seq_length,
-        }
-
 
 def show_plan(
     console: Console,
@@ -124,7 +109,9 @@ def show_plan(
         console.print(build_rank_table(report))
     console.print(describe_flags(report.solution.nearest, report.solution.result))
     if (path := files["json"]) is not None:
-        _write(path, dataclasses.replace(report.solution.plan, made_for=subject.list_facts()).to_json())
+        _write(
+            path, dataclasses.replace(report.solution.plan, made_for=list_facts(subject.model, subject.parallelism)).to_json()
+        )
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)
     if files["plot"] is not None or files["timeline"] is not None:
         detailed = simulate(report.ranks, report.solution.plan, detail=Detail.TIMELINE)

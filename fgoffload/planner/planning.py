@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
+from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.solving.search_limits import SearchLimits
@@ -76,7 +77,9 @@ def plan(
         PlanError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
     """
     ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-    return plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
+    made_for = dataclasses.replace(report.solution.plan, made_for=list_facts(model, parallelism))
+    return dataclasses.replace(report, solution=dataclasses.replace(report.solution, plan=made_for))
 
 
 def plan_ranks(

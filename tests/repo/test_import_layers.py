@@ -89,8 +89,9 @@ PLANNER_MAY_IMPORT = {
     "model_ranks": ("checks", "ranks", "model", "operations", "memory", "timing"),
     "simulation": ("checks", "ranks", "simulation"),
     "solving": ("checks", "worker_processes", "ranks", "simulation", "solving"),
+    "plan_facts": ("model",),
     "profiled_ranks": ("ranks", "timing", "simulation"),
-    "planning": ("checks", "ranks", "model", "timing", "model_ranks", "simulation", "solving"),
+    "planning": ("checks", "ranks", "model", "timing", "model_ranks", "plan_facts", "simulation", "solving"),
     "__init__": ("model", "timing", "model_ranks", "planning"),
 }
 """By part of the planner: the parts of the planner that it may import. Simulator and solver know no model and no device."""

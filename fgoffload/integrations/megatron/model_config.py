@@ -33,6 +33,18 @@ _FACTS = {
     "virtual_pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "ffn_hidden_size": 0,
+    "num_query_groups": 0,
+    "kv_channels": 0,
+    "kv_lora_rank": 0,
+    "qk_head_dim": 0,
+    "qk_pos_emb_head_dim": 0,
+    "v_head_dim": 0,
+    "moe_router_topk": 0,
+    "moe_ffn_hidden_size": 0,
+    "moe_shared_expert_intermediate_size": 0,
+    "mtp_num_layers": 0,
 }
 """What a plan may say that it was made for, with what None stands for."""
 

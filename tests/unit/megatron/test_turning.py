@@ -56,7 +56,16 @@ def test_what_a_plan_says_may_be_on_its_way_when_the_loss_begins_is_what_the_eng
 
 @pytest.mark.parametrize(
     ("name", "planned"),
-    [("num_layers", 3), ("hidden_size", 8), ("num_moe_experts", 4), ("pipeline_model_parallel_size", 2), ("tokens", 1)],
+    [
+        ("num_layers", 3),
+        ("hidden_size", 8),
+        ("num_moe_experts", 4),
+        ("pipeline_model_parallel_size", 2),
+        ("ffn_hidden_size", 7),
+        ("num_query_groups", 1),
+        ("kv_channels", 3),
+        ("tokens", 1),
+    ],
 )
 def test_a_plan_that_was_made_for_another_training_is_refused_with_what_differs(tmp_path, name, planned):
     actions = {Site(chunk=0, layer=layer, tag="core_attn"): Action.OFFLOAD for layer in range(2)}

@@ -1,0 +1,48 @@
+"""What a plan is made for, in whole numbers: a training that differs in one of them is refused."""
+
+from fgoffload.plan import TOKENS
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism
+
+
+def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int]:
+    """Return what a plan holds for, by the names of Megatron's config: see `OffloadPlan.made_for`.
+
+    What a model does not have is left out: what its config says of that changes nothing.
+
+    Args:
+        model: What was planned.
+        parallelism: Its ranks.
+    """
+    sizes = parallelism
+    facts = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_moe_experts": 0 if model.experts is None else model.experts.num_experts,
+        "mtp_num_layers": model.mtp_num_layers,
+        "tensor_model_parallel_size": sizes.tensor_parallel_size,
+        "pipeline_model_parallel_size": sizes.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": sizes.chunks,
+        "context_parallel_size": sizes.context_parallel_size,
+        "expert_model_parallel_size": sizes.expert_parallel_size,
+    }
+    if model.ffn_hidden_size:
+        facts["ffn_hidden_size"] = model.ffn_hidden_size
+    if model.latent is None:
+        facts |= {"num_query_groups": model.num_query_groups, "kv_channels": model.kv_channels}
+    else:
+        facts |= {
+            "kv_lora_rank": model.latent.kv_lora_rank,
+            "qk_head_dim": model.latent.qk_head_dim,
+            "qk_pos_emb_head_dim": model.latent.qk_pos_emb_head_dim,
+            "v_head_dim": model.latent.v_head_dim,
+        }
+    if model.experts is not None:
+        facts |= {
+            "moe_router_topk": model.experts.topk,
+            "moe_ffn_hidden_size": model.experts.ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": model.experts.shared_ffn_hidden_size,
+            "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
+        }
+    return {**facts, TOKENS: sizes.micro_batch_size * model.seq_length}
