@@ -27,7 +27,7 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int]:
         "context_parallel_size": sizes.context_parallel_size,
         "expert_model_parallel_size": sizes.expert_parallel_size,
     }
-    if model.ffn_hidden_size:
+    if model.experts is None or not all(model.moe_layers or ()):
         facts["ffn_hidden_size"] = model.ffn_hidden_size
     if model.latent is None:
         facts |= {"num_query_groups": model.num_query_groups, "kv_channels": model.kv_channels}
