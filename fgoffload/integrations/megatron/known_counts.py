@@ -9,6 +9,10 @@ backward, falls back to where the device is. Each kernel behind that wait is lau
 So the counts of a forward under a checkpoint are remembered with it, and its recompute is given those at once. It asks for its
 own all the same, without a wait: when these have come they are compared, and where they differ that is an error. Then the
 router chose otherwise the second time, and gradients are those of another forward, with or without this.
+
+That holds for the first dispatcher of a checkpoint alone. What is behind it has passed the combine of the experts, which adds
+with atomics where permutation is not fused and algorithms need not be deterministic: a recompute may differ there in a last
+bit, and the next router with it. So where one checkpoint is around several layers, the others ask as Megatron has them ask.
 """
 
 import collections
@@ -47,7 +51,7 @@ class _Asked(NamedTuple):
 
 
 class _Run:
-    """The dispatchers' counts in one forward under a checkpoint, in order."""
+    """The counts of the first dispatcher in one forward under a checkpoint, in order."""
 
     def __init__(self) -> None:
         self.counts: list[Any] = []
@@ -56,9 +60,13 @@ class _Run:
         """Of the next one in a recompute; None in forward."""
         self.asked: list[tuple[Any, Any]] = []
         """Of the wait that comes next: what is known, and what comes."""
+        self.is_past_first = False
+        """Whether this pass has come past its first dispatcher."""
 
     def pass_on(self, count: Any) -> Any:
         """Return what the dispatcher is given in place of `count`, which may still be on its way."""
+        if self.is_past_first:
+            return count
         if self.position is None:
             self.counts.append(count)
             return count
@@ -128,7 +136,8 @@ class KnownCounts:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_first
             self._check()
-            run.position, is_first = None if is_first else 0, False
+            run.position, run.is_past_first = None if is_first else 0, False
+            is_first = False
             with self._inside(run):
                 return function(*args, **kwargs)
 
@@ -161,6 +170,8 @@ class KnownCounts:
                 self._asked.append(_Asked(dispatcher.d2h_event, tuple(run.asked)))
                 run.asked.clear()
                 dispatcher.d2h_event = _PASSED
+            if run is not None and run.counts:
+                run.is_past_first = True
             return result
 
         return wait

@@ -79,7 +79,7 @@ class HostPace(enum.Enum):
 
     BESIDE = "beside compute"  # the device is the host
     LAYER_AHEAD = "a layer ahead"  # forward of a layer lets it wait, as token dispatchers do
-    PASS_AHEAD = "a pass ahead"  # 1F1B: it waits for each exchange between stages, and within a pass for nothing
+    PASS_AHEAD = "a pass ahead"  # 1F1B where no layer lets it wait: it waits for each exchange between stages
     STEP_AHEAD = "a step ahead"  # it has launched all that follows before the first copy is done
 
 

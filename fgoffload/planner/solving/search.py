@@ -252,7 +252,9 @@ class RankSearch:
         )
         starts = [*usual, *self._list_loose(low_bytes), *self._list_even()]
         walks.run(starts, low_bytes=low_bytes, high_bytes=low_bytes + 2 * cell_bytes, simulations=simulations)
-        self.learn({**walks.known, **self.knowledge})
+        # Without the peaks of stretches, which walks alone look at: they take far more memory than all else.
+        plain = {key: (state, dataclasses.replace(one, peaks=None)) for key, (state, one) in walks.known.items()}
+        self.learn({**plain, **self.knowledge})
         state = self._pick([found.state, *(state for state, _ in walks.known.values())], budget_bytes)
         return dataclasses.replace(found, state=state, verdict=self.judge(state))
 
