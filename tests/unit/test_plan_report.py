@@ -77,7 +77,10 @@ def test_what_hides_and_slows_compute_is_no_free_copy():
 def test_rows_that_run_again_say_what_they_free():
     report = make_report(budget_bytes=33)
     again = [row for row in read_table(build_decision_table(report)) if Action(row["action"]).recomputes]
-    assert [(row["tag or unit"], row["frees"]) for row in again] == [("moe_act", "6 B")]
+    assert [(row["layers of kind"], row["tag or unit"], row["frees"]) for row in again] == [
+        ("one", "moe_act", "6 B"),
+        ("other", "moe_act", "6 B"),
+    ]
 
 
 def test_a_row_whose_layers_differ_says_from_what_to_what():
