@@ -29,15 +29,11 @@ from fgoffload.engine import is_in_backward
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.layer_inputs import BLOCK_MODULE, PARALLEL, RECOMPUTE_MODULE
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
 
-PARALLEL = "megatron.core.tensor_parallel"
-_TE_USERS = (
-    "megatron.core.transformer.moe.moe_layer",
-    "megatron.core.transformer.transformer_block",
-    "megatron.core.recompute",
-)
+_TE_USERS = ("megatron.core.transformer.moe.moe_layer", BLOCK_MODULE, RECOMPUTE_MODULE)
 """Modules that import Transformer Engine's checkpoint by name, for quantized layers; the last one since 0.18."""
 
 

@@ -22,7 +22,7 @@ from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, ma
 from fgoffload.planner.solving.program import count_step_s, load_solver
 from fgoffload.planner.solving.search import Found, RankSearch
 from fgoffload.planner.solving.search_limits import SearchLimits
-from fgoffload.planner.solving.verdict import Judge, Knowledge, Verdict
+from fgoffload.planner.solving.verdict import Judge, Knowledge, Verdict, make_key
 from fgoffload.planner.worker_processes import map_in_processes
 
 _CHAINS = 2
@@ -434,7 +434,7 @@ def _call(work: Callable[[], Any]) -> Any:
 
 
 def _make_key(states: Sequence[State]) -> object:
-    return tuple(tuple(configuration.actions for configuration in state) for state in states)
+    return tuple(map(make_key, states))
 
 
 def _make_judge(rank: RankModel, detail: Detail) -> Judge:

@@ -8,8 +8,9 @@ simulated annealing. Each walk begins at the best of what is known at its price,
 
     [Note: Cells of budgets]
     Walks know nothing of the budget that is asked for: only in which cell of a fixed scale it lies. So all budgets of a cell
-    have the same plans to choose from, and of these a larger one has no fewer. A budget also has the walks of the cell below:
-    without them one that begins a cell would know only plans that are above it.
+    have the same plans to choose from, and of these a larger one has no fewer. They go to budgets of the cell below as well:
+    without those a budget that begins a cell would know only plans that are above it. Two cells have walks of their own each,
+    so that of two budgets on both sides of a border the larger one can be slower.
 """
 
 import math
