@@ -11,8 +11,8 @@ engine wants a variable set at start), and its ratio is that of the two steps in
 anew, for where a system puts a process is luck too. All models are on the device at once: it has to have room for them.
 
 What you should see: a line for each repeat, then a table: of each setting the median step with p20 and p80, the step time over
-nothing with an interval of 95% over the repeats, each the median of its rounds, and those medians. `--out` has every step as
-`turns.json`, up to date after each repeat, and what the processes printed.
+nothing with an interval of 95% over the repeats, each the median of its rounds, those medians, and the most that tensors took.
+`--out` has every step, and the most of each repeat, as `turns.json`, up to date after each, and what the processes printed.
 """
 
 import argparse
@@ -45,12 +45,13 @@ from fgoffload.benchmark.worker import redirect_output
 from fgoffload.environment import keep_environment, set_environment
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.units import GIB
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "turns.json"
-HEADINGS = ("setting", "step ms (p20 p80)", "over nothing", "by repeat")
-STEP = "step"
-"""What a process is told to run."""
+HEADINGS = ("setting", "step ms (p20 p80)", "over nothing", "by repeat", "peak GiB")
+STEP, PEAK = "step", "peak"
+"""What a process is asked for: to run one, and how many bytes tensors took at most in all steps that it was asked for."""
 
 SILENCE_SECONDS = 300.0
 """After so long without a word a process is given up."""
@@ -71,6 +72,9 @@ class Player:
 
 Steps = dict[Player, list[float]]
 """Seconds of each step, by round."""
+
+Peaks = dict[Player, int | None]
+"""Bytes of one repeat; None on a device whose allocator does not count."""
 
 
 def list_players(settings: Sequence[Setting]) -> list[Player]:
@@ -101,7 +105,7 @@ def play(job: Job, setting: Setting, log: Path, connection: Connection) -> None:
 def _play(job: Job, setting: Setting, connection: Connection) -> None:
     # Here, since it loads torch, and Transformer Engine behind it, which reads its switches then.
     from fgoffload.benchmark.loading import describe_workload, load_arguments
-    from fgoffload.benchmark.runner import Runner, quiet_collector
+    from fgoffload.benchmark.runner import Runner, find_peak, quiet_collector, reset_peaks
     from fgoffload.benchmark.surroundings import find_surroundings
     from fgoffload.integrations.megatron.parallel import initialize_parallel, name_device
     from fgoffload.integrations.megatron.training_policy import Kernels
@@ -114,10 +118,12 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
     with runner.train(setting, Kernels.FASTEST, job.update) as trainer, quiet_collector():
         for _ in range(job.warmup):
             trainer.run_step(with_digests=False)
+        reset_peaks()
         connection.send((describe_workload(arguments), find_surroundings(device=name_device())))
         while connection.recv() == STEP:
             gc.collect()
             connection.send(trainer.run_step(with_digests=False).seconds)
+        connection.send(find_peak())
 
 
 @contextlib.contextmanager
@@ -168,6 +174,18 @@ def take_turns(connections: Mapping[Player, Connection], rounds: int) -> Steps:
     return steps
 
 
+def ask_peaks(connections: Mapping[Player, Connection]) -> Peaks:
+    """Return the bytes that each took at peak; none of them runs a step any more."""
+    for connection in connections.values():
+        connection.send(PEAK)
+    return {player: hear(player, connection) for player, connection in connections.items()}
+
+
+def find_worst(player: Player, peaks: Sequence[Peaks]) -> int | None:
+    """Return the most bytes of any repeat; None where nothing counted them."""
+    return max((one for repeat in peaks if (one := repeat[player]) is not None), default=None)
+
+
 def summarize(player: Player, repeats: Sequence[Steps]) -> Summary:
     """Return what all repeats say of one setting: its ratios are the medians of their rounds."""
     beside = Player(NOTHING, player.kind)
@@ -182,7 +200,7 @@ def summarize(player: Player, repeats: Sequence[Steps]) -> Summary:
     )
 
 
-def build_table(repeats: Sequence[Steps], workload: Workload, surroundings: Surroundings) -> Table:
+def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of all settings."""
     table = Table(
         title=Text(f"{name_run(workload, surroundings)}, in turn"),
@@ -200,7 +218,9 @@ def build_table(repeats: Sequence[Steps], workload: Workload, surroundings: Surr
             interval = summary.find_interval()
             over = f"{summary.ratio:.3f}" + ("" if interval is None else f" [{interval[0]:.3f} {interval[1]:.3f}]")
             by_repeat = " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
-        table.add_row(*map(Text, (player.name, f"{middle:.1f} ({low:.1f} {high:.1f})", over, by_repeat)))
+        worst = find_worst(player, peaks)
+        peak = ABSENT if worst is None else f"{worst / GIB:.2f}"
+        table.add_row(*map(Text, (player.name, f"{middle:.1f} ({low:.1f} {high:.1f})", over, by_repeat, peak)))
     return table
 
 
@@ -239,10 +259,12 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], folder: Path, con
     )
     players = list_players(settings)
     repeats: list[Steps] = []
+    peaks: list[Peaks] = []
     for repeat in range(options.repeats):
         with start(job, players, folder, repeat=repeat) as connections:
             ready = [hear(player, connection) for player, connection in connections.items()]
             repeats.append(take_turns(connections, options.rounds))
+            peaks.append(ask_peaks(connections))
         workload, surroundings = ready[0]
         medians = ", ".join(f"{player.name} {1e3 * statistics.median(own):.1f}" for player, own in repeats[-1].items())
         console.print(f"repeat {repeat + 1}, ms a step: {medians}", highlight=False)
@@ -252,9 +274,10 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], folder: Path, con
             "surroundings": dataclasses.asdict(surroundings),
             "workload": dataclasses.asdict(workload),
             "repeats": [{player.name: own for player, own in steps.items()} for steps in repeats],
+            "peak_allocated_bytes": [{player.name: own for player, own in repeat.items()} for repeat in peaks],
         }
         (folder / JSON_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    console.print(build_table(repeats, workload, surroundings))
+    console.print(build_table(repeats, peaks, workload, surroundings))
 
 
 def main() -> int:

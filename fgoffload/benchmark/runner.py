@@ -121,7 +121,7 @@ class Runner:
             trainer.run_step(with_digests=False)
             reset_peaks()
             trainer.run_step(with_digests=False)
-            peaks: list[int] = _gather(torch.cuda.max_memory_allocated())
+            peaks: list[int] = _gather(find_peak())
             return max(peaks)
 
     def _measure_profile(self) -> Measurement:
@@ -209,12 +209,17 @@ def reset_peaks() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def find_peak() -> int | None:
+    """Return the most bytes that tensors took since then; None where no allocator counts."""
+    return None if needs_cpu_support() else torch.cuda.max_memory_allocated()
+
+
 def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_bytes: int | None) -> Measurement:
     stats = None if trainer.integration is None else trainer.integration.last_step
     memory: dict[str, int | None] = {}
     if not needs_cpu_support():
         memory = {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_allocated_bytes": find_peak(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             "resident_bytes": resident_bytes,
             "host_bytes": _count_torch_host_bytes(),

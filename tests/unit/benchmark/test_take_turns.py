@@ -117,17 +117,31 @@ def test_the_table_and_the_file_have_what_each_process_measured(script, tmp_path
     words = ("--settings", "ours:expert_fc1", "--rounds", "3", "--warmup", "1", "--repeats", "1", "--out", tmp_path)
     assert run(script, monkeypatch, *MODEL, *words) == 0
     shown = capsys.readouterr().out
-    (repeat,) = json.loads((tmp_path / "turns.json").read_text())["repeats"]
+    document = json.loads((tmp_path / "turns.json").read_text())
+    (repeat,) = document["repeats"]
+    assert document["peak_allocated_bytes"] == [dict.fromkeys(repeat)]  # no allocator counts on a CPU
     assert list(repeat) == ["nothing", "ours:expert_fc1"]
     assert all(len(steps) == 3 and min(steps) > 0 for steps in repeat.values())
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert [row[0] for row in rows] == list(repeat)
-    for name, step, over, by_repeat in rows:
+    for name, step, over, by_repeat, peak in rows:
         middle = float(re.match(r"[\d.]+", step).group())
         assert middle == pytest.approx(1e3 * statistics.median(repeat[name]), abs=0.051)
+        assert peak == "-"
         ratio = statistics.median(own / other for own, other in zip(repeat[name], repeat["nothing"], strict=True))
         assert (over, by_repeat) == (("-", "-") if name == "nothing" else (f"{ratio:.3f}", f"{ratio:.3f}"))
     assert sorted(path.name for path in tmp_path.glob("log_*")) == ["log_nothing_0.txt", "log_ours_expert_fc1_0.txt"]
+
+
+def test_a_peak_is_asked_for_when_the_steps_are_over_and_the_table_has_that_of_the_worst_repeat(script):
+    asked, players = [], script.list_players([OURS])
+    peaks = script.ask_peaks({player: Process(player.name, asked) for player in players})
+    assert asked == [(player.name, script.PEAK) for player in players]
+    assert list(peaks) == players
+    nothing, ours = players
+    repeats = [{nothing: 3, ours: 1}, {nothing: None, ours: 2}]
+    assert [script.find_worst(player, repeats) for player in players] == [3, 2]
+    assert script.find_worst(ours, [{ours: None}]) is None
 
 
 def test_what_cannot_be_trained_is_said_in_one_line(script, monkeypatch, capsys):
