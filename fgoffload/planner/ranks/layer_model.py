@@ -14,7 +14,7 @@ class HostWait(enum.Enum):
     Source: docs/frameworks/megatron.md, where the host waits.
     """
 
-    KERNEL = "kernel"  # a kernel writes them to the host: the host waits for compute alone
+    KERNEL = "kernel"  # a kernel writes them to the host: the host waits for compute alone, and where it runs again for nothing
     HOLD = "hold"  # they take the copy engine, and groups of the layer that ended before are held until they are through
     COPY = "copy"  # they take the copy engine behind whatever is queued there, as without our remedies
 

@@ -7,6 +7,12 @@ after backward, the gradient of that. Both stay until the dispatcher gets the pr
 with those of all layers, from the step before. This package makes dispatchers let go (docs/decisions.md); where it does not
 run, `RankModel.has_engine` is False, and they count.
 
+[Note: Waits of a recompute]
+In a recompute the host waits only where a token dispatcher runs again, which `layer` and `moe` do, and the first linear of the
+experts, behind the dispatcher, does not. It has the counts of the forward then (docs/decisions.md), and waits for none that a
+kernel would write, `HostWait.KERNEL`: it stays as far ahead as it was. Other waits are as in forward. Where this package does
+not run nothing leaves, and nobody asks where the host is.
+
 [Note: What the model holds]
 `GPTModel.forward` has a name for the embedding's output until it returns, loss and all. So the first layer's input, where it
 leaves, goes no earlier. In other stages the pipeline's schedule has it until backward.
@@ -46,6 +52,7 @@ from fgoffload.planner.simulation.chunk_program import (
     TurnStep,
 )
 from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResidentTensor, ResolvedLayer, resolve_layer
+from fgoffload.tags import find_recompute_unit
 from fgoffload.watched import Watched, find_watched
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
@@ -343,9 +350,12 @@ class _Layer:
         return self._watched.covers_layer or (self._watched is Watched.ATTENTION and behind is not None and place < behind)
 
     def _run_again(self, steps: _Steps, rerun: Rerun) -> None:
+        has_dispatcher = _runs_dispatcher(rerun)
         for place in rerun.segments:
             segment = self._segments[place]
-            self._wait_for_host(steps, segment)
+            # See [Note: Waits of a recompute].
+            if has_dispatcher and segment.host_wait is not HostWait.KERNEL:
+                self._wait_for_host(steps, segment)
             net_bytes = sum(one.tensor.size_bytes for one in rerun.made if one.saved_after == place)
             extra_s = rerun.extra_s if place == rerun.segments[-1] else 0.0
             label = f"{self._name}.{segment.name} again"
@@ -407,8 +417,13 @@ def _find_holder(resolved: ResolvedLayer) -> Rerun | None:
     names = [segment.name for segment in resolved.layer.segments]
     if _ROUTER not in names:
         return None
-    # A norm or an activation alone runs again without the dispatcher, and so do shared experts.
-    return next((rerun for rerun in resolved.reruns if names.index(_ROUTER) in rerun.segments), None)
+    return next(filter(_runs_dispatcher, resolved.reruns), None)
+
+
+def _runs_dispatcher(rerun: Rerun) -> bool:
+    """Return whether a token dispatcher runs again: not with a norm, an activation, a first linear or shared experts."""
+    unit = find_recompute_unit(rerun.unit)
+    return unit is not None and _ROUTER in unit.covers
 
 
 def _count_input_bytes(resolved: ResolvedLayer) -> int:

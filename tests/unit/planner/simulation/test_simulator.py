@@ -502,14 +502,40 @@ def test_groups_of_the_layer_before_are_not_held_and_the_host_waits_behind_them(
     assert list_copies(result, LaneName.D2H) == [(60, 90), (90, 190)]
 
 
-def test_what_runs_again_waits_for_the_host_again():
+@pytest.mark.parametrize("host_wait", [HostWait.COPY, HostWait.HOLD])
+def test_what_runs_again_waits_for_the_host_again_where_bytes_take_the_copy_engine(host_wait):
     unit = UnitModel(name="moe", segments=("dispatch", "expert_fc1"), drops=("expert_fc1",), before="expert_fc1")
-    layer = dataclasses.replace(make_waiting(HostWait.COPY), units=(unit,))
+    layer = dataclasses.replace(make_waiting(host_wait), units=(unit,))
     rank = make_rank(make_chunk(layer, FC1), passes=read_passes("F0 F1 B0 B1"), link=make_link(d2h=1))
     result = simulate_rank(rank, make_plan({(1, "expert_fc1"): O, (0, "moe"): R}))
     # The group of F0 leaves at 80, until 180, and the host of F1 waits for it from 100 on. The group of F1 leaves at 240, until
     # 340. In B0, layer 1 has its tensor back at 250 and is through at 290; what runs again then waits until 340.
     assert result.waits == Waits(host_s=80 + 50, reload_s=10 + 10)
+
+
+def test_what_runs_again_behind_the_dispatcher_waits_for_nothing_of_it():
+    # The tokens of each expert are waited for before the first linear, as in profiles, which runs again alone.
+    unit = UnitModel(name="expert_fc1", segments=("expert_fc1",), drops=("expert_fc2",), before="expert_fc2")
+    saved = {"core_attn": 100, "expert_fc1": 30, "expert_fc2": 10}
+    layer = make_layer(saved, units=(unit,), host_waits={"expert_fc1": HostWait.COPY})
+    rank = make_rank(make_chunk(layer, FC1), passes=read_passes("F0 F1 B0 B1"), link=make_link(d2h=1))
+    result = simulate_rank(rank, make_plan({(1, "expert_fc1"): O, (0, "expert_fc1"): R}))
+    # As above the host of F1 waits from 100 to 180. The group of F1 leaves at 240, until 340. The linear runs again at 290.
+    assert result.waits == Waits(host_s=80, reload_s=10 + 10)
+
+
+@pytest.mark.parametrize(("pace", "recalled_bytes"), [(HostPace.BESIDE, 0), (HostPace.LAYER_AHEAD, 100)])
+def test_a_host_that_knows_the_counts_of_forward_stays_ahead_where_experts_run_again(monkeypatch, pace, recalled_bytes):
+    monkeypatch.setattr(chunk_compiler, "HOST_LAYER_S", 0.0)
+    unit = UnitModel(name="moe", segments=("dispatch", "expert_fc1"), drops=("expert_fc1",), before="expert_fc1")
+    layer = make_layer({"dispatch": 0, "expert_fc1": 100}, units=(unit,), host_waits={"dispatch": HostWait.KERNEL})
+    rank = make_rank(make_chunk(layer, layer), link=make_link(d2h=5), host_pace=pace)
+    result = simulate_rank(rank, make_plan({(0, "expert_fc1"): O, (1, "moe"): R}))
+    # The first layer's group leaves at 40, where the host waits in the second one, and is through at 60. The experts of the
+    # second run again from 80 on. Did the host wait there, it would see the copy. So it is at 40 still when it launches what
+    # asks for the group at 200: that stays.
+    assert (result.recalled_bytes, result.h2d_bytes) == (recalled_bytes, 100 - recalled_bytes)
+    assert result.waits.host_s == 0
 
 
 # What runs again.
