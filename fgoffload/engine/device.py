@@ -294,15 +294,7 @@ _CYCLES_PER_S = 1.7e9
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
     """Return anonymous memory that is locked at its exact size; torch's pinned allocator rounds up to powers of two."""
-    try:
-        pages = mmap.mmap(-1, size_bytes)
-    except OSError as error:
-        raise StateError(
-            f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
-        ) from error
-    if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked later must not hold the memory
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    buffer = torch.frombuffer(_map_host(size_bytes), dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
     if status != 0:
@@ -320,6 +312,23 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
             raise InternalError(f"cudaHostUnregister returned {status} for {format_bytes(size_bytes)} of host memory.")
 
     return HostSlab(buffer, free)
+
+
+def _map_host(size_bytes: int) -> mmap.mmap:
+    """Return anonymous memory, of huge pages where the system has such. Nothing is taken before somebody touches it."""
+    try:
+        # Private: what is shared is a file in memory to the kernel, and of huge pages only by a setting of its own.
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StateError(
+            f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
+        ) from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked later must not hold the memory
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: small pages do as well, and take longer to lock
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 _HOST_BUDGET = "the host budget (--offload-host-budget, or `host_budget_bytes` of a TransferConfig)"

@@ -38,7 +38,8 @@ def saved_tensors(
             loss.backward()
 
     Backward may also be in the block: what it saves itself stays. Make the object once and enter it every step, because
-    locking host memory takes 0.67 s a GiB; `with fgoffload.saved_tensors():` in place is right too, and pays that each time.
+    locking host memory takes 0.3 s a GiB or more; `with fgoffload.saved_tensors():` in place is right too, and pays that each
+    time.
 
     Inside of a checkpoint, without grad mode, and during a backward, entering it does nothing.
 

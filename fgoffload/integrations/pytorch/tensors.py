@@ -102,7 +102,7 @@ def offload_tensor(
 ) -> OffloadedTensor:
     """Let one tensor leave for the host, without a model.
 
-    Makes an engine and host memory of exactly the tensor's size for it alone, and locking memory takes 0.67 s a GiB. For
+    Makes an engine and host memory of exactly the tensor's size for it alone, and locking memory takes 0.3 s a GiB or more. For
     tensors of every step, make one `saved_tensors` object or use the handle of `offload`, and call its `offload_tensor`.
 
     Args:

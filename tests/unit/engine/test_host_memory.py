@@ -1,6 +1,8 @@
 """The default host budget: the tightest limit that holds for this process, shared among the ranks of the node."""
 
+import mmap
 import os
+import re
 import types
 from pathlib import Path
 
@@ -261,6 +263,18 @@ class Cudart:
         return 0
 
 
+def read_mapping_flags(address: int) -> set[str]:
+    """Return what the kernel notes of the mapping that `address` lies in."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span is not None:
+            is_inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"no mapping has {address:#x}")
+
+
 @pytest.fixture
 def make_cuda_device(monkeypatch):
     def make(status: int) -> tuple[AcceleratorDevice, Cudart]:
@@ -284,6 +298,17 @@ def test_memory_is_locked_at_its_exact_size_and_unlocked_at_close(make_cuda_devi
     del block
     arena.close()
     assert cudart.locked == {}
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs a system that knows huge pages")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs a kernel with huge pages")
+def test_locked_memory_may_lie_in_huge_pages_and_does_not_reach_forked_processes(make_cuda_device):
+    device, _ = make_cuda_device(0)
+    slab = device.allocate_host(8 * MIB)
+    flags = read_mapping_flags(slab.buffer.data_ptr())
+    assert {"hg", "dc"} <= flags
+    assert "sh" not in flags  # of memory that may be shared, the kernel makes huge pages by a setting of its own
+    slab.close()
 
 
 def test_memory_that_cannot_be_locked_is_one_clear_error_and_the_arena_goes_on(make_cuda_device):

@@ -1,0 +1,149 @@
+"""What copies between host and device cost the host's own work, which has the same memory.
+
+    python examples/benchmarks/copies_beside_host.py [--seconds 0.2] [--repeats 4]
+
+Two kinds of work are timed while nothing is copied, and while copies of 256 MiB run back to back: to the host, to the device,
+and both ways. Objects that are looked up in random order are found in memory and not in a cache, and feel who else uses it. A
+view of a small tensor is code and data that caches have. Launching a training's kernels is between the two. The processor has
+no part in the copies: they are queued before, and the copy engines of the device do them.
+
+What you should see: how long locking the copies' host memory took, then a row for each kind of traffic, with nanoseconds of one
+look-up and of one view, medians of the repeats, and GB/s of the copies in each direction.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fgoffload.engine import Device, find_device
+from fgoffload.engine.device import Event
+from fgoffload.errors import StateError
+from fgoffload.units import GIB, MIB
+
+COPY_BYTES = 256 * MIB
+SLABS = 4
+OBJECTS = 400_000
+"""Forty megabytes and more: beyond a core's own caches."""
+LOOKUPS, VIEWS = 60_000, 3_000
+"""Of one look at the clock: some ten milliseconds."""
+TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
+    ("nothing", ()),
+    ("to the host", (True,)),
+    ("to the device", (False,)),
+    ("both ways", (True, False)),
+)
+"""What is copied, and which of its directions are those to the host."""
+
+
+class HostWork:
+    """Two kinds of work that the host does over and over."""
+
+    def __init__(self) -> None:
+        self._objects = [(index, float(index)) for index in range(OBJECTS)]
+        order = list(range(OBJECTS))
+        random.Random(0).shuffle(order)
+        self._order = order[:LOOKUPS]
+        self._tensor = torch.zeros(8)
+
+    def measure(self) -> tuple[float, float]:
+        """Return the seconds of one look-up and of one view."""
+        begin = time.perf_counter()
+        total = 0.0
+        for index in self._order:
+            total += self._objects[index][1]
+        between = time.perf_counter()
+        for _ in range(VIEWS):
+            self._tensor.view(2, 4)
+        return (between - begin) / LOOKUPS, (time.perf_counter() - between) / VIEWS
+
+
+class Copies:
+    """Copies of locked memory, in either direction."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        begin = time.perf_counter()
+        self._slabs = [device.allocate_host(COPY_BYTES) for _ in range(SLABS)]
+        self.locking_s_per_gib = (time.perf_counter() - begin) * GIB / (SLABS * COPY_BYTES)
+        self._on_device = [device.allocate_device(COPY_BYTES) for _ in range(2)]
+
+    def queue(self, count: int, *, to_host: bool) -> tuple[Event, Event]:
+        """Queue `count` copies and return the events before and after them. The host does not wait."""
+        device = self._device
+        stream = device.d2h_stream if to_host else device.h2d_stream
+        start = device.record_event(stream, is_timed=True)
+        for number in range(count):
+            # Each direction has half of the slabs, so that both together read and write no byte of each other.
+            on_host = self._slabs[2 * (number % (SLABS // 2)) + to_host].buffer
+            on_device = self._on_device[to_host]
+            destination, source = (on_host, on_device) if to_host else (on_device, on_host)
+            with device.copying_on(stream):
+                device.copy_bytes(destination=destination, source=source, stream=stream)
+        return start, device.record_event(stream, is_timed=True)
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        for slab in self._slabs:
+            slab.close()
+
+
+def measure_beside(
+    device: Device, copies: Copies, work: HostWork, directions: Sequence[bool], seconds: float
+) -> tuple[float, float, list[float]]:
+    """Return the seconds of one look-up and of one view beside copies, and the bytes a second in each direction."""
+    # At 60 GB/s a copy takes 4.5 ms: half as many again as the work's time has room for, so that they outlast it.
+    count = max(1, round(1.5 * seconds / 4.5e-3))
+    events = [device.record_event(device.current_stream())]
+    device.synchronize(events[0])
+    spans = [copies.queue(count, to_host=to_host) for to_host in directions]
+    found = []
+    end = time.perf_counter() + seconds
+    while not found or time.perf_counter() < end:
+        found.append(work.measure())
+    rates = []
+    for start, stop in spans:
+        device.synchronize(stop)
+        rates.append(count * COPY_BYTES / device.measure_seconds(start, stop))
+    lookups, views = zip(*found, strict=True)
+    return statistics.median(lookups), statistics.median(views), rates
+
+
+def main() -> int:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=4, help="of all kinds of traffic in turn")
+    options = parser.parse_args()
+    if options.repeats < 1 or not 0 < options.seconds <= 60:
+        parser.error("give one --repeats or more, and --seconds above 0 and up to 60.")
+    try:
+        device = find_device("cuda")
+    except (StateError, RuntimeError) as error:
+        print(f"This measures the copies of a GPU, and none is here: {error}", file=sys.stderr)
+        return 2
+    copies, work = Copies(device), HostWork()
+    measured: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name, _ in TRAFFIC}
+    for _ in range(options.repeats):  # in turn, since the pace of a host changes
+        for name, directions in TRAFFIC:
+            measured[name].append(measure_beside(device, copies, work, directions, options.seconds))
+    copies.close()
+    console = Console()
+    console.print(f"locking host memory: {copies.locking_s_per_gib:.2f} s a GiB", highlight=False)
+    table = Table("copied", "a look-up, ns", "a view, ns", "GB/s")
+    for name, rows in measured.items():
+        rates = " ".join(f"{statistics.median(each) / 1e9:.1f}" for each in zip(*(row[2] for row in rows), strict=True))
+        cells = (f"{1e9 * statistics.median(row[column] for row in rows):.0f}" for column in (0, 1))
+        table.add_row(name, *cells, rates)
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
