@@ -174,7 +174,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         megatron_flags=tuple(megatron_flags),
         settings=settings,
         plans=plans,
-        budgets_bytes=tuple(parse_bytes(text, name="--budgets") for text in options.budgets or ()),
+        budgets_bytes=tuple(parse_bytes(text, name="--budgets", needs_unit=True) for text in options.budgets or ()),
         profile=Path(os.path.expanduser(options.profile)) if options.profile else None,
         measures_profile=options.profile == MEASURE_HERE,
         search_limit=_read_search_limit(options),
