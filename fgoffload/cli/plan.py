@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
     add("--timeline", metavar="FILE", help="write the simulated lanes as a Chrome trace")
     for short, flag in SHORT_FLAGS.items():
-        add(short, metavar="N", help=f"{flag}")
+        add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
     parser.epilog = "Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256."
 
 

@@ -124,7 +124,7 @@ def test_what_latent_attention_is_without_flags_is_what_megatron_lm_makes_of_it(
         ("--num-layers 0", "--num-layers 0 is below 1. Give 1 or more"),
         ("--lr nan", "--lr 'nan' is not a number"),
         ("--hidden-dropout x", "--hidden-dropout 'x' is not a number"),
-        ("--normalization Foo", "--normalization 'Foo' is none of: LayerNorm, RMSNorm"),
+        ("--normalization Foo", "--normalization 'Foo' is none of: LayerNorm, RMSNorm. Give one of them."),
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
         ("--seq-length 0", "--seq-length 0 is below 1"),
         ("--global-batch-size 0", "--global-batch-size 0 is below 1"),

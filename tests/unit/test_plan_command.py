@@ -20,6 +20,7 @@ from fgoffload.units import TIB, format_bytes
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planner" / "accuracy.md"
 LLAMA = str(ROOT / "arguments" / "llama3_8b.sh")
+MIXTRAL = str(ROOT / "arguments" / "mixtral_8x7b.sh")
 MOE = ["--num-layers", "4"]
 CONFIG = {
     "model_type": "mixtral",
@@ -54,6 +55,12 @@ def find_row(text, name):
     """Return the cells of the row of a table that begins with `name`."""
     row = next(line for line in text.splitlines() if line.startswith(f"│ {name} "))
     return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_the_help_says_that_experts_are_shared_as_other_layers_are(capsys):
+    with pytest.raises(SystemExit):
+        plan(capsys, "--help")
+    assert "--expert-tensor-parallel-size (default: as --tp, as in Megatron)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
@@ -287,6 +294,13 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--global-batch-size", "400000000"), "--global-batch-size 400000000 is above 100000000"),
         ((LLAMA, "--gpu", "h100", "--num-layers", "10000"), "--num-layers 10000 is above 1000"),
         ((LLAMA, "--gpu", "h100", "--kv-channels", "100"), "kv_channels 100 of llama3_8b is not a multiple of 8"),
+        ((LLAMA, "--gpu", "h100", "--kv-channels", "100"), "Measure it: give an argument file and --profile FILE"),
+        ((LLAMA, "--gpu", "910b"), "--gpu '910b' is not known. Did you mean 'ascend-910b'?"),
+        ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Give 8 or"),
+        (
+            (LLAMA, "--gpu", "h100", "--pp", "3"),
+            "NUM_GPUS 8 is not a multiple of 6, which a copy of the model needs (tensor x pipeline x context parallel size).",
+        ),
         (
             (LLAMA, "--gpu", "h100", "--global-batch-size", "40000", "--timeline", "trace.json"),
             "--timeline would draw 640000 layers of a step, forward and backward, above 200000.",

@@ -58,6 +58,11 @@ _MODEL_FLAGS = {
         "window_attn_skip_freq",
         "rotary_percent",
         "make_vocab_size_divisible_by",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
     )
 }
 """Fields of a model, and what lists its layers, that are called as their flags are, with `_` for `-`."""
