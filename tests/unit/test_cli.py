@@ -293,6 +293,11 @@ def test_a_warning_of_the_library_is_shown_once_as_ours(capsys):
     )
 
 
+def test_a_warning_of_flags_is_left_out_beside_an_error(capsys, tmp_path):
+    flags = ("--activation-offload-fraction", "0", "--data", str(tmp_path / "none"))
+    assert "does not exist" in run_and_refuse(("train", ARGUMENTS, *flags), capsys)
+
+
 def test_after_a_command_the_librarys_loggers_are_as_before(capsys):
     logger = logging.getLogger("fgoffload")
     before = (logger.level, list(logger.handlers))

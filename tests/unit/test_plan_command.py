@@ -167,6 +167,27 @@ def test_where_no_budget_of_the_device_is_enough_no_larger_one_is_proposed_and_e
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
 
 
+def test_static_memory_above_the_device_is_found_without_a_search(capsys, config, monkeypatch):
+    words = (config, "--gpu", "h100", "--num-gpus", "1", "--global-batch-size", "4")
+
+    def refuse(*_, **__):
+        pytest.fail("it searched")
+
+    monkeypatch.setattr("fgoffload.cli.plan_report.plan_ranks", refuse)
+    for budget in ((), ("--offload-memory-budget", "60GiB")):
+        code, _, error = plan(capsys, *words, *budget)
+        assert code == 2
+        assert f"A memory budget of {'60' if budget else '80'}.00 GiB is not above the static memory of pipeline" in error
+        assert "H100 80GB SXM has 80.00 GiB in all: spread the model over more ranks, or name a larger device." in error
+
+
+def test_an_error_is_one_line_where_defaults_would_be_warned_of(capsys, config):
+    code, _, error = plan(capsys, config, "--gpu", "h100", "--pp", "2", "--ep", "8", "--offload-memory-budget", "1GiB")
+    assert code == 2
+    assert error.startswith("fgoffload: error: A memory budget of 1.00 GiB")
+    assert error.count("\n") == 1
+
+
 def test_a_config_json_is_planned_with_a_pipeline_that_is_full_and_that_is_said(capsys, config):
     words = ("--gpu", "h100", "--pp", "2", "--tp", "2", "--ep", "4", "--offload-memory-budget", "60GiB")
     code, out, err = plan(capsys, config, *words)
