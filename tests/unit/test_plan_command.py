@@ -10,7 +10,7 @@ from fgoffload.cli import main
 from fgoffload.engine.host_memory import SHARE
 from fgoffload.integrations.megatron import model_shapes
 from fgoffload.integrations.megatron.model_config import read_facts
-from fgoffload.plan import TOKENS, Action, OffloadPlan
+from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan
 from fgoffload.planner import planning
 from fgoffload.planner.solving.search_limits import THOROUGH, SearchLimits
 from fgoffload.planner.timing.hardware import HARDWARE
@@ -91,10 +91,12 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
         "moe_ffn_hidden_size": CONFIG["intermediate_size"],
         "moe_shared_expert_intermediate_size": 0,
         "mtp_num_layers": 0,
+        "params_dtype_bytes": 2,
+        "fp8_recipe": "none",
         "tokens": 4096,
     }
     # What a training does not look at would be taken for equal.
-    assert set(written.made_for) <= {*read_facts(None), TOKENS}
+    assert set(written.made_for) <= {*read_facts(None), TOKENS, MICROBATCHES}
 
 
 def test_a_budget_that_holds_everything_keeps_everything(capsys, config):
