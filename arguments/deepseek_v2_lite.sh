@@ -2,8 +2,7 @@
 #
 # Size:    27 layers, of which 1 is dense, hidden 2048, 16 heads; 64 experts of width 1408 and two shared ones, of which each
 #          token takes 6. 15.7 billion parameters, 2.4 billion a token.
-# Model:   config.json of deepseek-ai/DeepSeek-V2-Lite. Queries are projected in one go: there is no --q-lora-rank, which
-#          Megatron-LM takes for none. megatron-core's own default is 512, so fgoffload train builds one that has 512.
+# Model:   config.json of deepseek-ai/DeepSeek-V2-Lite. Queries are projected in one go: there is no --q-lora-rank.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and
 #          model_configs/benchmarking/DeepSeek-V2-Lite.yaml: EP 8, microbatch 1 and 512 sequences a step on one node of 8 GPUs.
 # See:     fgoffload plan arguments/deepseek_v2_lite.sh --gpu h100 --offload-memory-budget 60GiB

@@ -20,6 +20,19 @@ FORMAT = 1
 TOKENS = "tokens"
 """In what a plan was made for: of a microbatch, sequence length times sequences."""
 
+MICROBATCHES = "microbatches"
+"""In what a plan was made for: of a step, on each data-parallel rank. Only there where more of them would be in flight at once
+if the step had more: else a plan holds for any number."""
+
+PARAMETER_BYTES = "params_dtype_bytes"
+"""In what a plan was made for: of a parameter, and of what is between layers: 2 for bf16 and fp16, 4 for fp32."""
+
+FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
+"""In what a plan was made for: as in `--fp8-recipe`, and what it is without FP8."""
+
+_AT_MOST = (TOKENS, MICROBATCHES)
+"""Of what there may be fewer: then everything is smaller, and the budget holds."""
+
 _LOSS_WINDOW, _MADE_FOR = "loss_window_bytes", "made_for"
 
 
@@ -73,9 +86,14 @@ class OffloadPlan:
     loss_window_bytes: int | None = None
     """The most bytes that may be on their way to the host when the loss begins: more are waited for. Who made the plan counted
     on the others to be gone by then. None: nothing is waited for there."""
-    made_for: Mapping[str, int] | None = None
-    """What it was planned for: fields of Megatron-Core's TransformerConfig by name, and `tokens`, of a microbatch. None where
-    nobody said."""
+    made_for: Mapping[str, int | str] | None = None
+    """What it was planned for: fields of Megatron-Core's TransformerConfig by name, and `TOKENS`, `MICROBATCHES`,
+    `PARAMETER_BYTES` and `FP8_RECIPE`. None where nobody said."""
+
+    @property
+    def offloaded_tags(self) -> tuple[str, ...]:
+        """The tags of what leaves, in order."""
+        return tuple(sorted({site.tag for site, action in self.actions.items() if action.offloads}))
 
     def get_action(self, site: Site) -> Action:
         """Return the action for `site`: `Action.KEEP` where the plan is silent."""
@@ -114,7 +132,7 @@ class OffloadPlan:
         made_for = {} if self.made_for is None else {_MADE_FOR: dict(self.made_for)}
         return json.dumps({"format": FORMAT, **made_for, **window, "sites": rows}, indent=1)
 
-    def check_made_for(self, found: Mapping[str, int]) -> None:
+    def check_made_for(self, found: Mapping[str, int | str]) -> None:
         """Check that the plan was made for what it is used for, as far as both say.
 
         Args:
@@ -125,8 +143,7 @@ class OffloadPlan:
         """
         for name, planned in (self.made_for or {}).items():
             actual = found.get(name, planned)
-            # With fewer tokens everything is smaller, and the budget holds.
-            if actual != planned and not (name == TOKENS and actual < planned):
+            if actual != planned and not (name in _AT_MOST and _is_below(actual, planned)):
                 raise PlanError(
                     f"The plan was made for {name} {planned}, and this training has {actual}. Plan for this training, or leave "
                     f"`{_MADE_FOR}` out of the plan's file, where only its sites have to be there."
@@ -174,6 +191,10 @@ class OffloadPlan:
         return cls.from_json(text, source=source)
 
 
+def _is_below(actual: int | str, planned: int | str) -> bool:
+    return isinstance(actual, int) and isinstance(planned, int) and actual < planned
+
+
 def _enumerate_rows(document: Mapping[str, Any], source: str) -> Iterable[tuple[int, Any]]:
     rows = document.get("sites")
     if not isinstance(rows, list):
@@ -188,12 +209,12 @@ def _read_loss_window(document: Mapping[str, Any], source: str) -> int | None:
     return size
 
 
-def _read_made_for(document: Mapping[str, Any], source: str) -> dict[str, int] | None:
+def _read_made_for(document: Mapping[str, Any], source: str) -> dict[str, int | str] | None:
     found = document.get(_MADE_FOR)
     if found is None:
         return None
-    if not isinstance(found, dict) or any(type(value) is not int for value in found.values()):
-        raise PlanError(f"{source}: {_MADE_FOR} is {found!r}. It has whole numbers by name, or is left out.")
+    if not isinstance(found, dict) or any(type(value) not in (int, str) for value in found.values()):
+        raise PlanError(f"{source}: {_MADE_FOR} is {found!r}. It has whole numbers or words by name, or is left out.")
     return found
 
 

@@ -166,7 +166,7 @@ def parse_setting(text: str) -> Setting:
         fraction=_read_fraction(text, fraction),
         recompute=recompute,
         layers=_read_layers(text, what) if system is System.LAYERS else None,
-        budget_bytes=parse_bytes(what, name="--budgets") if system is System.BUDGET else None,
+        budget_bytes=parse_bytes(what, name=f"--settings {text}:", needs_unit=True) if system is System.BUDGET else None,
     )
 
 

@@ -28,6 +28,7 @@ from fgoffload.benchmark.settings import (
 from fgoffload.cli.errors import show_line
 from fgoffload.cli.launch import find_launch
 from fgoffload.cli.options import check_argument_file, read_count
+from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.units import parse_bytes
@@ -174,7 +175,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         megatron_flags=tuple(megatron_flags),
         settings=settings,
         plans=plans,
-        budgets_bytes=tuple(parse_bytes(text, name="--budgets") for text in options.budgets or ()),
+        budgets_bytes=tuple(parse_bytes(text, name="--budgets", needs_unit=True) for text in options.budgets or ()),
         profile=Path(os.path.expanduser(options.profile)) if options.profile else None,
         measures_profile=options.profile == MEASURE_HERE,
         search_limit=_read_search_limit(options),
@@ -230,14 +231,15 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     from fgoffload.planner.timing.profile import Profile
 
     job = _make_job(checked, file_flags)
-    arguments = load_arguments(job)
-    job = dataclasses.replace(job, world_size=arguments.world_size)
-    settings = _choose_settings(checked, arguments.transformer)
-    profile = None
-    if checked.profile is not None:
-        profile = Profile.load(checked.profile)
-        job = dataclasses.replace(job, profile=checked.profile)
-        check_profile(profile, arguments, update=job.update, source=f"--profile {checked.profile}")
+    with hold_messages():
+        arguments = load_arguments(job)
+        job = dataclasses.replace(job, world_size=arguments.world_size)
+        settings = _choose_settings(checked, arguments.transformer)
+        profile = None
+        if checked.profile is not None:
+            profile = Profile.load(checked.profile)
+            job = dataclasses.replace(job, profile=checked.profile)
+            check_profile(profile, arguments, update=job.update, source=f"--profile {checked.profile}")
     _make_folder(checked.folder)
     results = Results(workload=describe_workload(arguments), about=_describe(checked))
     results.forecaster = None if checked.compares_bits else Forecaster(job, profile=profile)

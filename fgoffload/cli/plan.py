@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
+from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
 from fgoffload.policy import HOST_SHARE
 from fgoffload.units import format_bytes, parse_bytes
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
+    from fgoffload.planner.ranks.rank_model import RankModel
     from fgoffload.planner.timing.hardware import Hardware
 
 NAME = "plan"
@@ -110,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
     add("--timeline", metavar="FILE", help="write the simulated lanes as a Chrome trace")
     for short, flag in SHORT_FLAGS.items():
-        add(short, metavar="N", help=f"{flag}")
+        add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
     parser.epilog = "Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256."
 
 
@@ -164,6 +166,12 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         from fgoffload.cli.plan_pictures import check_picture
 
         check_picture(checked.plot)
+    # What is taken for granted is said behind a plan; that there is none is one line.
+    with hold_messages():
+        return _plan(checked)
+
+
+def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
     from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
@@ -171,7 +179,6 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
 
-    # Before the model is read, which warns of what it takes for granted: an unknown device is one line.
     hardware = _get_hardware(checked) if checked.profile is None else None
     budget_bytes = None if checked.sweeps else _choose_budget(checked, hardware)
     model, parallelism = _read_model(checked)
@@ -207,6 +214,8 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         if budget_bytes is None:
             show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
             return EXIT_PLANNED
+        if hardware is not None:
+            _check_static(ranks, budget_bytes, hardware)
         files = {name: getattr(checked, name) for name in _OUTPUTS}
         limits = THOROUGH if checked.is_thorough else None
         try:
@@ -221,15 +230,23 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
             )
         except BudgetError as error:
             if hardware is not None and error.least_bytes > hardware.device_memory_bytes:
-                raise PlanError(_describe_too_small(error, hardware)) from error
+                raise PlanError(_describe_too_small(error.why, hardware)) from error
             raise
     return EXIT_PLANNED
 
 
-def _describe_too_small(error: BudgetError, hardware: "Hardware") -> str:
+def _check_static(ranks: "Sequence[RankModel]", budget_bytes: int, hardware: "Hardware") -> None:
+    """Refuse a model of which a device has no room for what is always there: no search finds a plan for that."""
+    from fgoffload.planner.solving.solver import describe_static_lack
+
+    if describe_static_lack(ranks, hardware.device_memory_bytes) is not None:
+        raise PlanError(_describe_too_small(str(describe_static_lack(ranks, budget_bytes)), hardware))
+
+
+def _describe_too_small(why: str, hardware: "Hardware") -> str:
     """Return why no budget of a device is enough: the one that is would be refused."""
     return (
-        f"{error.why} {hardware.name} has {format_bytes(hardware.device_memory_bytes)} in all: spread the model over more "
+        f"{why} {hardware.name} has {format_bytes(hardware.device_memory_bytes)} in all: spread the model over more "
         "ranks, or name a larger device."
     )
 

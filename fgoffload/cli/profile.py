@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
+from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
     from fgoffload.integrations.megatron.argument_files import read_argument_file
     from fgoffload.planner.timing.profile import MeasuredTraining
 
-    with launch.one_voice():
+    with launch.one_voice(), hold_messages():
         source = TrainingSource(
             arguments_file=options.arguments_file,
             file_flags=read_argument_file(Path(options.arguments_file), variables=os.environ),

@@ -18,13 +18,18 @@ class LibraryLog(logging.Handler):
         super().__init__()
         self._shown: set[str] = set()
         self._is_silent = False
+        self._held: list[logging.LogRecord] | None = None
+        """What is not shown yet; None where everything is shown at once."""
 
     def silence(self) -> None:
         """Show nothing from now on: after Ctrl-C, what is left unfinished is no news."""
         self._is_silent = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show `record` unless it was shown before."""
+        """Show `record` unless it was shown before, or hold it."""
+        if self._held is not None:
+            self._held.append(record)
+            return
         message = " ".join(record.getMessage().split())
         is_warning = record.levelno >= logging.WARNING
         if self._is_silent or message in self._shown or not (is_warning or record.name == _SHOWN_INFO):
@@ -32,6 +37,21 @@ class LibraryLog(logging.Handler):
         self._shown.add(message)
         # `sys.stderr` at this moment: while bars are shown it is the progress console's, which prints above them.
         print(f"fgoffload: {'warning: ' if is_warning else ''}{message}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Show messages when the body has ended, and none of them where it raises: an error is one line."""
+        held: list[logging.LogRecord] = []
+        self._held = held
+        try:
+            yield
+        except BaseException:
+            held.clear()
+            raise
+        finally:
+            self._held = None
+            for record in held:
+                self.emit(record)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -47,6 +67,16 @@ class LibraryLog(logging.Handler):
             logger.removeHandler(self)
             logger.setLevel(level)
             logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def hold_messages() -> Iterator[None]:
+    """Show what the library says when the body has ended, and nothing of it where the body raises. See `LibraryLog.held`."""
+    with contextlib.ExitStack() as held:
+        for handler in logging.getLogger(_LIBRARY).handlers:
+            if isinstance(handler, LibraryLog):
+                held.enter_context(handler.held())
+        yield
 
 
 class _Collector(logging.Handler):

@@ -11,6 +11,7 @@ from fgoffload.cli.comparison import Comparison, RunRecord
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
 from fgoffload.cli.options import check_argument_file, read_count, say_why_no_file
+from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _measure(checked: TrainOptions, file_flags: Sequence[str], launch: Launch) -
     from fgoffload.cli.progress import show_progress
 
     with show_progress(is_shown=launch.is_first) as progress:
-        with launch.one_voice():
+        with launch.one_voice(), hold_messages():
             # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
             from fgoffload.integrations.megatron.imports import require_torch
 

@@ -1,11 +1,15 @@
-"""What a plan is made for, in whole numbers: a training that differs in one of them is refused."""
+"""What a plan is made for: a training that differs in one of these is refused.
 
-from fgoffload.plan import TOKENS
+Whether parameters are bf16 or fp16 is none of them, nor the format of FP8: activations are as large, and as fast. Nor is
+what gradients and the optimizer take, of which Megatron's model config does not know.
+"""
+
+from fgoffload.plan import FP8_RECIPE, MICROBATCHES, NO_FP8, PARAMETER_BYTES, TOKENS
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 
 
-def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int]:
+def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | str]:
     """Return what a plan holds for, by the names of Megatron's config: see `OffloadPlan.made_for`.
 
     What a model does not have is left out: what its config says of that changes nothing.
@@ -15,7 +19,7 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int]:
         parallelism: Its ranks.
     """
     sizes = parallelism
-    facts = {
+    facts: dict[str, int | str] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
@@ -26,6 +30,8 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int]:
         "virtual_pipeline_model_parallel_size": sizes.chunks,
         "context_parallel_size": sizes.context_parallel_size,
         "expert_model_parallel_size": sizes.expert_parallel_size,
+        PARAMETER_BYTES: model.activation_dtype_bytes,
+        FP8_RECIPE: model.fp8_recipe or NO_FP8,
     }
     if model.experts is None or not all(model.moe_layers or ()):
         facts["ffn_hidden_size"] = model.ffn_hidden_size
@@ -33,6 +39,7 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int]:
         facts |= {"num_query_groups": model.num_query_groups, "kv_channels": model.kv_channels}
     else:
         facts |= {
+            "q_lora_rank": model.latent.q_lora_rank or 0,
             "kv_lora_rank": model.latent.kv_lora_rank,
             "qk_head_dim": model.latent.qk_head_dim,
             "qk_pos_emb_head_dim": model.latent.qk_pos_emb_head_dim,
@@ -45,4 +52,6 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int]:
             "moe_shared_expert_intermediate_size": model.experts.shared_ffn_hidden_size,
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
         }
+    if not sizes.pipeline.is_full:
+        facts[MICROBATCHES] = sizes.microbatches
     return {**facts, TOKENS: sizes.micro_batch_size * model.seq_length}

@@ -99,6 +99,20 @@ def test_microbatches_are_shared_out_to_data_parallel_ranks() -> None:
     assert (arguments.data_parallel_size, arguments.num_microbatches) == (2, 2)
 
 
+def test_what_latent_attention_is_without_flags_is_what_megatron_lm_makes_of_it():
+    """Its parser's defaults, which are not those of the config: `_add_mla_args` of core 0.16.1."""
+    config = build("--multi-latent-attention")
+    assert type(config).__name__ == "MLATransformerConfig"
+    ranks = {"q_lora_rank": None, "kv_lora_rank": 32}
+    heads = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    positions = {"rope_type": "yarn", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    expected = {**ranks, **heads, **positions, "normalization": "LayerNorm"}
+    assert {name: getattr(config, name) for name in expected} == expected
+    given = build("--multi-latent-attention --q-lora-rank 7 --rotary-scaling-factor 40 --normalization RMSNorm --rotary-base 5")
+    assert (given.q_lora_rank, given.rotary_scaling_factor, given.rotary_base) == (7, 40, 5)
+    assert (given.kv_lora_rank, given.normalization) == (32, "RMSNorm")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -110,7 +124,7 @@ def test_microbatches_are_shared_out_to_data_parallel_ranks() -> None:
         ("--num-layers 0", "--num-layers 0 is below 1. Give 1 or more"),
         ("--lr nan", "--lr 'nan' is not a number"),
         ("--hidden-dropout x", "--hidden-dropout 'x' is not a number"),
-        ("--normalization Foo", "--normalization 'Foo' is none of: LayerNorm, RMSNorm"),
+        ("--normalization Foo", "--normalization 'Foo' is none of: LayerNorm, RMSNorm. Give one of them."),
         ("--micro-batch-size 0", "--micro-batch-size 0 is below 1"),
         ("--seq-length 0", "--seq-length 0 is below 1"),
         ("--global-batch-size 0", "--global-batch-size 0 is below 1"),

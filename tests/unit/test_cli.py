@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 from pathlib import Path
@@ -29,6 +30,8 @@ BEFORE_TORCH = [
     (("train", ARGUMENTS, "--plot", "memory.txt"), "--plot 'memory.txt' is no picture's name. End it with one of .png"),
     (("train", ARGUMENTS, "--plot", "none/memory.png"), "--plot 'none/memory.png': folder 'none' does not exist."),
 ]
+
+SITE = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
 
 AFTER_TORCH = [
     (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4. Give --moe-router-topk 4 or less"),
@@ -291,6 +294,28 @@ def test_a_warning_of_the_library_is_shown_once_as_ours(capsys):
         "training without offload: 1 step",
         "training with offload: 1 step",
     )
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"made_for": {"num_layers": 5}}, "The plan was made for num_layers 5, and this training has 4."),
+        ({"made_for": {"params_dtype_bytes": 2}}, "The plan was made for params_dtype_bytes 2, and this training has 4."),
+        ({"made_for": {"tokens": 8}}, "The plan was made for tokens 8, and this training has 256."),
+        ({"made_for": {"microbatches": 1}}, "The plan was made for microbatches 1, and this training has 4."),
+        ({"sites": [SITE | {"layer": 4}]}, "names layers.4.core_attn in chunk 0, and the model has 4 layers and 1 chunk(s)"),
+        ({"sites": [SITE | {"chunk": 1}]}, "names layers.0.core_attn in chunk 1, and the model has 4 layers and 1 chunk(s)"),
+        ({"sites": [SITE | {"tag": "core_atn"}]}, "--offload-plan 'core_atn' is not a tag"),
+    ],
+)
+def test_a_plan_of_another_training_is_found_before_the_first_training(capsys, document, message):
+    Path("plan.json").write_text(json.dumps({"format": 1, "sites": [], **document}), encoding="utf-8")
+    assert message in run_and_refuse(("train", ARGUMENTS, "--offload-plan", "plan.json"), capsys)
+
+
+def test_a_warning_of_flags_is_left_out_beside_an_error(capsys, tmp_path):
+    flags = ("--activation-offload-fraction", "0", "--data", str(tmp_path / "none"))
+    assert "does not exist" in run_and_refuse(("train", ARGUMENTS, *flags), capsys)
 
 
 def test_after_a_command_the_librarys_loggers_are_as_before(capsys):

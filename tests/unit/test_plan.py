@@ -5,14 +5,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fgoffload.errors import PlanError
-from fgoffload.plan import FORMAT, TOKENS, Action, OffloadPlan, Site
+from fgoffload.plan import FORMAT, FP8_RECIPE, MICROBATCHES, TOKENS, Action, OffloadPlan, Site
 from fgoffload.tags import default_tags
 
 SITES = st.builds(Site, chunk=st.integers(0, 7), layer=st.integers(0, 127), tag=st.sampled_from(default_tags().names))
 PLANS = st.builds(
     OffloadPlan,
     actions=st.dictionaries(SITES, st.sampled_from(Action)),
-    made_for=st.none() | st.dictionaries(st.text(), st.integers(0, 2**63)),
+    made_for=st.none() | st.dictionaries(st.text(), st.integers(0, 2**63) | st.text()),
 )
 
 
@@ -80,13 +80,15 @@ def test_text_that_is_not_json_is_refused_with_its_source(text):
         OffloadPlan.from_json(text, source="plan.json")
 
 
-MADE_FOR = {"num_layers": 4, "hidden_size": 128, TOKENS: 512}
+MADE_FOR = {"num_layers": 4, "hidden_size": 128, FP8_RECIPE: "delayed", MICROBATCHES: 3, TOKENS: 512}
 
 
 @pytest.mark.parametrize(
-    "found", [{}, MADE_FOR, {"num_layers": 4, "others": 7}, {TOKENS: 512}, {TOKENS: 256}], ids=lambda found: str(len(found))
+    "found",
+    [{}, MADE_FOR, {"num_layers": 4, "others": 7}, {TOKENS: 512}, {TOKENS: 256, MICROBATCHES: 1}],
+    ids=lambda found: str(len(found)),
 )
-def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_tokens(found):
+def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_and_smaller_microbatches(found):
     OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
     OffloadPlan(actions={}).check_made_for(found)
 
@@ -97,6 +99,8 @@ def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_tokens(found)
         ({"hidden_size": 256, "num_layers": 6}, "num_layers 4, and this training has 6"),
         ({"hidden_size": 64, "num_layers": 4}, "hidden_size 128, and this training has 64"),
         ({TOKENS: 513}, "tokens 512, and this training has 513"),
+        ({MICROBATCHES: 4}, "microbatches 3, and this training has 4"),
+        ({FP8_RECIPE: "none"}, "fp8_recipe delayed, and this training has none"),
     ],
 )
 def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_difference(found, difference):
@@ -106,10 +110,10 @@ def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_diffe
         OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
 
 
-@pytest.mark.parametrize("made_for", [[], 3, {"num_layers": "4"}, {"num_layers": True}, {"num_layers": 4.0}])
-def test_what_a_plan_was_made_for_is_whole_numbers_by_name(made_for):
+@pytest.mark.parametrize("made_for", [[], 3, {"num_layers": [4]}, {"num_layers": True}, {"num_layers": 4.0}])
+def test_what_a_plan_was_made_for_is_whole_numbers_or_words_by_name(made_for):
     text = json.dumps({"format": FORMAT, "made_for": made_for, "sites": []})
-    with pytest.raises(PlanError, match=r"^p: made_for is .*\. It has whole numbers by name, or is left out\.$"):
+    with pytest.raises(PlanError, match=r"^p: made_for is .*\. It has whole numbers or words by name, or is left out\.$"):
         OffloadPlan.from_json(text, source="p")
 
 

@@ -10,7 +10,7 @@ from fgoffload.cli import main
 from fgoffload.engine.host_memory import SHARE
 from fgoffload.integrations.megatron import model_shapes
 from fgoffload.integrations.megatron.model_config import read_facts
-from fgoffload.plan import TOKENS, Action, OffloadPlan
+from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan
 from fgoffload.planner import planning
 from fgoffload.planner.solving.search_limits import THOROUGH, SearchLimits
 from fgoffload.planner.timing.hardware import HARDWARE
@@ -20,6 +20,7 @@ from fgoffload.units import TIB, format_bytes
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planner" / "accuracy.md"
 LLAMA = str(ROOT / "arguments" / "llama3_8b.sh")
+MIXTRAL = str(ROOT / "arguments" / "mixtral_8x7b.sh")
 MOE = ["--num-layers", "4"]
 CONFIG = {
     "model_type": "mixtral",
@@ -56,6 +57,12 @@ def find_row(text, name):
     return [cell.strip() for cell in row.strip("│").split("│")]
 
 
+def test_the_help_says_that_experts_are_shared_as_other_layers_are(capsys):
+    with pytest.raises(SystemExit):
+        plan(capsys, "--help")
+    assert "--expert-tensor-parallel-size (default: as --tp, as in Megatron)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     path = tmp_path / "plan.json"
     words = ("--gpu", "h100", "--pp", "2", "--ep", "8", "--num-gpus", "16", "--global-batch-size", "64")
@@ -84,10 +91,12 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
         "moe_ffn_hidden_size": CONFIG["intermediate_size"],
         "moe_shared_expert_intermediate_size": 0,
         "mtp_num_layers": 0,
+        "params_dtype_bytes": 2,
+        "fp8_recipe": "none",
         "tokens": 4096,
     }
     # What a training does not look at would be taken for equal.
-    assert set(written.made_for) <= {*read_facts(None), TOKENS}
+    assert set(written.made_for) <= {*read_facts(None), TOKENS, MICROBATCHES}
 
 
 def test_a_budget_that_holds_everything_keeps_everything(capsys, config):
@@ -158,6 +167,27 @@ def test_where_no_budget_of_the_device_is_enough_no_larger_one_is_proposed_and_e
     least = re.search(r"Give a budget of (\d+B) or more", error).group(1)
     assert code == 2
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
+
+
+def test_static_memory_above_the_device_is_found_without_a_search(capsys, config, monkeypatch):
+    words = (config, "--gpu", "h100", "--num-gpus", "1", "--global-batch-size", "4")
+
+    def refuse(*_, **__):
+        pytest.fail("it searched")
+
+    monkeypatch.setattr("fgoffload.cli.plan_report.plan_ranks", refuse)
+    for budget in ((), ("--offload-memory-budget", "60GiB")):
+        code, _, error = plan(capsys, *words, *budget)
+        assert code == 2
+        assert f"A memory budget of {'60' if budget else '80'}.00 GiB is not above the static memory of pipeline" in error
+        assert "H100 80GB SXM has 80.00 GiB in all: spread the model over more ranks, or name a larger device." in error
+
+
+def test_an_error_is_one_line_where_defaults_would_be_warned_of(capsys, config):
+    code, _, error = plan(capsys, config, "--gpu", "h100", "--pp", "2", "--ep", "8", "--offload-memory-budget", "1GiB")
+    assert code == 2
+    assert error.startswith("fgoffload: error: A memory budget of 1.00 GiB")
+    assert error.count("\n") == 1
 
 
 def test_a_config_json_is_planned_with_a_pipeline_that_is_full_and_that_is_said(capsys, config):
@@ -287,6 +317,13 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--global-batch-size", "400000000"), "--global-batch-size 400000000 is above 100000000"),
         ((LLAMA, "--gpu", "h100", "--num-layers", "10000"), "--num-layers 10000 is above 1000"),
         ((LLAMA, "--gpu", "h100", "--kv-channels", "100"), "kv_channels 100 of llama3_8b is not a multiple of 8"),
+        ((LLAMA, "--gpu", "h100", "--kv-channels", "100"), "Measure it: give an argument file and --profile FILE"),
+        ((LLAMA, "--gpu", "910b"), "--gpu '910b' is not known. Did you mean 'ascend-910b'?"),
+        ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Give 8 or"),
+        (
+            (LLAMA, "--gpu", "h100", "--pp", "3"),
+            "NUM_GPUS 8 is not a multiple of 6, which a copy of the model needs (tensor x pipeline x context parallel size).",
+        ),
         (
             (LLAMA, "--gpu", "h100", "--global-batch-size", "40000", "--timeline", "trace.json"),
             "--timeline would draw 640000 layers of a step, forward and backward, above 200000.",

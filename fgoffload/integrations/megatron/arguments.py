@@ -65,6 +65,21 @@ _OFFLOAD_FIELDS = frozenset(
 _MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})
 """Fields of Megatron's config for latent attention that every model with rotary embeddings has as training flags."""
 
+_MLA_DEFAULTS: Mapping[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "normalization": "LayerNorm",
+}
+"""What an absent flag means with latent attention. The config's own defaults are another model: queries through a rank of 512,
+for one, where Megatron-LM projects them in one go. Source: `_add_mla_args` of megatron/training/arguments.py, and for norms
+`TransformerConfig`, of Megatron-LM core 0.16.1; both still so in 0.20."""
+
 
 def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of fine-grained activation offload to `parser`, and return it.
@@ -197,7 +212,8 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
     config_class = module.TransformerConfig
     if fields.get("multi_latent_attention"):
         config_class = module.MLATransformerConfig
-        fields |= {"rotary_base": arguments.rotary_base, "rotary_percent": arguments.rotary_percent}
+        rotary = {"rotary_base": arguments.rotary_base, "rotary_percent": arguments.rotary_percent}
+        fields = {**_MLA_DEFAULTS, **fields, **rotary}
     try:
         with ignore_expected_warnings():
             return config_class(**fields)

@@ -1,11 +1,13 @@
 """The experts that Megatron's flags describe, for plans."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags import name_flags
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,18 @@ EXPERTS_FLAGS = frozenset(
 )
 """Flags, with `_` for `-`, that say how experts run and not how many or how large they are."""
 
+_FIELD_FLAGS = {
+    "num_experts": "num_experts",
+    "topk": "moe_router_topk",
+    "ffn_hidden_size": "moe_ffn_hidden_size",
+    "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
+    "has_shared_overlap": "moe_shared_expert_overlap",
+    "has_expert_bias": "moe_router_enable_expert_bias",
+    "score_function": "moe_router_score_function",
+    "has_pre_softmax": "moe_router_pre_softmax",
+}
+"""By field of experts and their router, the flag, with `_` for `-`."""
+
 _DEFAULT_TOPK = 2
 """Experts of a token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
 
@@ -44,13 +58,14 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
     channels = values.get("moe_ffn_hidden_size", values.get("ffn_hidden_size"))
     if channels is None:
         raise ConfigError("--moe-ffn-hidden-size is missing. Give the channels of an expert, as in --moe-ffn-hidden-size 2048.")
-    experts = ExpertsShape(
-        num_experts=values["num_experts"],
-        topk=values.get("moe_router_topk", _DEFAULT_TOPK),
-        ffn_hidden_size=channels,
-        shared_ffn_hidden_size=values.get("moe_shared_expert_intermediate_size", 0),
-        imbalance=DEFAULT_IMBALANCE,
-    )
+    with _named_by_flags():
+        experts = ExpertsShape(
+            num_experts=values["num_experts"],
+            topk=values.get("moe_router_topk", _DEFAULT_TOPK),
+            ffn_hidden_size=channels,
+            shared_ffn_hidden_size=values.get("moe_shared_expert_intermediate_size", 0),
+            imbalance=DEFAULT_IMBALANCE,
+        )
     return change_experts(experts, values)
 
 
@@ -73,7 +88,8 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
         changes["has_shared_overlap"] = values["moe_shared_expert_overlap"]
     if values.get("moe_router_force_load_balancing"):
         changes["imbalance"] = 1.0
-    return dataclasses.replace(experts, **changes)
+    with _named_by_flags():
+        return dataclasses.replace(experts, **changes)
 
 
 def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShape:
@@ -93,7 +109,17 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
         changes["dtype_bytes"] = 4
     if "moe_aux_loss_coeff" in values:
         changes["balancing"] = _find_balancing(values)
-    return dataclasses.replace(router, **changes)
+    with _named_by_flags():
+        return dataclasses.replace(router, **changes)
+
+
+@contextlib.contextmanager
+def _named_by_flags() -> Iterator[None]:
+    """Let an error of a shape of experts name what was typed."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(name_flags(str(error), _FIELD_FLAGS)) from error
 
 
 def _find_balancing(values: Mapping[str, Any]) -> Literal["none", "aux_loss", "seq_aux_loss"]:

@@ -92,7 +92,7 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
     def choice(text: str) -> str:
         if text not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of: {', '.join(choices)}.")
+            raise argparse.ArgumentTypeError(f"{text!r} is none of: {', '.join(choices)}. Give one of them.")
         return text
 
     return choice

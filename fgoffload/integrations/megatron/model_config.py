@@ -12,9 +12,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.plan import FP8_RECIPE, NO_FP8, PARAMETER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ _FACTS = {
     "ffn_hidden_size": 0,
     "num_query_groups": 0,
     "kv_channels": 0,
+    "q_lora_rank": 0,
     "kv_lora_rank": 0,
     "qk_head_dim": 0,
     "qk_pos_emb_head_dim": 0,
@@ -46,16 +50,26 @@ _FACTS = {
     "moe_shared_expert_intermediate_size": 0,
     "mtp_num_layers": 0,
 }
-"""What a plan may say that it was made for, with what None stands for."""
+"""Fields that a plan may say that it was made for, with what None stands for."""
 
 
-def read_facts(config: Any) -> dict[str, int]:
+def read_facts(config: Any) -> dict[str, int | str]:
     """Return what a config says of what plans are made for: see `OffloadPlan.made_for`."""
-    facts = {}
+    facts: dict[str, int | str] = {PARAMETER_BYTES: _count_parameter_bytes(config), FP8_RECIPE: NO_FP8}
+    if getattr(config, "fp8", None):
+        recipe = getattr(config, "fp8_recipe", "delayed")
+        facts[FP8_RECIPE] = str(getattr(recipe, "value", recipe))  # an Enum in some versions
     for name, absent in _FACTS.items():
         value = getattr(config, name, None)
         facts[name] = absent if value is None else int(value)
     return facts
+
+
+def _count_parameter_bytes(config: Any) -> int:
+    # The flags first: Megatron's wrapper converts a model by them, whatever type its parameters were made with.
+    if getattr(config, "bf16", False) or getattr(config, "fp16", False):
+        return 2
+    return int(getattr(config, "params_dtype", torch.float32).itemsize)
 
 
 def set_flags(patches: Patches, selected: Sequence[str]) -> None:

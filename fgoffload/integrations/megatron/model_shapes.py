@@ -58,6 +58,11 @@ _MODEL_FLAGS = {
         "window_attn_skip_freq",
         "rotary_percent",
         "make_vocab_size_divisible_by",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
     )
 }
 """Fields of a model, and what lists its layers, that are called as their flags are, with `_` for `-`."""
@@ -66,7 +71,8 @@ _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "
 """Flags that there has to be, with examples."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Of latent attention, in Megatron-LM and in megatron-core 0.16.1. For the ranks they have different ones."""
+"""Of latent attention, in Megatron-LM and in megatron-core 0.16.1. They differ in the rank of keys and values, which is asked
+for."""
 
 _DEFAULT_VOCAB_SIZE = 256
 """As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""

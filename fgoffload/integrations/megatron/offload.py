@@ -11,11 +11,12 @@ import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import Group, Lane, OffloadEngine, Region, StepStats, is_inert
+from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.site_actions import SiteActions
-from fgoffload.plan import TOKENS, Action, OffloadPlan, Site
+from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan, Site
 from fgoffload.units import format_bytes
 from fgoffload.watched import Watched
 
@@ -69,6 +70,8 @@ class MegatronOffload:
         self._site_bytes: dict[Site, float] = {}
         """What each site moved in a microbatch of the first step, in the order of forward."""
         self._balanced_microbatches = 0
+        self._most_warned_of = 0
+        """Microbatches of a step, more than the plan was made for."""
 
     def remove(self) -> None:
         """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does no harm."""
@@ -262,13 +265,25 @@ class MegatronOffload:
         """A schedule begins a step.
 
         Raises:
-            PlanError: No plan fits the budget, or the plan was made for smaller microbatches.
+            PlanError: No plan fits the budget, or the plan was made for smaller or fewer microbatches.
         """
         self._call = call
         if self.actions.plan is not None:
-            self.actions.plan.check_made_for({TOKENS: call.tokens})
+            self._check_step(self.actions.plan, call)
         if self.measurement is not None:
             self.measurement.begin_step(call)
+
+    def _check_step(self, plan: OffloadPlan, call: "ScheduleCall") -> None:
+        plan.check_made_for({TOKENS: call.tokens})
+        try:
+            plan.check_made_for({MICROBATCHES: call.microbatches})
+        except PlanError as error:
+            if not self._is_first_step_over:
+                raise
+            # A batch that grows in the middle of a run: the step may fit, and to end the run here would lose it for certain.
+            if call.microbatches > self._most_warned_of:
+                logger.warning("%s It goes on, and may take more memory than the budget.", error)
+            self._most_warned_of = max(call.microbatches, self._most_warned_of)
 
     def use_plan(self, plan: OffloadPlan) -> None:
         """Do as `plan` says from the next microbatch on. What runs again is switched by whoever planned."""
@@ -376,7 +391,7 @@ def _list_planned_tags(config: OffloadConfig, plan: OffloadPlan) -> tuple[str, .
     Raises:
         ConfigError: The plan offloads an unknown tag, or one without what it requires.
     """
-    planned = tuple(sorted({site.tag for site, action in plan.actions.items() if action.offloads}))
+    planned = plan.offloaded_tags
     config.tags.check(planned, flag="--offload-plan")
     others = [tag for tag in config.offload_modules if tag not in planned]
     if others:

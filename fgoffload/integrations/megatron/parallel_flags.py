@@ -104,9 +104,13 @@ def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None, *, name
         return fewest // model
     check_count(name, num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
+        # Without experts a copy of them takes a part of the ranks that the model does.
+        needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
+        if fewest == model:
+            needs = "a copy of the model needs (tensor x pipeline x context parallel size)"
         raise ConfigError(
-            f"{name} {num_gpus} is not a multiple of {fewest}, which a copy of the model ({model} ranks) and of its experts "
-            f"({experts}) need. Give --num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes."
+            f"{name} {num_gpus} is not a multiple of {fewest}, which {needs}. "
+            f"Give --num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes."
         )
     return num_gpus // model
 

@@ -278,7 +278,7 @@ def check_head_channels(model: ModelShape) -> None:
     """Refuse heads that no fused kernel of attention takes: what attention saves without one is not known here.
 
     Raises:
-        ConfigError: With the channels, the limit and the fix.
+        ConfigError: With the channels, the limit and what is possible: other channels would be another model.
     """
     sizes = {"kv_channels": model.kv_channels}
     if model.latent is not None:
@@ -287,7 +287,8 @@ def check_head_channels(model: ModelShape) -> None:
         if channels % FUSED_CHANNELS:
             raise ConfigError(
                 f"{name} {channels} of {model.name} is not a multiple of {FUSED_CHANNELS}, and attention is only known of "
-                f"kernels that need one. Give {-(-channels // FUSED_CHANNELS) * FUSED_CHANNELS}."
+                "kernels that need one. Measure it: give an argument file and --profile FILE of `fgoffload profile`, or train "
+                "with --offload-modules auto."
             )
 
 

@@ -105,6 +105,14 @@ class Pipeline:
         """Microbatches of each group but the last, which has what is left."""
         return self.stages if self.group_size is None else self.group_size
 
+    @property
+    def is_full(self) -> bool:
+        """Whether further microbatches of a step would leave as many in flight at once, on all ranks.
+
+        The first rank has the most. It is full where it comes to a backward before it runs out of forwards.
+        """
+        return count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
+
     def _check_groups(self) -> None:
         size = self.microbatches_of_group
         check_count("group_size", size)

@@ -209,17 +209,23 @@ def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: i
 
 def _check_static(searches: RankSearches, budget_bytes: int) -> None:
     """Refuse a budget that what is always on the device takes alone: with what it lacks there, and the nearest that does."""
-    worst = max(searches.ranks, key=lambda rank: rank.static_bytes)
-    if worst.static_bytes < budget_bytes:
+    lacking = describe_static_lack(searches.ranks, budget_bytes)
+    if lacking is None:
         return
     least_bytes = searches.simulate_together(searches.find_least_states()).peak_bytes
+    raise BudgetError(f"{lacking} The nearest budget that a plan was found for is {format_bytes(least_bytes)}.", least_bytes)
+
+
+def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str | None:
+    """Return what a rank lacks for its static memory alone, without any search; None where each has room for it."""
+    worst = max(ranks, key=lambda rank: rank.static_bytes)
     missing_bytes = worst.static_bytes - budget_bytes
-    raise BudgetError(
+    if missing_bytes < 0:
+        return None
+    return (
         f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
         f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. That rank "
-        f"lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) between steps, with no activation there. The nearest "
-        f"budget that a plan was found for is {format_bytes(least_bytes)}.",
-        least_bytes,
+        f"lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) between steps, with no activation there."
     )
 
 

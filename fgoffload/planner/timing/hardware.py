@@ -10,8 +10,9 @@ an example.
 
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,18 @@ def get_hardware(name: str) -> Hardware:
     found = names.get(_strip(name))
     if found is not None:
         return HARDWARE[found]
-    nearest = difflib.get_close_matches(_strip(name), names, n=1, cutoff=0.6)
-    hint = f" Did you mean {names[nearest[0]]!r}?" if nearest else ""
+    nearest = _find_nearest(_strip(name), names)
+    hint = f" Did you mean {names[nearest]!r}?" if nearest else ""
     raise ConfigError(
         f"hardware {name!r} is not known.{hint} Give one of: {', '.join(HARDWARE)}; or a file of your own to Hardware.load."
     )
+
+
+def _find_nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the name that `name` is like, or a part of, as `910b` is, or has as a part; None where there is none."""
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    parts = (one for one in known if len(name) >= _SHORTEST_PART and (name in one or one in name))
+    return next(itertools.chain(similar, parts), None)
 
 
 def check_for_times(hardware: Hardware) -> None:
@@ -194,6 +202,9 @@ _RATES = (
     "network_bytes_per_s",
 )
 _LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
+_SHORTEST_PART = 3
+"""Characters from which a part of a name says which device is meant."""
+
 _NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
 _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 

@@ -92,7 +92,8 @@ def test_a_budget_keeps_its_name_when_it_has_a_plan():
         ("ours:expert_fc1@half", "'half' is no part"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),
         ("ours:core_atn", "Did you mean 'core_attn'?"),
-        ("budget:18.9GB", "--budgets '18.9GB' is not a size"),
+        ("budget:18.9GB", "--settings budget:18.9GB: '18.9GB' is not a size"),
+        ("budget:18", "--settings budget:18: '18' has no unit. Add one of B, KiB, MiB, GiB, TiB, as in 18GiB."),
     ],
 )
 def test_a_name_that_says_nothing_is_refused_with_what_is_wrong(name, message):

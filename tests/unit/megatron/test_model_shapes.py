@@ -638,7 +638,7 @@ def test_the_defaults_are_those_of_megatrons_config(field, flag):
         ("--make-vocab-size-divisible-by 1000000000", "--make-vocab-size-divisible-by 1000000000 is above 100000000"),
         ("--rotary-percent 2", "--rotary-percent 2.0 is no part of a head"),
         ("--hidden-dropout -0.1", "--hidden-dropout -0.1 is no part. Give a number from 0 to 1"),
-        ("--fp8-format e5m2", "--fp8-format 'e5m2' is none of: e4m3, hybrid"),
+        ("--fp8-format e5m2", "--fp8-format 'e5m2' is none of: e4m3, hybrid. Give one of them."),
         ("--position-embedding-type xyz", "--position-embedding-type 'xyz' is none of: learned_absolute, rope"),
         (
             "--position-embedding-type learned_absolute --max-position-embeddings 8 --seq-length 16",

@@ -1,6 +1,8 @@
 """What a plan says that it was made for is what Megatron's config says of the same flags: no training refuses its own plan."""
 
 import dataclasses
+import enum
+import types
 
 import pytest
 from support.scripts import BENCHMARKS
@@ -9,8 +11,8 @@ from fgoffload import OffloadPlan, PlanError
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.model_config import read_facts
-from fgoffload.integrations.megatron.model_shapes import read_model_file
-from fgoffload.plan import TOKENS
+from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
+from fgoffload.plan import FP8_RECIPE, MICROBATCHES, TOKENS
 from fgoffload.planner import ModelShape, Parallelism, get_hardware, plan
 from fgoffload.planner.plan_facts import list_facts
 from fgoffload.units import GIB
@@ -27,8 +29,51 @@ def test_the_facts_of_each_argument_file_are_those_of_its_config(path):
     model, parallelism = read_model_file(path)
     facts = list_facts(model, parallelism)
     assert facts.pop(TOKENS) == arguments.seq_length * arguments.micro_batch_size
+    facts.pop(MICROBATCHES, None)  # of a step, of which the config does not know
     found = read_facts(build_transformer_config(arguments, offload=None))
     assert {name: found[name] for name in facts} == facts
+
+
+@pytest.mark.parametrize("flags", ["--fp16", "--q-lora-rank 24"])
+def test_types_and_ranks_of_latent_queries_are_facts_of_a_config(flags):
+    path = ARGUMENTS / "deepseek_v2_lite.sh"
+    typed = ("--no-moe-permute-fusion", *flags.split())
+    read, plain = [*read_argument_file(path, variables={}), *typed], read_model_file(path)
+    if "--fp16" in flags:
+        read.remove("--bf16")
+    facts = list_facts(*read_model(read, source=path.name, num_gpus=8))
+    found = read_facts(build_transformer_config(parse_arguments(read, source=path.name), offload=None))
+    assert {name: found[name] for name in facts if name not in (TOKENS, MICROBATCHES)} == {
+        name: value for name, value in facts.items() if name not in (TOKENS, MICROBATCHES)
+    }
+    assert (facts == list_facts(*plain)) == ("--fp16" in flags)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", enum.Enum("Recipe", {"BLOCKWISE": "blockwise"}).BLOCKWISE])
+def test_the_recipe_of_fp8_is_a_fact_by_its_name_and_only_with_fp8(recipe):
+    # A config of it needs Transformer Engine.
+    for flags, expected in ((), "none"), (("--fp8-recipe", "blockwise"), "none"), (("--fp8-format", "e4m3"), "delayed"):
+        assert list_facts(*read_model_file(ARGUMENTS / "w2_moe.sh", typed=flags))[FP8_RECIPE] == expected
+    assert read_facts(types.SimpleNamespace(fp8="e4m3", fp8_recipe=recipe))[FP8_RECIPE] == "blockwise"
+    assert read_facts(types.SimpleNamespace(fp8=None, fp8_recipe=recipe))[FP8_RECIPE] == "none"
+
+
+def test_a_plan_of_bf16_is_refused_in_fp32():
+    read = read_argument_file(ARGUMENTS / "deepseek_v2_lite.sh", variables={})
+    without = [flag for flag in read if flag != "--bf16"]
+    made_for = list_facts(*read_model(read, source="bf16", num_gpus=8))
+    config = build_transformer_config(parse_arguments(without, source="fp32", typed=("--no-moe-permute-fusion",)), offload=None)
+    with pytest.raises(PlanError, match=r"^The plan was made for params_dtype_bytes 2, and this training has 4\."):
+        OffloadPlan(actions={}, made_for=made_for).check_made_for(read_facts(config))
+
+
+@pytest.mark.parametrize(("ranks", "planned"), [({}, None), ({"pipeline_parallel_size": 4}, 3)], ids=["one", "pipeline"])
+def test_microbatches_are_a_fact_where_a_pipeline_is_not_full(ranks, planned):
+    model, parallelism = read_model_file(ARGUMENTS / "tiny_moe.sh")
+    few = dataclasses.replace(parallelism, **ranks, microbatches=3)
+    assert list_facts(model, few).get(MICROBATCHES) == planned
+    full = dataclasses.replace(few, microbatches=4)
+    assert MICROBATCHES not in list_facts(model, full)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,11 @@ def test_what_a_plan_says_may_be_on_its_way_when_the_loss_begins_is_what_the_eng
         ("ffn_hidden_size", 7),
         ("num_query_groups", 1),
         ("kv_channels", 3),
+        ("params_dtype_bytes", 2),
+        ("fp8_recipe", "delayed"),
+        ("q_lora_rank", 7),
         ("tokens", 1),
+        ("microbatches", 1),
     ],
 )
 def test_a_plan_that_was_made_for_another_training_is_refused_with_what_differs(tmp_path, name, planned):
@@ -73,7 +77,8 @@ def test_a_plan_that_was_made_for_another_training_is_refused_with_what_differs(
     with make_trainer(DENSE, make_config("core_attn")) as trainer:
         facts = read_facts(trainer.chunks[0].config)
         tokens = trainer.arguments.seq_length * trainer.arguments.micro_batch_size
-    facts["tokens"] = tokens
+        microbatches = trainer.arguments.num_microbatches
+    facts |= {"tokens": tokens, "microbatches": microbatches}
     config.offload_plan.write_text(OffloadPlan(actions=actions, made_for=facts).to_json(), encoding="utf-8")
     with make_trainer(DENSE, config) as trainer:
         trainer.run_step()
@@ -85,6 +90,20 @@ def test_a_plan_that_was_made_for_another_training_is_refused_with_what_differs(
         pytest.raises(PlanError, match=rf"^The plan was made for {name} {planned}, and this training has {facts[name]}\."),
     ):
         trainer.run_step()
+
+
+def test_microbatches_that_grow_beyond_a_plan_in_the_middle_of_a_run_are_warned_of_once(tmp_path, caplog):
+    actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
+    config = OffloadConfig(offload_modules=(), offload_plan=tmp_path / "plan.json", min_offloaded_tensor_size=64)
+    config.offload_plan.write_text(OffloadPlan(actions=actions, made_for={"microbatches": 1}).to_json(), encoding="utf-8")
+    with make_trainer(f"{DENSE} --global-batch-size 4 --rampup-batch-size 2 2 2", config) as trainer:
+        for _ in range(4):
+            trainer.run_step()
+    found = [record.message for record in caplog.records if "microbatches" in record.message]
+    assert [message.partition(". ")[0] for message in found] == [
+        "The plan was made for microbatches 1, and this training has 2"
+    ]
+    assert found[0].endswith("It goes on, and may take more memory than the budget.")
 
 
 def test_where_layers_of_multi_token_prediction_have_a_stage_of_their_own_no_backward_is_expected_behind_them():

@@ -1,5 +1,6 @@
 """The passes of a pipeline rank: properties that hold for every pipeline, and sequences written down by hand."""
 
+import dataclasses
 import doctest
 import itertools
 
@@ -42,6 +43,14 @@ def ranks(draw):
 
 def write(pipeline, rank):
     return " ".join(map(str, list_passes(pipeline, rank=rank)))
+
+
+@given(ranks())
+def test_a_pipeline_is_full_where_more_microbatches_leave_as_many_in_flight(case):
+    pipeline, _ = case
+    longer = dataclasses.replace(pipeline, microbatches=pipeline.microbatches + 8 * pipeline.microbatches_of_group)
+    counts = [[count_in_flight(list_passes(one, rank=rank)) for rank in range(pipeline.stages)] for one in (pipeline, longer)]
+    assert pipeline.is_full == (counts[0] == counts[1])
 
 
 @given(ranks())

@@ -154,6 +154,9 @@ def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
     ("base", "message"),
     [
         ("h1000", r"hardware 'h1000' is not known. Did you mean 'h100'\?"),
+        ("910b", r"hardware '910b' is not known. Did you mean 'ascend-910b'\?"),
+        ("nvidia h100 pcie", r"hardware 'nvidia h100 pcie' is not known. Did you mean 'h100'\?"),
+        ("b", r"hardware 'b' is not known. Give one of: "),
         (100, "base 100 is no text. Give a device of the table"),
     ],
 )
