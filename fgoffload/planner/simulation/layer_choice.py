@@ -122,9 +122,9 @@ class Rerun:
     """What is there again then: `saved_after` is one of `segments`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
-    """A layer under a plan."""
+    """A layer under a plan. Many layers are one of these, so that what all of them ask for is put together once."""
 
     layer: LayerModel
     """The layer."""
@@ -144,6 +144,28 @@ class ResolvedLayer:
         """Device bytes of a microbatch between its forward and its backward, once the copies are done; `shared` not counted."""
         return sum(kept.tensor.size_bytes for kept in self.kept)
 
+    @functools.cached_property
+    def saved_bytes(self) -> Mapping[int, int]:
+        """Device bytes that are there after the forward of a stretch and were not before, by stretch."""
+        saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.kept, *self.leaving)
+        return _sum_by_place((one.saved_after, one.tensor.size_bytes) for one in saved)
+
+    @functools.cached_property
+    def freed_bytes(self) -> Mapping[int, int]:
+        """Device bytes that are gone after the backward of a stretch, of what stayed or ran again, by stretch."""
+        made = (one for rerun in self.reruns for one in rerun.made)
+        return _sum_by_place((one.freed_after, one.tensor.size_bytes) for one in (*self.kept, *made))
+
+    @functools.cached_property
+    def let_go_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
+        """Sizes of what sites that stay ask for and is there, by the stretch and unit of a `Take`; 0 when asked for again."""
+        sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
+        for kept in self.kept:
+            asked = [(take.before, take.unit) for take in kept.takes if take.group is None]
+            for number, asker in enumerate(asked):
+                sizes[asker] = (*sizes.get(asker, ()), 0 if number else kept.tensor.size_bytes)
+        return sizes
+
     @property
     def moved_bytes(self) -> int:
         """Bytes of a microbatch that leave, and come back."""
@@ -154,6 +176,13 @@ class ResolvedLayer:
         """Seconds of compute that backward takes longer."""
         segments = self.layer.segments
         return sum(rerun.extra_s + sum(segments[place].forward_s for place in rerun.segments) for rerun in self.reruns)
+
+
+def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for place, size_bytes in sizes:
+        sums[place] = sums.get(place, 0) + size_bytes
+    return sums
 
 
 def resolve_layer(
@@ -186,7 +215,9 @@ def _resolve(
     saved = _list_saved(layer, units, places)
     reruns = _list_reruns(layer, units, saved, places)
     offloaded = places.order(tag for tag, action in actions.items() if action.offloads and _is_saved(tag, saved))
-    takes = {one.tensor.name: _list_takes(one, offloaded, units, reruns, places) for one in saved}
+    # What a unit covers asks for what the unit makes, and not for what was saved.
+    covered = {tag for unit in units for tag in _list_covered(unit.name)}
+    takes = {one.tensor.name: _list_takes(one, offloaded, covered, reruns, places) for one in saved}
     groups = _list_groups(offloaded, takes, places)
     kept, leaving = [], []
     for one in saved:
@@ -194,7 +225,14 @@ def _resolve(
         if one.tensor.is_same_in_all_layers:
             continue
         if not owners or one.tensor.is_below(min_offloaded_numel) or staying_tags.intersection(one.tensor.tags):
-            kept.append(dataclasses.replace(one, takes=takes[one.tensor.name]))
+            kept.append(
+                ResidentTensor(
+                    tensor=one.tensor,
+                    saved_after=one.saved_after,
+                    freed_after=one.freed_after,
+                    takes=takes[one.tensor.name],
+                )
+            )
         else:
             leaving.append(_let_leave(one, owners, groups, takes[one.tensor.name], places))
     return ResolvedLayer(
@@ -313,11 +351,9 @@ def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[Resident
 
 
 def _list_takes(
-    one: ResidentTensor, offloaded: Sequence[str], units: Sequence[UnitModel], reruns: Sequence[Rerun], places: _Places
+    one: ResidentTensor, offloaded: Sequence[str], covered: Set[str], reruns: Sequence[Rerun], places: _Places
 ) -> tuple[Take, ...]:
     """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again."""
-    # What a unit covers asks for what the unit makes, and not for what was saved.
-    covered = {tag for unit in units for tag in _list_covered(unit.name)}
     tags = [tag for tag in one.tensor.tags if tag not in covered]
     askers = {(rerun.before, rerun.unit, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
     # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
