@@ -90,6 +90,7 @@ def compile_rank(rank: RankModel, actions: Actions, *, loss_window_bytes: int | 
             numel,
             has_copies=has_copies,
             has_engine=rank.has_engine,
+            host_s=HOST_LAYER_S,
             turn=TurnStep(loss_window_bytes) if has_copies and number == rank.turning_chunk else None,
         )
         for number, chunk in enumerate(rank.chunks)
@@ -130,6 +131,7 @@ def _compile_chunk(
     *,
     has_copies: bool,
     has_engine: bool,
+    host_s: float,
     turn: TurnStep | None,
 ) -> ChunkProgram:
     layers = [
@@ -140,6 +142,7 @@ def _compile_chunk(
             has_copies=has_copies,
             dispatcher=None if has_engine else (number, layer.number),
             has_held_input=bool(chunk.first) and layer is chunk.layers[0],
+            host_s=host_s,
         )
         for layer, actions, resolved in zip(
             chunk.layers, chosen, _resolve_chunk(chunk, number, chosen, min_offloaded_numel), strict=True
@@ -234,6 +237,7 @@ class _Layer:
         has_copies: Whether anything leaves on the rank.
         dispatcher: Chunk and number of the layer where its token dispatcher may hold what a recompute began with, or None.
         has_held_input: Whether the model holds the layer's input until its forward is over. See [Note: What the model holds].
+        host_s: Seconds that its forward takes the host, or its backward.
     """
 
     def __init__(
@@ -245,6 +249,7 @@ class _Layer:
         has_copies: bool,
         dispatcher: tuple[int, int] | None,
         has_held_input: bool,
+        host_s: float,
     ) -> None:
         self._end = len(numbered.model.segments)
         """Where what the model holds is read last: behind all stretches."""
@@ -255,7 +260,7 @@ class _Layer:
         self._kind = numbered.model.kind
         self._actions = actions
         self._segments = numbered.model.segments
-        self._host_s = HOST_LAYER_S / len(self._segments)
+        self._host_s = host_s / len(self._segments)
         """Of the host, for a stretch."""
         self._name = f"layers.{numbered.number}"
         self._has_copies = has_copies

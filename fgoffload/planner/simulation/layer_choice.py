@@ -210,7 +210,7 @@ def _resolve(
 ) -> ResolvedLayer:
     actions = dict(sorted(chosen, key=lambda pair: pair[0]))
     check_choice(layer, actions)
-    places = _Places(layer)
+    places = _find_places(layer)
     units = tuple(unit for unit in layer.units if actions.get(unit.name, Action.KEEP).recomputes)
     saved = _list_saved(layer, units, places)
     reruns = _list_reruns(layer, units, saved, places)
@@ -248,18 +248,31 @@ def _resolve(
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _find_places(layer: LayerModel) -> "_Places":
+    return _Places(layer)
+
+
 class _Places:
-    """Where the tags of a layer are among its stretches."""
+    """Where the tags of a layer are among its stretches, whatever a plan says."""
 
     def __init__(self, layer: LayerModel) -> None:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
         """The first stretch over whose host wait groups are held."""
+        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}
+        """What the layer saves where nothing runs again, by name."""
 
     def find(self, name: str) -> int:
         """Return the stretch called `name`; the first where there is none."""
         return self._places.get(name, 0)
+
+    def locate(self, tensor: SavedTensor) -> ResidentTensor:
+        """Return when a tensor is there, where nothing that saves it runs again."""
+        # The tag that forward reaches first, wherever it is among them: backward reaches that one last.
+        first = min(self.find(tag) for tag in tensor.tags)
+        return ResidentTensor(tensor=tensor, saved_after=first, freed_after=first)
 
     def find_end(self, tag: str) -> int:
         """Return the stretch after whose forward the group of `tag` ends."""
@@ -283,7 +296,7 @@ def _is_saved(tag: str, saved: Sequence[ResidentTensor]) -> bool:
 def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[ResidentTensor, ...]:
     """Return what is saved in forward where `units` run again: what they drop is not, and what they keep instead is."""
     dropped = {name for unit in units for name in unit.drops}
-    saved = {tensor.name: _locate(tensor, places) for tensor in layer.tensors if tensor.name not in dropped}
+    saved = {name: one for name, one in places.saved.items() if name not in dropped}
     for unit in units:
         dropped_by_others = {name for other in units if other is not unit for name in other.drops}
         segments = places.list_segments(unit)
@@ -293,12 +306,6 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
                 one = ResidentTensor(tensor=tensor, saved_after=segments[0], freed_after=segments[0])
                 saved.setdefault(tensor.name, one)
     return tuple(saved.values())
-
-
-def _locate(tensor: SavedTensor, places: _Places) -> ResidentTensor:
-    # The tag that forward reaches first, wherever it is among them: backward reaches that one last.
-    first = min(places.find(tag) for tag in tensor.tags)
-    return ResidentTensor(tensor=tensor, saved_after=first, freed_after=first)
 
 
 def _list_reruns(
@@ -320,7 +327,7 @@ def _list_reruns(
                 before=before[unit.name],
                 segments=segments,
                 extra_s=unit.extra_s,
-                made=(*(_locate_made(tensors[name], segments, places) for name in names), *_list_extra(unit, segments)),
+                made=(*(_locate_made(places.saved[name], segments) for name in names), *_list_extra(unit, segments)),
             )
         )
     return tuple(reruns)
@@ -338,8 +345,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
     return before
 
 
-def _locate_made(tensor: SavedTensor, segments: tuple[int, ...], places: _Places) -> ResidentTensor:
-    one = _locate(tensor, places)
+def _locate_made(one: ResidentTensor, segments: tuple[int, ...]) -> ResidentTensor:
     # What the unit hands on is saved by the stretch behind it: it is there when the unit is through.
     return one if one.saved_after in segments else dataclasses.replace(one, saved_after=segments[-1])
 
@@ -354,11 +360,11 @@ def _list_takes(
     one: ResidentTensor, offloaded: Sequence[str], covered: Set[str], reruns: Sequence[Rerun], places: _Places
 ) -> tuple[Take, ...]:
     """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again."""
-    tags = [tag for tag in one.tensor.tags if tag not in covered]
-    askers = {(rerun.before, rerun.unit, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
+    found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
+    askers = {(rerun.before, rerun.unit, tag) for rerun in reruns for place, tag in found if place in rerun.segments}
     # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
-    askers |= {(places.find(tag), "", tag) for tag in tags if tag not in asked}
+    askers |= {(place, "", tag) for place, tag in found if tag not in asked}
     ordered = sorted(askers, key=lambda asker: (-asker[0], -places.find(asker[2]), asker))
     return tuple(
         Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)
