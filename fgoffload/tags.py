@@ -9,6 +9,7 @@ Source: which tags are Megatron's, and the rule that `attn_proj` needs `core_att
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable, Iterator
 
 from fgoffload.errors import ConfigError
@@ -126,6 +127,7 @@ class TagRegistry:
         return chosen
 
 
+@functools.cache
 def default_tags() -> TagRegistry:
     """Return the tags that fgoffload knows by itself, in the order in which a layer's forward reaches them."""
     return TagRegistry(_DEFAULT_TAGS)
@@ -267,6 +269,9 @@ RECOMPUTE_UNITS = (
 linears with what is around them: see `first_parts.py` of the Megatron integration."""
 
 
+_UNITS_BY_NAME = {unit.name: unit for unit in RECOMPUTE_UNITS}
+
+
 def find_recompute_unit(name: str) -> RecomputeUnit | None:
     """Return the unit called `name`, or None where there is none."""
-    return next((unit for unit in RECOMPUTE_UNITS if unit.name == name), None)
+    return _UNITS_BY_NAME.get(name)

@@ -6,6 +6,7 @@ on one rank, with nothing else running.
 
 import dataclasses
 import enum
+import functools
 
 
 class HostWait(enum.Enum):
@@ -87,9 +88,9 @@ class UnitModel:
     """Device bytes beside what was dropped, from running again until the backward of all its stretches is over."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerModel:
-    """A kind of layer: layers of one kind are alike, and the solver treats them as one."""
+    """A kind of layer: layers of one kind are alike, and the solver treats them as one. What it comes to is counted once."""
 
     kind: str
     """For people: `dense`, `moe`, `mtp`."""
@@ -109,22 +110,22 @@ class LayerModel:
         """Return what kinds that are equal have alike. To hash all fields, each time that one is looked up, takes too long."""
         return hash((self.kind, len(self.segments), len(self.tensors), len(self.units)))
 
-    @property
+    @functools.cached_property
     def forward_s(self) -> float:
         """Seconds of compute of the whole forward, without what it waits for launches."""
         return sum(segment.forward_s for segment in self.segments)
 
-    @property
+    @functools.cached_property
     def backward_s(self) -> float:
         """Seconds of compute of the whole backward, with nothing run again."""
         return sum(segment.backward_s for segment in self.segments)
 
-    @property
+    @functools.cached_property
     def saved_bytes(self) -> int:
         """Bytes of all tensors that it saves where nothing runs again, without those that all layers share."""
         return sum(tensor.size_bytes for tensor in self.tensors if not tensor.is_same_in_all_layers)
 
-    @property
+    @functools.cached_property
     def shares_router_input(self) -> bool:
         """Return whether shared experts save the hidden states that the router gets too."""
         return any("shared_expert" in tensor.tags for tensor in self.tensors)

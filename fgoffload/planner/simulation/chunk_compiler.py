@@ -23,6 +23,7 @@ megatron/core/tensor_parallel/random.py, megatron-core 0.16.1. Between two steps
 773 MiB more than without: 768 are these, 128 MiB a layer.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -51,12 +52,19 @@ from fgoffload.planner.simulation.chunk_program import (
     TakeStep,
     TurnStep,
 )
-from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResidentTensor, ResolvedLayer, resolve_layer
+from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResolvedLayer, resolve_layer
 from fgoffload.tags import find_recompute_unit
 from fgoffload.watched import Watched, find_watched
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """What a plan says, by chunk and number of the layer, and there by tag or unit."""
+
+_ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]
+"""What it says of the layers of a chunk, in order."""
+
+_KNOWN_CHUNKS = 128
+"""A plan is simulated after one that differs from it in a layer or two: its other chunks are known. All ranks of a pipeline
+have no more, and a program of 61 layers takes a megabyte."""
 
 _PROJECTION = "attn_proj"
 """The stretch with which the attention half of a layer ends."""
@@ -76,49 +84,77 @@ def compile_rank(rank: RankModel, actions: Actions, *, loss_window_bytes: int | 
     Raises:
         PlanError: A layer cannot do what the plan says of it.
     """
-    chunks = [(number, chunk, _resolve_chunk(rank, number, actions)) for number, chunk in enumerate(rank.chunks)]
+    chosen = [_list_chosen(chunk, number, actions) for number, chunk in enumerate(rank.chunks)]
+    numel = rank.min_offloaded_numel
+    resolved = [_resolve_chunk(chunk, number, chosen[number], numel) for number, chunk in enumerate(rank.chunks)]
     # Where nothing leaves nobody waits behind copies or looks for them, and more stretches are one step.
-    has_copies = any(layer.leaving for _, _, resolved in chunks for layer in resolved)
+    has_copies = any(layer.leaving for layers in resolved for layer in layers)
     return tuple(
         _compile_chunk(
             chunk,
-            [
-                _Layer(
-                    layer,
-                    one,
-                    actions.get((number, layer.number), {}),
-                    has_copies=has_copies,
-                    dispatcher=None if rank.has_engine else (number, layer.number),
-                    has_held_input=bool(chunk.first) and layer is chunk.layers[0],
-                )
-                for layer, one in zip(chunk.layers, resolved, strict=True)
-            ],
+            number,
+            chosen[number],
+            numel,
+            has_copies=has_copies,
+            has_engine=rank.has_engine,
+            host_s=HOST_LAYER_S,
             turn=TurnStep(loss_window_bytes) if has_copies and number == rank.turning_chunk else None,
         )
-        for number, chunk, resolved in chunks
+        for number, chunk in enumerate(rank.chunks)
     )
 
 
-def _resolve_chunk(rank: RankModel, number: int, actions: Actions) -> list[ResolvedLayer]:
+def _list_chosen(chunk: ChunkModel, number: int, actions: Actions) -> _ChunkActions:
+    return tuple(tuple(actions.get((number, layer.number), {}).items()) for layer in chunk.layers)
+
+
+@functools.lru_cache(maxsize=_KNOWN_CHUNKS)
+def _resolve_chunk(
+    chunk: ChunkModel, number: int, chosen: _ChunkActions, min_offloaded_numel: int
+) -> tuple[ResolvedLayer, ...]:
     resolved = []
-    chunk = rank.chunks[number]
-    for layer in chunk.layers:
+    for layer, actions in zip(chunk.layers, chosen, strict=True):
         # The input of a stage is held by the pipeline's schedule until its backward: to move it would free nothing.
         is_held = layer is chunk.layers[0] and not chunk.first
         try:
             one = resolve_layer(
                 layer.model,
-                actions.get((number, layer.number), {}),
-                min_offloaded_numel=rank.min_offloaded_numel,
+                dict(actions),
+                min_offloaded_numel=min_offloaded_numel,
                 staying_tags=frozenset({"layer_input"}) if is_held else frozenset(),
             )
         except PlanError as error:
             raise PlanError(f"layers.{layer.number} of chunk {number}: {error}") from error
         resolved.append(one)
-    return resolved
+    return tuple(resolved)
 
 
-def _compile_chunk(chunk: ChunkModel, layers: Sequence["_Layer"], *, turn: TurnStep | None) -> ChunkProgram:
+@functools.lru_cache(maxsize=_KNOWN_CHUNKS)
+def _compile_chunk(
+    chunk: ChunkModel,
+    number: int,
+    chosen: _ChunkActions,
+    min_offloaded_numel: int,
+    *,
+    has_copies: bool,
+    has_engine: bool,
+    host_s: float,
+    turn: TurnStep | None,
+) -> ChunkProgram:
+    layers = [
+        _Layer(
+            layer,
+            resolved,
+            dict(actions),
+            has_copies=has_copies,
+            dispatcher=None if has_engine else (number, layer.number),
+            has_held_input=bool(chunk.first) and layer is chunk.layers[0],
+            host_s=host_s,
+        )
+        for layer, actions, resolved in zip(
+            chunk.layers, chosen, _resolve_chunk(chunk, number, chosen, min_offloaded_numel), strict=True
+        )
+    ]
     parcels: list[Parcel] = []
     groups: list[GroupPlace] = []
     for layer in layers:
@@ -208,6 +244,7 @@ class _Layer:
         has_copies: Whether anything leaves on the rank.
         dispatcher: Chunk and number of the layer where its token dispatcher may hold what a recompute began with, or None.
         has_held_input: Whether the model holds the layer's input until its forward is over. See [Note: What the model holds].
+        host_s: Seconds that its forward takes the host, or its backward.
     """
 
     def __init__(
@@ -219,6 +256,7 @@ class _Layer:
         has_copies: bool,
         dispatcher: tuple[int, int] | None,
         has_held_input: bool,
+        host_s: float,
     ) -> None:
         self._end = len(numbered.model.segments)
         """Where what the model holds is read last: behind all stretches."""
@@ -229,7 +267,7 @@ class _Layer:
         self._kind = numbered.model.kind
         self._actions = actions
         self._segments = numbered.model.segments
-        self._host_s = HOST_LAYER_S / len(self._segments)
+        self._host_s = host_s / len(self._segments)
         """Of the host, for a stretch."""
         self._name = f"layers.{numbered.number}"
         self._has_copies = has_copies
@@ -243,6 +281,9 @@ class _Layer:
         """The groups of the chunk before those of this layer."""
         self._parcels: list[tuple[LeavingTensor, int]] = []
         """One of the tensors of each parcel, which are alike but for their size, and the parcel's number."""
+        self._asked: dict[tuple[int, str | None], dict[int | None, list[int]]] = {}
+        """Parcels that backward asks for, by the stretch before which it does and the unit that runs again there, and by group
+        of the site."""
 
     def number_groups(self, groups: list[GroupPlace], parcels: list[Parcel]) -> None:
         """Add the groups and parcels of this layer to those of the layers before it."""
@@ -256,6 +297,7 @@ class _Layer:
             size_bytes = sum(one.tensor.size_bytes for one in tensors)
             label, mover = f"reload of {self._name}.{tag}", self._find_mover(tag)
             parcels.append(Parcel(size_bytes, label, mover, self._is_read_later(tensors[0])))
+        self._note_asked()
         for index, group in enumerate(self.resolved.groups):
             groups.append(
                 GroupPlace(
@@ -266,6 +308,16 @@ class _Layer:
                     end_position=self._base + group.opened_before_end,
                 )
             )
+
+    def _note_asked(self) -> None:
+        for one, parcel in self._parcels:
+            for take in one.takes:
+                self._asked.setdefault((take.before, take.unit), {}).setdefault(take.group, []).append(parcel)
+        asking = {group for groups in self._asked.values() for group in groups}
+        for index, group in enumerate(self.resolved.groups):
+            # All that such a group saved stayed, and backward comes to it all the same.
+            if index not in asking:
+                self._asked.setdefault((group.asked_before, None), {})[index] = []
 
     @property
     def held_parcels(self) -> tuple[int, ...]:
@@ -281,7 +333,6 @@ class _Layer:
 
     def run_forward(self, steps: _Steps) -> None:
         """Add the forward of the layer."""
-        saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.resolved.kept, *self.resolved.leaving)
         groups = sorted(enumerate(self.resolved.groups, start=self._base), key=lambda pair: pair[1].submitted_as)
         starts = {group.starts_at for _, group in groups}
         if self._has_copies and not self._runs_again_as_a_whole:
@@ -293,7 +344,7 @@ class _Layer:
             for index, group in groups:
                 if group.held_over == place:
                     steps.add(SubmitStep(index))
-            net_bytes = sum(one.tensor.size_bytes for one in saved if one.saved_after == place)
+            net_bytes = self.resolved.saved_bytes.get(place, 0)
             steps.compute(
                 Part(f"{self._name}.{segment.name}", segment.forward_pass_s, segment.forward_extra_bytes, net_bytes),
                 host_s=self._host_s,
@@ -308,7 +359,6 @@ class _Layer:
 
     def run_backward(self, steps: _Steps) -> None:
         """Add the backward of the layer, and what runs again in it."""
-        made = [one for rerun in self.resolved.reruns for one in rerun.made]
         for place in range(len(self._segments) - 1, -1, -1):
             segment = self._segments[place]
             for rerun in self.resolved.reruns:
@@ -316,7 +366,7 @@ class _Layer:
                     self._take(steps, place, rerun.unit)
                     self._run_again(steps, rerun)
             self._take(steps, place, None)
-            gone_bytes = sum(one.tensor.size_bytes for one in (*self.resolved.kept, *made) if one.freed_after == place)
+            gone_bytes = self.resolved.freed_bytes.get(place, 0)
             steps.compute(
                 Part(f"{self._name}.{segment.name}", segment.backward_s, segment.backward_extra_bytes, -gone_bytes),
                 host_s=self._host_s,
@@ -374,18 +424,7 @@ class _Layer:
         """Add who asks for something before the backward of stretch `place`: `unit` when it runs again, or the stretch."""
         if self._is_watched(place):
             self._let_go(steps, place, unit)
-        asked: dict[int | None, list[int]] = {}
-        for one, parcel in self._parcels:
-            for take in one.takes:
-                if (take.before, take.unit) == (place, unit):
-                    asked.setdefault(take.group, []).append(parcel)
-        if unit is None:
-            # All that such a group saved stayed, and backward comes to it all the same.
-            for index, group in enumerate(self.resolved.groups):
-                if group.asked_before == place and not any(
-                    take.group == index for one, _ in self._parcels for take in one.takes
-                ):
-                    asked[index] = []
+        asked = self._asked.get((place, unit), {})
         for asker in sorted(asked, key=lambda asker: -1 if asker is None else asker, reverse=True):
             steps.add(TakeStep(None if asker is None else self._base + asker, tuple(asked[asker])))
 
@@ -396,14 +435,9 @@ class _Layer:
 
     def _let_go(self, steps: _Steps, place: int, unit: str | None) -> None:
         """Add what sites that stay ask for and is there. What a group saved tells instead that backward is at that group."""
-        sizes_bytes = []
-        for kept in self.resolved.kept:
-            asked = [take for take in kept.takes if take.group is None]
-            for take in asked:
-                if (take.before, take.unit) == (place, unit):
-                    sizes_bytes.append(kept.tensor.size_bytes if take is asked[0] else 0)
+        sizes_bytes = self.resolved.let_go_bytes.get((place, unit))
         if sizes_bytes:
-            steps.add(LetGoStep(tuple(sizes_bytes)))
+            steps.add(LetGoStep(sizes_bytes))
 
 
 def _find_behind_attention(segments: Sequence[Segment]) -> int | None:

@@ -21,8 +21,7 @@ class Mover(NamedTuple):
     """What is done about the tag."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One stretch of compute."""
 
     label: str

@@ -122,9 +122,9 @@ class Rerun:
     """What is there again then: `saved_after` is one of `segments`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
-    """A layer under a plan."""
+    """A layer under a plan. Many layers are one of these, so that what all of them ask for is put together once."""
 
     layer: LayerModel
     """The layer."""
@@ -144,6 +144,28 @@ class ResolvedLayer:
         """Device bytes of a microbatch between its forward and its backward, once the copies are done; `shared` not counted."""
         return sum(kept.tensor.size_bytes for kept in self.kept)
 
+    @functools.cached_property
+    def saved_bytes(self) -> Mapping[int, int]:
+        """Device bytes that are there after the forward of a stretch and were not before, by stretch."""
+        saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.kept, *self.leaving)
+        return _sum_by_place((one.saved_after, one.tensor.size_bytes) for one in saved)
+
+    @functools.cached_property
+    def freed_bytes(self) -> Mapping[int, int]:
+        """Device bytes that are gone after the backward of a stretch, of what stayed or ran again, by stretch."""
+        made = (one for rerun in self.reruns for one in rerun.made)
+        return _sum_by_place((one.freed_after, one.tensor.size_bytes) for one in (*self.kept, *made))
+
+    @functools.cached_property
+    def let_go_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
+        """Sizes of what sites that stay ask for and is there, by the stretch and unit of a `Take`; 0 when asked for again."""
+        sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
+        for kept in self.kept:
+            asked = [(take.before, take.unit) for take in kept.takes if take.group is None]
+            for number, asker in enumerate(asked):
+                sizes[asker] = (*sizes.get(asker, ()), 0 if number else kept.tensor.size_bytes)
+        return sizes
+
     @property
     def moved_bytes(self) -> int:
         """Bytes of a microbatch that leave, and come back."""
@@ -154,6 +176,13 @@ class ResolvedLayer:
         """Seconds of compute that backward takes longer."""
         segments = self.layer.segments
         return sum(rerun.extra_s + sum(segments[place].forward_s for place in rerun.segments) for rerun in self.reruns)
+
+
+def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for place, size_bytes in sizes:
+        sums[place] = sums.get(place, 0) + size_bytes
+    return sums
 
 
 def resolve_layer(
@@ -181,12 +210,14 @@ def _resolve(
 ) -> ResolvedLayer:
     actions = dict(sorted(chosen, key=lambda pair: pair[0]))
     check_choice(layer, actions)
-    places = _Places(layer)
+    places = _find_places(layer)
     units = tuple(unit for unit in layer.units if actions.get(unit.name, Action.KEEP).recomputes)
     saved = _list_saved(layer, units, places)
     reruns = _list_reruns(layer, units, saved, places)
     offloaded = places.order(tag for tag, action in actions.items() if action.offloads and _is_saved(tag, saved))
-    takes = {one.tensor.name: _list_takes(one, offloaded, units, reruns, places) for one in saved}
+    # What a unit covers asks for what the unit makes, and not for what was saved.
+    covered = {tag for unit in units for tag in _list_covered(unit.name)}
+    takes = {one.tensor.name: _list_takes(one, offloaded, covered, reruns, places) for one in saved}
     groups = _list_groups(offloaded, takes, places)
     kept, leaving = [], []
     for one in saved:
@@ -194,7 +225,14 @@ def _resolve(
         if one.tensor.is_same_in_all_layers:
             continue
         if not owners or one.tensor.is_below(min_offloaded_numel) or staying_tags.intersection(one.tensor.tags):
-            kept.append(dataclasses.replace(one, takes=takes[one.tensor.name]))
+            kept.append(
+                ResidentTensor(
+                    tensor=one.tensor,
+                    saved_after=one.saved_after,
+                    freed_after=one.freed_after,
+                    takes=takes[one.tensor.name],
+                )
+            )
         else:
             leaving.append(_let_leave(one, owners, groups, takes[one.tensor.name], places))
     return ResolvedLayer(
@@ -210,18 +248,31 @@ def _resolve(
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _find_places(layer: LayerModel) -> "_Places":
+    return _Places(layer)
+
+
 class _Places:
-    """Where the tags of a layer are among its stretches."""
+    """Where the tags of a layer are among its stretches, whatever a plan says."""
 
     def __init__(self, layer: LayerModel) -> None:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
         """The first stretch over whose host wait groups are held."""
+        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}
+        """What the layer saves where nothing runs again, by name."""
 
     def find(self, name: str) -> int:
         """Return the stretch called `name`; the first where there is none."""
         return self._places.get(name, 0)
+
+    def locate(self, tensor: SavedTensor) -> ResidentTensor:
+        """Return when a tensor is there, where nothing that saves it runs again."""
+        # The tag that forward reaches first, wherever it is among them: backward reaches that one last.
+        first = min(self.find(tag) for tag in tensor.tags)
+        return ResidentTensor(tensor=tensor, saved_after=first, freed_after=first)
 
     def find_end(self, tag: str) -> int:
         """Return the stretch after whose forward the group of `tag` ends."""
@@ -245,7 +296,7 @@ def _is_saved(tag: str, saved: Sequence[ResidentTensor]) -> bool:
 def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[ResidentTensor, ...]:
     """Return what is saved in forward where `units` run again: what they drop is not, and what they keep instead is."""
     dropped = {name for unit in units for name in unit.drops}
-    saved = {tensor.name: _locate(tensor, places) for tensor in layer.tensors if tensor.name not in dropped}
+    saved = {name: one for name, one in places.saved.items() if name not in dropped}
     for unit in units:
         dropped_by_others = {name for other in units if other is not unit for name in other.drops}
         segments = places.list_segments(unit)
@@ -255,12 +306,6 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
                 one = ResidentTensor(tensor=tensor, saved_after=segments[0], freed_after=segments[0])
                 saved.setdefault(tensor.name, one)
     return tuple(saved.values())
-
-
-def _locate(tensor: SavedTensor, places: _Places) -> ResidentTensor:
-    # The tag that forward reaches first, wherever it is among them: backward reaches that one last.
-    first = min(places.find(tag) for tag in tensor.tags)
-    return ResidentTensor(tensor=tensor, saved_after=first, freed_after=first)
 
 
 def _list_reruns(
@@ -282,7 +327,7 @@ def _list_reruns(
                 before=before[unit.name],
                 segments=segments,
                 extra_s=unit.extra_s,
-                made=(*(_locate_made(tensors[name], segments, places) for name in names), *_list_extra(unit, segments)),
+                made=(*(_locate_made(places.saved[name], segments) for name in names), *_list_extra(unit, segments)),
             )
         )
     return tuple(reruns)
@@ -300,8 +345,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
     return before
 
 
-def _locate_made(tensor: SavedTensor, segments: tuple[int, ...], places: _Places) -> ResidentTensor:
-    one = _locate(tensor, places)
+def _locate_made(one: ResidentTensor, segments: tuple[int, ...]) -> ResidentTensor:
     # What the unit hands on is saved by the stretch behind it: it is there when the unit is through.
     return one if one.saved_after in segments else dataclasses.replace(one, saved_after=segments[-1])
 
@@ -313,16 +357,14 @@ def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[Resident
 
 
 def _list_takes(
-    one: ResidentTensor, offloaded: Sequence[str], units: Sequence[UnitModel], reruns: Sequence[Rerun], places: _Places
+    one: ResidentTensor, offloaded: Sequence[str], covered: Set[str], reruns: Sequence[Rerun], places: _Places
 ) -> tuple[Take, ...]:
     """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again."""
-    # What a unit covers asks for what the unit makes, and not for what was saved.
-    covered = {tag for unit in units for tag in _list_covered(unit.name)}
-    tags = [tag for tag in one.tensor.tags if tag not in covered]
-    askers = {(rerun.before, rerun.unit, tag) for tag in tags for rerun in reruns if places.find(tag) in rerun.segments}
+    found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
+    askers = {(rerun.before, rerun.unit, tag) for rerun in reruns for place, tag in found if place in rerun.segments}
     # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
-    askers |= {(places.find(tag), "", tag) for tag in tags if tag not in asked}
+    askers |= {(place, "", tag) for place, tag in found if tag not in asked}
     ordered = sorted(askers, key=lambda asker: (-asker[0], -places.find(asker[2]), asker))
     return tuple(
         Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)

@@ -163,13 +163,27 @@ class LinkQueue:
 
     def _step(self, until_s: float) -> None:
         """Let time pass until the next latency or copy is over, or until `until_s` if that is first. One queue has a copy."""
+        lane = self._d2h
+        if self._h2d.queue:
+            if lane.queue:
+                self._step_both(until_s)
+                return
+            lane = self._h2d
+        left_s = lane.latency_left_s or lane.bytes_left / lane.rate_bytes_per_s
+        event_s = self.now_s + left_s
+        if event_s <= until_s * _SAME_MOMENT:
+            self.now_s = event_s if event_s < until_s else until_s
+            self._end(lane)
+            return
+        if lane.latency_left_s:
+            lane.latency_left_s -= until_s - self.now_s
+        else:
+            lane.bytes_left -= lane.rate_bytes_per_s * (until_s - self.now_s)
+        self.now_s = until_s
+
+    def _step_both(self, until_s: float) -> None:
+        """Do what `_step` does while both queues have copies."""
         d2h, h2d = self._d2h, self._h2d
-        if not h2d.queue:
-            self._step_one_way(d2h, until_s)
-            return
-        if not d2h.queue:
-            self._step_one_way(h2d, until_s)
-            return
         d2h_rate, h2d_rate = d2h.rate_bytes_per_s, h2d.rate_bytes_per_s
         if not d2h.latency_left_s and not h2d.latency_left_s:
             d2h_rate, h2d_rate = d2h.duplex_bytes_per_s, h2d.duplex_bytes_per_s
@@ -185,20 +199,6 @@ class LinkQueue:
         same_s = self.now_s * _SAME_MOMENT  # both directions may have come to something
         self._pass(d2h, d2h_s if began_s + d2h_s <= same_s else passed_s, d2h_s, d2h_rate)
         self._pass(h2d, h2d_s if began_s + h2d_s <= same_s else passed_s, h2d_s, h2d_rate)
-
-    def _step_one_way(self, lane: _Lane, until_s: float) -> None:
-        """Do what `_step` does while only one queue has copies."""
-        left_s = lane.latency_left_s or lane.bytes_left / lane.rate_bytes_per_s
-        event_s = self.now_s + left_s
-        if event_s <= until_s * _SAME_MOMENT:
-            self.now_s = event_s if event_s < until_s else until_s
-            self._end(lane)
-            return
-        if lane.latency_left_s:
-            lane.latency_left_s -= until_s - self.now_s
-        else:
-            lane.bytes_left -= lane.rate_bytes_per_s * (until_s - self.now_s)
-        self.now_s = until_s
 
     def _pass(self, lane: _Lane, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
         """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""

@@ -133,8 +133,9 @@ class RankRun:
 
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, and return when its output is."""
-        self._wait_until(ready_s, Cause.NEIGHBOURS)
-        self._pass = self._call(one)
+        if ready_s > self.clock_s:
+            self._wait_until(ready_s, Cause.NEIGHBOURS)
+        self._pass = self._call(one) if self._left_out else one
         self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
         if one.kind is _FORWARD:

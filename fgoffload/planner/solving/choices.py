@@ -14,9 +14,11 @@ of its own.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
@@ -65,40 +67,54 @@ class Mode:
         return math.prod(len(part) for part in self.parts)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What one layer does."""
+    """What one layer does. What it comes to is asked for again and again, and counted once."""
 
     mode: Mode
     """Which units that cover several parts run again."""
     chosen: tuple[Choice, ...]
     """What each part of the mode does beyond that."""
 
-    @property
+    @functools.cached_property
     def actions(self) -> Actions:
         """Return the actions of the layer."""
         rows = (row for choice in (self.mode.base, *self.chosen) for row in choice.actions)
         return tuple(sorted(rows, key=lambda row: row[0]))
 
-    @property
+    @functools.cached_property
     def kept_bytes(self) -> int:
         """Return what more than in a layer that keeps all stays on the device: mostly below 0."""
         return self.mode.base.kept_bytes + sum(choice.kept_bytes for choice in self.chosen)
 
-    @property
+    @functools.cached_property
     def moved_bytes(self) -> int:
         """Return what leaves of a microbatch."""
         return self.mode.base.moved_bytes + sum(choice.moved_bytes for choice in self.chosen)
 
-    @property
+    @functools.cached_property
     def recompute_s(self) -> float:
         """Return the seconds that backward takes longer."""
         return self.mode.base.recompute_s + sum(choice.recompute_s for choice in self.chosen)
 
-    @property
+    @functools.cached_property
     def returned_bytes(self) -> int:
         """Return the most that is on the device again when a unit has run again."""
         return max((choice.returned_bytes for choice in (self.mode.base, *self.chosen)), default=0)
+
+    @functools.cached_property
+    def neighbours(self) -> "tuple[tuple[int, Configuration], ...]":
+        """Return what a layer may do instead in one part, each with the part."""
+        return tuple(
+            (part, Configuration(mode=self.mode, chosen=(*self.chosen[:part], choice, *self.chosen[part + 1 :])))
+            for part, choices in enumerate(self.mode.parts)
+            for choice in choices
+            if choice != self.chosen[part]
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what goes to another process: what was counted here is counted there again, and neighbours have neighbours."""
+        return {"mode": self.mode, "chosen": self.chosen}
 
 
 def list_modes(layer: LayerModel, *, min_offloaded_numel: int) -> tuple[Mode, ...]:

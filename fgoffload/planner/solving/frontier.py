@@ -184,9 +184,12 @@ def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
     table = np.array(costs, dtype=float)
     order = np.lexsort(table.T[::-1])
     efficient: list[int] = []
+    found = np.empty_like(table)
     # In this order whatever is at most as large as a row is before it.
     for place in order:
-        if not np.any(np.all(table[efficient] <= table[place], axis=1)):
+        row, count = table[place], len(efficient)
+        if not (found[:count] <= row).all(axis=1).any():
+            found[count] = row
             efficient.append(int(place))
     return sorted(efficient)
 

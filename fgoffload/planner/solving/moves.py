@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from fgoffload.planner.solving.choices import Configuration
 from fgoffload.planner.solving.placement import LayerSlot, State
@@ -31,8 +32,7 @@ class Prices:
     """Seconds that the copies of a byte, out and back, make a step longer."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """One layer does something else."""
 
     place: int
@@ -64,7 +64,7 @@ def list_changes(
     """
     changes = []
     for place, (slot, configuration) in enumerate(zip(slots, state, strict=True)):
-        found: list[tuple[int | None, Configuration]] = list(_list_others(configuration))
+        found: list[tuple[int | None, Configuration]] = list(configuration.neighbours)
         near = {other.actions for _, other in found} | {configuration.actions}
         found += [(None, other) for other in ways[slot.layer.kind] if other.actions not in near]
         changes += [_make_change(place, part, slot, configuration, other, prices) for part, other in found]
@@ -145,15 +145,6 @@ def apply_move(state: State, move: Move) -> State:
 def _describe(state: State, slots: Sequence[LayerSlot], move: Move) -> object:
     """Return what `move` has in common with the same in other layers."""
     return frozenset((slots[one.place].layer.kind, state[one.place].actions, one.configuration.actions) for one in move)
-
-
-def _list_others(configuration: Configuration) -> Iterator[tuple[int | None, Configuration]]:
-    """Yield what a layer may do instead in one part, with the part."""
-    chosen = configuration.chosen
-    for part, choices in enumerate(configuration.mode.parts):
-        for choice in choices:
-            if choice != chosen[part]:
-                yield part, Configuration(mode=configuration.mode, chosen=(*chosen[:part], choice, *chosen[part + 1 :]))
 
 
 def _make_change(

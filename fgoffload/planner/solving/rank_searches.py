@@ -91,6 +91,9 @@ class RankSearches:
                 )
             self.of_ranks.append(searches[alike])
         self._apart = list(searches.values())
+        if sum(search.plans * search.layer_passes for search in self._apart if search.tries_all) > limits.exhaustive_passes:
+            for search in self._apart:
+                search.tries_all = False
         if len(self._apart) == 1:
             self._limits = _raise_limits(limits)
 

@@ -129,6 +129,8 @@ class RankSearch:
         self.rank = rank
         self.modes = modes
         self.slots = list_slots(rank)
+        self.tries_all = self.plans <= limits.exhaustive_plans
+        """Whether all plans for the rank are simulated, since they are few."""
         self.simulations = 0
         """How many were run."""
         self._judge = judge
@@ -173,8 +175,7 @@ class RankSearch:
 
     def needs_programs(self, budget_bytes: int) -> bool:
         """Return whether `find_start` solves any."""
-        is_small = self.plans <= self._limits.exhaustive_plans
-        return not is_small and self.judge(keep_all(self.slots, self.modes)).peak_bytes > budget_bytes
+        return not self.tries_all and self.judge(keep_all(self.slots, self.modes)).peak_bytes > budget_bytes
 
     def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
         """Return what a better plan has less of: bytes above the budget, time, bytes that leave, rows."""
@@ -192,7 +193,7 @@ class RankSearch:
             starts: Plans to begin from as well.
             off_bytes: How much the program is expected to be off, as on a rank that is much like this one.
         """
-        if self.plans <= self._limits.exhaustive_plans:
+        if self.tries_all:
             return self._make_found(self._pick(self.list_states(), budget_bytes))
         off_bytes = off_bytes or self._held_bytes
         kept = keep_all(self.slots, self.modes)
@@ -306,7 +307,7 @@ class RankSearch:
     def _is_done(self, found: Found, budget_bytes: int) -> bool:
         """Return whether nothing can be better: all is kept, or all plans were simulated."""
         keeps_all = found.state == keep_all(self.slots, self.modes) and found.verdict.peak_bytes <= budget_bytes
-        return keeps_all or self.plans <= self._limits.exhaustive_plans
+        return keeps_all or self.tries_all
 
     def list_states(self) -> Iterator[State]:
         """Yield everything that the layers of the rank can do."""

@@ -11,6 +11,9 @@ class SearchLimits:
 
     exhaustive_plans: int = 5000
     """Where there are no more plans than this, all of them are simulated and the best is taken. 0 never does that."""
+    exhaustive_passes: int = 400_000
+    """Forwards and backwards of single layers that may be simulated so, over all ranks. Beyond that no rank is looked through:
+    48 stages of a layer each, which has 2754 ways to be treated, would take seven million."""
     simulations: int = 400
     """Simulations that may be spent on bettering what programs say, over all ranks. When they are used up, the best plan so far
     is taken: the same one on every machine."""
@@ -40,6 +43,7 @@ class SearchLimits:
         """
         for name, least in (
             ("exhaustive_plans", 0),
+            ("exhaustive_passes", 0),
             ("simulations", 0),
             ("layer_passes", 0),
             ("ladder_passes", 0),

@@ -62,8 +62,9 @@ def _pick_efficient(part: Sequence[Choice]) -> list[Choice]:
     return [choice for choice, own in costs.items() if not any(_is_below(other, own) for other in costs.values())]
 
 
-def _is_below(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+def _is_below(one: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
+    # Without a loop: rules of thumb compare each choice of a part with all others.
+    return one[0] <= other[0] and one[1] <= other[1] and one[2] <= other[2] and one != other
 
 
 def _pick_least(part: Sequence[Choice], *, moves: bool) -> Choice:
