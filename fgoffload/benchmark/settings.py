@@ -208,13 +208,19 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]
     # The experts' activation is a module of its own in the grouped experts alone.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
     latent = ("mla_up_proj",) if is_latent else ()
-    yield from ((one,) for one in (*norms, *activations))
+    # The dense MLP by itself: with a bias, Megatron's checkpoint around it runs into itself in backward.
+    whole = ("moe",) if has_experts else ("mlp",) if transformer.get("add_bias_linear") is False else ()
+    yield from ((one,) for one in (*norms, *activations, *whole))
     if norms and activations:
         yield (*norms, *activations)
+    if norms and whole:
+        yield (*norms, *whole)
     yield ("core_attn",)
     if latent:
         yield latent
         yield (*latent, *norms, *activations)
+        if whole:
+            yield (*latent, *norms, *whole)
 
 
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[Setting, ...]:
@@ -258,6 +264,8 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
     yield from ((one, ()) for one in (*sets, ("qkv_linear", *attention, "mlp_norm", "expert_fc1", "moe_act")))
     if transformer.get("moe_grouped_gemm"):
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
+    # What is left to leave where the experts run again as a whole.
+    yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
 
 
 def _check_parts(text: str, system: System, what: str, *, has_fraction: bool, has_recompute: bool) -> None:

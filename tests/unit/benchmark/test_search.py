@@ -239,7 +239,8 @@ def test_the_page_and_the_json_have_all_that_was_tried():
 def test_the_space_has_what_megatron_accepts_and_what_says_something_about_the_model():
     moe = make_space({"num_moe_experts": 4, "moe_grouped_gemm": True})
     assert moe.modules == ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-    assert moe.recomputes == (("full",), ("layernorm",), ("moe_act",), ("layernorm", "moe_act"), ("core_attn",))
+    norms_beside = (("layernorm", "moe_act"), ("layernorm", "moe"))
+    assert moe.recomputes == (("full",), ("layernorm",), ("moe_act",), ("moe",), *norms_beside, ("core_attn",))
     dense = make_space({})
     assert dense.modules == ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
     assert not moe.has_fraction  # megatron-core 0.16.1

@@ -128,17 +128,20 @@ def list_names(transformer, **options):
 
 def test_the_default_settings_of_experts_on_transformer_engine_have_every_system_that_needs_no_file():
     names = list_names(MOE)
-    assert names[:6] == [
+    assert names[:8] == [
         "nothing",
         "recompute:full",
         "recompute:layernorm",
         "recompute:moe_act",
+        "recompute:moe",
         "recompute:layernorm+moe_act",
+        "recompute:layernorm+moe",
         "recompute:core_attn",
     ]
     own = [name.removeprefix("ours:") for name in names if name.startswith("ours:")]
     assert own == ["layer_input/full", *(name.removeprefix("megatron:") for name in names if name.startswith("megatron:"))]
     assert {"core_attn+attn_proj+expert_fc1", "core_attn+attn_proj+expert_fc1/layernorm+moe_act"} < set(own)
+    assert {"core_attn+attn_proj/layernorm+moe", "qkv_linear+core_attn+attn_proj/layernorm+moe"} < set(own)
     assert names[-2:] == ["te-layers:2", "te-layers:4"]
     assert "save_on_cpu" in names
     assert len(set(names)) == len(names)
@@ -147,8 +150,10 @@ def test_the_default_settings_of_experts_on_transformer_engine_have_every_system
 def test_settings_that_a_model_has_no_use_for_are_left_out():
     dense = list_names({"num_layers": 4, "transformer_impl": "transformer_engine"})
     assert not [name for name in dense if "moe" in name or "expert" in name or "layernorm" in name]
+    assert "recompute:mlp" not in dense  # with biases Megatron cannot
+    assert "recompute:mlp" in list_names({"num_layers": 4, "add_bias_linear": False})
     local = list_names({"num_layers": 4, "num_moe_experts": 4})
-    assert not [name for name in local if name.startswith(("megatron", "te-layers")) or "/" in name.replace("input/full", "")]
+    assert not [name for name in local if name.startswith(("megatron", "te-layers")) or "moe_act" in name.partition("/")[2]]
     assert "recompute:mla_up_proj" in list_names({**MOE, "multi_latent_attention": True})
     assert not [name for name in list_names({**MOE, "pipeline_model_parallel_size": 2}) if name.startswith("te-layers")]
     assert [name for name in list_names({**MOE, "num_layers": 1}) if name.startswith("te-layers")] == []
