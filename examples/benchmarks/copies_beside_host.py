@@ -33,6 +33,8 @@ OBJECTS = 400_000
 """Forty megabytes and more: beyond a core's own caches."""
 LOOKUPS, VIEWS = 60_000, 3_000
 """Of one look at the clock: some ten milliseconds."""
+MOST_SECONDS = 1
+"""Copies of more would fill the driver's queue, and the host would wait where it queues them."""
 TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
     ("nothing", ()),
     ("to the host", (True,)),
@@ -121,8 +123,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=4, help="of all kinds of traffic in turn")
     options = parser.parse_args()
-    if options.repeats < 1 or not 0 < options.seconds <= 60:
-        parser.error("give one --repeats or more, and --seconds above 0 and up to 60.")
+    if options.repeats < 1 or not 0 < options.seconds <= MOST_SECONDS:
+        parser.error(f"give one --repeats or more, and --seconds above 0 and up to {MOST_SECONDS}.")
     try:
         device = find_device("cuda")
     except (StateError, RuntimeError) as error:
