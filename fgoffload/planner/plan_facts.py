@@ -51,7 +51,10 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | s
             "moe_ffn_hidden_size": model.experts.ffn_hidden_size,
             "moe_shared_expert_intermediate_size": model.experts.shared_ffn_hidden_size,
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
+            "overlap_moe_expert_parallel_comm": int(sizes.has_expert_overlap),
         }
+    if sizes.chunks > 1:
+        facts["microbatch_group_size_per_vp_stage"] = sizes.pipeline.microbatches_of_group
     if not sizes.pipeline.is_full:
         facts[MICROBATCHES] = sizes.microbatches
     return {**facts, TOKENS: sizes.micro_batch_size * model.seq_length}

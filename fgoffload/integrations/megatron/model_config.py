@@ -49,6 +49,8 @@ _FACTS = {
     "moe_ffn_hidden_size": 0,
     "moe_shared_expert_intermediate_size": 0,
     "mtp_num_layers": 0,
+    "overlap_moe_expert_parallel_comm": 0,
+    "microbatch_group_size_per_vp_stage": 1,
 }
 """Fields that a plan may say that it was made for, with what None stands for."""
 

@@ -74,6 +74,12 @@ _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim":
 """Of latent attention, in Megatron-LM and in megatron-core 0.16.1. They differ in the rank of keys and values, which is asked
 for."""
 
+_COVERED_LAYERS = "transformer_engine"
+"""Megatron's default, and what the formulas are of."""
+
+_KEEPING_SCORES = ("unfused", "local")
+"""Backends of attention that make the scores a tensor. Source: `AttnBackend` of megatron-core 0.16.1."""
+
 _DEFAULT_VOCAB_SIZE = 256
 """As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""
 
@@ -209,6 +215,26 @@ def _warn_of_defaults(values: Mapping[str, Any], parallelism: Parallelism, sourc
         logger.warning(
             "%s: without --moe-token-dispatcher-type a plan takes alltoall; Megatron's default, allgather, is not covered.",
             source,
+        )
+    if "num_experts" in values and not values.get("moe_grouped_gemm"):
+        logger.warning(
+            "%s: without --moe-grouped-gemm a plan takes grouped experts. Others save other tensors, which a profile alone "
+            "knows, and Megatron recomputes no moe_act in them.",
+            source,
+        )
+    if values.get("transformer_impl", _COVERED_LAYERS) != _COVERED_LAYERS:
+        logger.warning(
+            "%s: --transformer-impl %s saves other tensors than Transformer Engine's layers, which a plan takes: a profile "
+            "alone knows them.",
+            source,
+            values["transformer_impl"],
+        )
+    if values.get("attention_backend") in _KEEPING_SCORES:
+        logger.warning(
+            "%s: --attention-backend %s saves the scores of each pair of tokens, which a profile alone knows. A plan takes "
+            "fused attention, which saves none.",
+            source,
+            values["attention_backend"],
         )
     if "global_batch_size" not in values and parallelism.pipeline_parallel_size > 1:
         logger.warning(

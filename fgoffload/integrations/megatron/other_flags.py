@@ -80,11 +80,11 @@ _RANKS = """
 """
 
 _MODEL = """
-    --attention-backend --attention-dropout --embedding-init-method-std --enable-experimental --init-method-std
-    --init-method-xavier-uniform --moe-grouped-gemm --moe-router-bias-update-rate --moe-router-group-topk
+    --attention-dropout --embedding-init-method-std --enable-experimental --init-method-std
+    --init-method-xavier-uniform --moe-router-bias-update-rate --moe-router-group-topk
     --moe-router-num-groups --moe-router-topk-scaling-factor --mscale --mscale-all-dim --mtp-loss-scaling-factor
     --norm-epsilon --rope-scaling-factor --rope-type --rotary-base --rotary-scaling-factor
-    --rotary-seq-len-interpolation-factor --seed --te-rng-tracker --transformer-impl --use-cpu-initialization --use-flash-attn
+    --rotary-seq-len-interpolation-factor --seed --te-rng-tracker --use-cpu-initialization --use-flash-attn
     --use-mcore-models --use-rope-scaling --yarn-beta-fast --yarn-beta-slow --yarn-original-max-position-embeddings
 """
 

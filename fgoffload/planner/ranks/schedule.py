@@ -107,11 +107,13 @@ class Pipeline:
 
     @property
     def is_full(self) -> bool:
-        """Whether further microbatches of a step would leave as many in flight at once, on all ranks.
+        """Whether further microbatches of a step would leave as many in flight at once, on all ranks and of each chunk.
 
-        The first rank has the most. It is full where it comes to a backward before it runs out of forwards.
+        The first rank has the most. It is full where it comes to a backward before it runs out of forwards, and with chunks
+        where a second group comes behind the first: its forwards of the first chunk are beside backwards of the others.
         """
-        return count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
+        has_groups = self.chunks == 1 or self.microbatches >= 2 * self.microbatches_of_group
+        return has_groups and count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
 
     def _check_groups(self) -> None:
         size = self.microbatches_of_group

@@ -78,16 +78,20 @@ def _explain_kind(
 ) -> Iterator[Decision]:
     layer = next(iter(rows)).layer
     for tag in _list_names(layer):
-        groups: dict[Action, list[LayerSlot]] = {}
+        # Layers that do the same about a tag may differ in what else they do, and with it in bytes and reasons.
+        groups: dict[tuple[Action, tuple[int, int, float] | None, str | None], list[LayerSlot]] = {}
         for slot, actions in rows.items():
-            groups.setdefault(actions.get(tag, Action.KEEP), []).append(slot)
-        for action, slots in groups.items():
-            actions = rows[slots[0]]
-            alone = _measure_alone(rank, layer, actions, tag)
+            action = actions.get(tag, Action.KEEP)
+            is_kept = action is Action.KEEP
+            why = _say_why_kept(rank, layer, actions, tag) if is_kept and not keeps_within_budget else None
+            changed = None if is_kept else _round(_measure_alone(rank, layer, actions, tag))
+            groups.setdefault((action, changed, why), []).append(slot)
+        acting = [slot.number for slot, actions in rows.items() if tag in actions]
+        for (action, _, why), slots in groups.items():
+            alone = _measure_alone(rank, layer, rows[slots[0]], tag)
             if action is Action.KEEP:
-                acting = [slot.number for slot in rows if slot not in slots]
-                reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
-                reason = reason or _say_why_kept_here([slot.number for slot in slots], acting)
+                kept_here = _say_why_kept_here([slot.number for slot in slots], acting)
+                reason = "everything fits" if keeps_within_budget else why or kept_here
             else:
                 reason = "; ".join(_list_reasons(action, alone, traffic.get((layer.kind, tag, action))))
             yield Decision(
@@ -134,6 +138,11 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
         moved_bytes=sum(group.size_bytes for group in groups if group.tag == tag),
         recompute_s=with_it.recompute_s - without.recompute_s,
     )
+
+
+def _round(choice: Choice) -> tuple[int, int, float]:
+    """Return what a choice changes; differences of the same times differ in their last digits."""
+    return choice.kept_bytes, choice.moved_bytes, round(choice.recompute_s, 9)
 
 
 def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str | None:

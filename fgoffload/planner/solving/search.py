@@ -193,13 +193,13 @@ class RankSearch:
             starts: Plans to begin from as well.
             off_bytes: How much the program is expected to be off, as on a rank that is much like this one.
         """
-        if self.tries_all:
-            return self._make_found(self._pick(self.list_states(), budget_bytes))
-        off_bytes = off_bytes or self._held_bytes
         kept = keep_all(self.slots, self.modes)
         # Nothing is faster than to keep all, and of plans that are as fast it is the simplest.
         if self.judge(kept).peak_bytes <= budget_bytes:
             return self._make_found(kept)
+        if self.tries_all:
+            return self._make_found(self._pick(self.list_states(), budget_bytes))
+        off_bytes = off_bytes or self._held_bytes
         states = [kept, *starts]
         program, off_bytes = self._add_programs(states, budget_bytes, off_bytes)
         states += [state for state, _ in self.knowledge.values()]

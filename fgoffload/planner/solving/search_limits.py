@@ -11,7 +11,7 @@ class SearchLimits:
 
     exhaustive_plans: int = 5000
     """Where there are no more plans than this, all of them are simulated and the best is taken. 0 never does that."""
-    exhaustive_passes: int = 400_000
+    exhaustive_passes: int = 40_000
     """Forwards and backwards of single layers that may be simulated so, over all ranks. Beyond that no rank is looked through:
     48 stages of a layer each, which has 2754 ways to be treated, would take seven million."""
     simulations: int = 400

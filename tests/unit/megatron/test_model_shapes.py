@@ -342,8 +342,32 @@ def test_a_flag_is_read_or_without_effect_or_not_covered_and_no_two_of_these():
     ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "taken", "said"),
+    [
+        ("--attention-backend unfused", "", "--attention-backend unfused saves the scores of each pair of tokens"),
+        ("--attention-backend local", "", "--attention-backend local saves the scores"),
+        ("--transformer-impl local", "", "--transformer-impl local saves other tensors than Transformer Engine's layers"),
+        ("--no-moe-grouped-gemm", "--moe-grouped-gemm", "without --moe-grouped-gemm a plan takes grouped experts"),
+        ("", "--moe-grouped-gemm", "without --moe-grouped-gemm a plan takes grouped experts"),
+    ],
+)
+def test_kernels_and_layers_that_no_formula_covers_are_taken_for_those_that_one_does_with_a_warning(flags, taken, said, caplog):
+    base = f"{MIXTURE} --moe-token-dispatcher-type alltoall" + ("" if taken else " --moe-grouped-gemm")
+    found = read(flags, base=base)
+    (record,) = caplog.records
+    assert said in record.message
+    assert "a profile" in record.message
+    caplog.clear()
+    assert read(taken, base=base) == found
+    read("--attention-backend fused --transformer-impl transformer_engine", base=f"{base} {taken}")
+    read("--no-moe-grouped-gemm")  # no experts
+    assert caplog.records == []
+
+
 def test_dispatchers_that_no_formula_covers_are_refused_and_what_is_taken_is_said(caplog):
-    assert read("--moe-token-dispatcher-type alltoall", base=MIXTURE) == read(base=MIXTURE)
+    grouped = f"{MIXTURE} --moe-grouped-gemm"
+    assert read("--moe-token-dispatcher-type alltoall", base=grouped) == read(base=grouped)
     assert [record.message for record in caplog.records] == [
         "file.sh: without --moe-token-dispatcher-type a plan takes alltoall; Megatron's default, allgather, is not covered."
     ]

@@ -110,3 +110,15 @@ def test_not_all_ways_to_treat_a_layer_are_simulated_on_each_of_48_stages(counts
     # A layer has 2754, which are few for one rank; on all of these, each of another depth, they would be seven million passes.
     # A twentieth more than in November 2026: 143 131.
     assert counts["run_pass"] < 150_300
+
+
+def test_few_ways_to_treat_each_layer_of_some_stages_are_not_all_simulated(counts):
+    # Where everything fits nothing is looked for, and else no more than what a longer pipeline takes.
+    words = ["--num-layers", "8", "--pp", "8", "--num-gpus", "64", "--global-batch-size", "512"]
+    model, parallelism = read_model_file(ARGUMENTS / "qwen3_30b_a3b.sh", typed=words)
+    ranks = build_ranks(model, parallelism, get_hardware("h100"))
+    assert not plan_ranks(ranks, budget_bytes=15 * GIB).solution.plan.actions
+    assert counts["compile_rank"] < 500
+    counts.clear()
+    assert plan_ranks(ranks, budget_bytes=round(11.6 * GIB)).solution.plan.actions
+    assert counts["compile_rank"] < 3000

@@ -47,6 +47,15 @@ def test_every_tag_and_unit_of_every_layer_has_one_decision():
     assert decisions["expert_fc1", 0].layers == (0, 1)
 
 
+def test_layers_that_keep_a_tag_for_another_reason_have_another_decision():
+    rank = make_rank(bytes_per_s=100.0)
+    decisions = explain(rank, {"moe_act": Action.RECOMPUTE}, {})
+    assert decisions["expert_fc2", 0].reason == "kept: moe_act runs again, so that it saves nothing"
+    assert decisions["expert_fc2", 0].layers == (0,)
+    assert decisions["expert_fc2", 1].reason == "kept: the budget holds without it"
+    assert decisions["expert_fc2", 1].layers == (1,)
+
+
 def test_copies_that_hide_are_waited_for_by_nobody():
     # 8 bytes at 100 a second: 80 ms beside seconds of compute. Only what backward begins with is waited for.
     decision = explain(make_rank(bytes_per_s=100.0), {"core_attn": Action.OFFLOAD}, {"expert_fc2": Action.OFFLOAD})[
