@@ -1,6 +1,8 @@
 """Reading the files that users name."""
 
+import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,9 @@ from fgoffload.errors import ConfigError, OffloadError
 
 
 def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
-    """Return the text of the file at `path`, which is UTF-8. A byte order mark, as editors of Windows write it, is left out.
+    """Return the text of the file at `path`, which is UTF-8, packed where its name ends with `.gz`.
+
+    A byte order mark, as editors of Windows write it, is left out, and lines end as everywhere.
 
     Args:
         path: The file.
@@ -20,10 +24,14 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
         OffloadError: The file cannot be read, as `error_type`.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise error_type(f"{name}: not packed by gzip, or cut off. {fix}") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise error_type(f"{name}: {reason}. {fix}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:

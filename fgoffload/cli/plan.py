@@ -215,7 +215,7 @@ def _plan(checked: PlanOptions) -> int:
             show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
             return EXIT_PLANNED
         if hardware is not None:
-            _check_static(ranks, budget_bytes, hardware)
+            _check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         files = {name: getattr(checked, name) for name in _OUTPUTS}
         limits = THOROUGH if checked.is_thorough else None
         try:
@@ -230,23 +230,26 @@ def _plan(checked: PlanOptions) -> int:
             )
         except BudgetError as error:
             if hardware is not None and error.least_bytes > hardware.device_memory_bytes:
-                raise PlanError(_describe_too_small(error.why, hardware)) from error
+                raise PlanError(_describe_too_small(error.why, hardware, checked.reserve_bytes)) from error
             raise
     return EXIT_PLANNED
 
 
-def _check_static(ranks: "Sequence[RankModel]", budget_bytes: int, hardware: "Hardware") -> None:
+def _check_static(
+    ranks: "Sequence[RankModel]", budget_bytes: int, hardware: "Hardware", *, typed_reserve_bytes: int | None
+) -> None:
     """Refuse a model of which a device has no room for what is always there: no search finds a plan for that."""
     from fgoffload.planner.solving.solver import describe_static_lack
 
     if describe_static_lack(ranks, hardware.device_memory_bytes) is not None:
-        raise PlanError(_describe_too_small(str(describe_static_lack(ranks, budget_bytes)), hardware))
+        raise PlanError(_describe_too_small(str(describe_static_lack(ranks, budget_bytes)), hardware, typed_reserve_bytes))
 
 
-def _describe_too_small(why: str, hardware: "Hardware") -> str:
+def _describe_too_small(why: str, hardware: "Hardware", typed_reserve_bytes: int | None) -> str:
     """Return why no budget of a device is enough: the one that is would be refused."""
+    less = f"lower --reserve {format_bytes(typed_reserve_bytes)}, " if typed_reserve_bytes else ""
     return (
-        f"{why} {hardware.name} has {format_bytes(hardware.device_memory_bytes)} in all: spread the model over more "
+        f"{why} {hardware.name} has {format_bytes(hardware.device_memory_bytes)} in all: {less}spread the model over more "
         "ranks, or name a larger device."
     )
 

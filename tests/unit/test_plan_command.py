@@ -183,6 +183,13 @@ def test_static_memory_above_the_device_is_found_without_a_search(capsys, config
         assert "H100 80GB SXM has 80.00 GiB in all: spread the model over more ranks, or name a larger device." in error
 
 
+def test_a_reserve_that_leaves_no_room_is_named_among_the_fixes(capsys, config):
+    words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "64")
+    code, _, error = plan(capsys, *words, "--reserve", "76GiB")
+    assert code == 2
+    assert "lower --reserve 76.00 GiB, spread the model over more ranks, or name a larger device." in error
+
+
 def test_an_error_is_one_line_where_defaults_would_be_warned_of(capsys, config):
     code, _, error = plan(capsys, config, "--gpu", "h100", "--pp", "2", "--ep", "8", "--offload-memory-budget", "1GiB")
     assert code == 2

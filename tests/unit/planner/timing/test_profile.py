@@ -1,7 +1,9 @@
 """Profiles: JSON there and back, what is refused and where, and what the simulator gets of one."""
 
 import dataclasses
+import gzip
 import json
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -313,3 +315,14 @@ def test_of_layers_that_save_other_tensors_the_larger_one_counts():
 def test_the_host_runs_ahead_of_a_device_as_far_as_layers_let_it(device, wait, pace):
     profile = dataclasses.replace(make_profile(make_layer("a", wait=wait), stages=1), device=device)
     assert make_rank_model(profile, rank=0).host_pace is pace
+
+
+def test_a_profile_may_be_packed(tmp_path):
+    path = tmp_path / "one.json.gz"
+    whole = next((Path(__file__).parents[4] / "docs" / "results" / "profiles").glob("*.json.gz")).read_bytes()
+    path.write_bytes(whole)
+    assert Profile.load(path) == Profile.from_json(gzip.decompress(whole).decode(), source="whole")
+    for content in (whole[: len(whole) // 2], b"no gzip", whole[:20] + b"\xff" * 50 + whole[70:]):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"one\.json\.gz: not packed by gzip, or cut off"):
+            Profile.load(path)
