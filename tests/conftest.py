@@ -1,6 +1,12 @@
-"""Makes `support` importable: what tests share and pytest does not collect."""
+"""Makes `support` importable: what tests share and pytest does not collect. And lets no example be late."""
 
 import sys
 from pathlib import Path
 
+import hypothesis
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Of one example; machines are slow at times. Each test has pytest's timeout.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")

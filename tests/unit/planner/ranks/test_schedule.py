@@ -5,7 +5,7 @@ import doctest
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fgoffload import ConfigError
@@ -54,7 +54,6 @@ def list_in_flight(pipeline, rank):
     return found
 
 
-@settings(deadline=None)  # hundreds of microbatches on each rank
 @given(ranks())
 def test_in_a_pipeline_that_is_full_more_microbatches_leave_no_more_in_flight_of_any_chunk(case):
     pipeline, rank = case
@@ -64,7 +63,6 @@ def test_in_a_pipeline_that_is_full_more_microbatches_leave_no_more_in_flight_of
     assert has_as_many or not pipeline.is_full
 
 
-@settings(deadline=None)  # hundreds of microbatches on each rank
 @given(ranks())
 def test_a_pipeline_that_is_not_full_has_fewer_in_flight_than_a_longer_one_where_groups_are_as_large_as_it_is(case):
     pipeline, _ = case
