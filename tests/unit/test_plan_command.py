@@ -91,6 +91,7 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
         "moe_ffn_hidden_size": CONFIG["intermediate_size"],
         "moe_shared_expert_intermediate_size": 0,
         "mtp_num_layers": 0,
+        "overlap_moe_expert_parallel_comm": 0,
         "params_dtype_bytes": 2,
         "fp8_recipe": "none",
         "tokens": 4096,
