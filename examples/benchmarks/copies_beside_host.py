@@ -127,7 +127,7 @@ def main() -> int:
         parser.error(f"give one --repeats or more, and --seconds above 0 and up to {MOST_SECONDS}.")
     try:
         device = find_device("cuda")
-    except (StateError, RuntimeError) as error:
+    except StateError as error:
         print(f"This measures the copies of a GPU, and none is here: {error}", file=sys.stderr)
         return 2
     copies, work = Copies(device), HostWork()

@@ -45,13 +45,10 @@ class LibraryLog(logging.Handler):
         self._held = held
         try:
             yield
-        except BaseException:
-            held.clear()
-            raise
         finally:
             self._held = None
-            for record in held:
-                self.emit(record)
+        for record in held:  # not reached where the body has raised
+            self.emit(record)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:

@@ -102,8 +102,9 @@ def main(rank: int, processes: int, folder: Path) -> None:
     """Run all trainings of the request, one after another. They differ in the model alone, and not in how ranks share it."""
     import torch
     from support.fused_kernels import fused_kernels
-    from support.shrunk_models import balanced_routing, parse_training
+    from support.shrunk_models import balanced_routing
 
+    from fgoffload.integrations.megatron.arguments import parse_arguments
     from fgoffload.integrations.megatron.imports import load_module
     from fgoffload.integrations.megatron.training import Trainer
 
@@ -119,7 +120,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
         sys.stdout.write(f"{name}\n")  # the last one in the log is the one that hung, or ended the process
         sys.stdout.flush()
         try:
-            arguments = parse_training(training["flags"], world_size=processes)
+            arguments = parse_arguments(training["flags"].split(), source="test", world_size=processes)
             kernels = contextlib.nullcontext() if arguments.uses_transformer_engine else fused_kernels()
             with kernels, balanced_routing():
                 if not parallel_state.model_parallel_is_initialized():

@@ -6,7 +6,6 @@ Predictions come from the same flags, through the reader of plans.
 """
 
 import contextlib
-import dataclasses
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from unittest import mock
 import torch
 
 from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.arguments import TrainingArguments, parse_arguments
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
 from fgoffload.planner.model.layer_shape import LayerShape
@@ -120,17 +118,6 @@ def shrink(
 def list_layers(model: ModelShape, parallelism: Parallelism) -> list[LayerShape]:
     """Return all layers of `model`."""
     return [make_layer_shape(model, parallelism, number) for number in model.numbers]
-
-
-def parse_training(flags: str, *, world_size: int) -> TrainingArguments:
-    """Return the training of `flags`, with no rank for the query where none is given, as plans and Megatron-LM take it.
-
-    Megatron-Core by itself takes 512.
-    """
-    arguments = parse_arguments(flags.split(), source="test", world_size=world_size)
-    if not arguments.transformer.get("multi_latent_attention"):
-        return arguments
-    return dataclasses.replace(arguments, transformer=types.MappingProxyType({"q_lora_rank": None, **arguments.transformer}))
 
 
 @contextlib.contextmanager

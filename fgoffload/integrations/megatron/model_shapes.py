@@ -21,6 +21,7 @@ from fgoffload.integrations.megatron.experts_flags import EXPERTS_FLAGS, change_
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.flags import FlagParser, name_flags, to_flag
 from fgoffload.integrations.megatron.model_flags import build_model_parser, is_not_covered, list_unknown
+from fgoffload.integrations.megatron.model_warnings import warn_of_flags
 from fgoffload.integrations.megatron.parallel_flags import (
     FIELD_FLAGS,
     MICROBATCHES_OF_A_CHUNK,
@@ -73,12 +74,6 @@ _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 """Of latent attention, in Megatron-LM and in megatron-core 0.16.1. They differ in the rank of keys and values, which is asked
 for."""
-
-_COVERED_LAYERS = "transformer_engine"
-"""Megatron's default, and what the formulas are of."""
-
-_KEEPING_SCORES = ("unfused", "local")
-"""Backends of attention that make the scores a tensor. Source: `AttnBackend` of megatron-core 0.16.1."""
 
 _DEFAULT_VOCAB_SIZE = 256
 """As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""
@@ -138,7 +133,7 @@ def read_model(
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, **_MODEL_FLAGS})
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {message}") from error
-    _warn_of_defaults(values, parallelism, source)
+    warn_of_flags(values, parallelism, source)
     return model, parallelism
 
 
@@ -207,46 +202,6 @@ def read_assumptions(
         return make_assumptions(vars(parsed), has_optimizer=has_optimizer)
     except ConfigError as error:
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {error}") from error
-
-
-def _warn_of_defaults(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
-    """Say what an argument file leaves out where that is easily not what is meant."""
-    if "num_experts" in values and "moe_token_dispatcher_type" not in values:
-        logger.warning(
-            "%s: without --moe-token-dispatcher-type a plan takes alltoall; Megatron's default, allgather, is not covered.",
-            source,
-        )
-    if "num_experts" in values and not values.get("moe_grouped_gemm"):
-        logger.warning(
-            "%s: without --moe-grouped-gemm a plan takes grouped experts. Others save other tensors, which a profile alone "
-            "knows, and Megatron recomputes no moe_act in them.",
-            source,
-        )
-    if values.get("transformer_impl", _COVERED_LAYERS) != _COVERED_LAYERS:
-        logger.warning(
-            "%s: --transformer-impl %s saves other tensors than Transformer Engine's layers, which a plan takes: a profile "
-            "alone knows them.",
-            source,
-            values["transformer_impl"],
-        )
-    if values.get("attention_backend") in _KEEPING_SCORES:
-        logger.warning(
-            "%s: --attention-backend %s saves the scores of each pair of tokens, which a profile alone knows. A plan takes "
-            "fused attention, which saves none.",
-            source,
-            values["attention_backend"],
-        )
-    if "global_batch_size" not in values and parallelism.pipeline_parallel_size > 1:
-        logger.warning(
-            "%s: without --global-batch-size a step is 1 microbatch, as in Megatron, which fills no pipeline. "
-            "Give it, as in --global-batch-size %d.",
-            source,
-            MICROBATCHES_OF_A_CHUNK
-            * parallelism.pipeline_parallel_size
-            * parallelism.chunks
-            * parallelism.micro_batch_size
-            * parallelism.data_parallel_size,
-        )
 
 
 def _find_num_gpus(path: Path) -> int | None:

@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.layer_choice import resolve_layer
 from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffic
-from fgoffload.planner.solving.choices import Choice, list_needs, measure_actions
+from fgoffload.planner.solving.choices import Actions, Choice, list_needs, measure_actions
 from fgoffload.planner.solving.placement import LayerSlot, State
 from fgoffload.tags import default_tags, find_recompute_unit
 from fgoffload.units import format_bytes, format_ms
@@ -60,35 +60,36 @@ def explain_rank(
     decisions: list[Decision] = []
     for chunk in range(len(rank.chunks)):
         for kind in dict.fromkeys(slot.layer.kind for slot in slots if slot.chunk == chunk):
-            rows = {
-                slot: dict(configuration.actions)
-                for slot, configuration in zip(slots, state, strict=True)
-                if slot.chunk == chunk and slot.layer.kind == kind
-            }
+            rows: dict[Actions, list[LayerSlot]] = {}
+            for slot, configuration in zip(slots, state, strict=True):
+                if slot.chunk == chunk and slot.layer.kind == kind:
+                    rows.setdefault(configuration.actions, []).append(slot)
             decisions += _explain_kind(rank, rows, traffic, keeps_within_budget=keeps_within_budget)
     return tuple(decisions)
 
 
 def _explain_kind(
     rank: RankModel,
-    rows: Mapping[LayerSlot, Mapping[str, Action]],
+    rows: Mapping[Actions, Sequence[LayerSlot]],
     traffic: Mapping[tuple[str, str, Action], TagTraffic],
     *,
     keeps_within_budget: bool,
 ) -> Iterator[Decision]:
-    layer = next(iter(rows)).layer
+    layer = next(iter(rows.values()))[0].layer
     for tag in _list_names(layer):
         # Layers that do the same about a tag may differ in what else they do, and with it in bytes and reasons.
-        groups: dict[tuple[Action, tuple[int, int, float] | None, str | None], list[LayerSlot]] = {}
-        for slot, actions in rows.items():
-            action = actions.get(tag, Action.KEEP)
-            is_kept = action is Action.KEEP
-            why = _say_why_kept(rank, layer, actions, tag) if is_kept and not keeps_within_budget else None
-            changed = None if is_kept else _round(_measure_alone(rank, layer, actions, tag))
-            groups.setdefault((action, changed, why), []).append(slot)
-        acting = [slot.number for slot, actions in rows.items() if tag in actions]
-        for (action, _, why), slots in groups.items():
-            alone = _measure_alone(rank, layer, rows[slots[0]], tag)
+        groups: dict[object, tuple[Action, Choice, str | None, list[LayerSlot]]] = {}
+        for chosen, alike in rows.items():
+            actions = dict(chosen)
+            action, alone = actions.get(tag, Action.KEEP), _measure_alone(rank, layer, actions, tag)
+            has_to_say = action is Action.KEEP and not keeps_within_budget
+            why = _say_why_kept(rank, layer, actions, tag) if has_to_say else None
+            # Differences of the same times differ in their last digits.
+            key = (action, alone.kept_bytes, alone.moved_bytes, round(alone.recompute_s, 9), why)
+            groups.setdefault(key, (action, alone, why, []))[-1].extend(alike)
+        acting = [slot.number for chosen, alike in rows.items() if tag in dict(chosen) for slot in alike]
+        for action, alone, why, slots in groups.values():
+            slots.sort(key=lambda slot: slot.number)
             if action is Action.KEEP:
                 kept_here = _say_why_kept_here([slot.number for slot in slots], acting)
                 reason = "everything fits" if keeps_within_budget else why or kept_here
@@ -138,11 +139,6 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
         moved_bytes=sum(group.size_bytes for group in groups if group.tag == tag),
         recompute_s=with_it.recompute_s - without.recompute_s,
     )
-
-
-def _round(choice: Choice) -> tuple[int, int, float]:
-    """Return what a choice changes; differences of the same times differ in their last digits."""
-    return choice.kept_bytes, choice.moved_bytes, round(choice.recompute_s, 9)
 
 
 def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str | None:

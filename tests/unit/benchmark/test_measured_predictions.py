@@ -1,6 +1,5 @@
 """What is predicted of settings that were measured: docs/results/predictions_h200_202611.md, and two pages of H100s."""
 
-import gzip
 from pathlib import Path
 
 import pytest
@@ -83,8 +82,7 @@ def make_forecaster(run, model, flags):
         steps=1,
         plan_folder=Path(),
     )
-    packed = PROFILES / f"{RUN_PROFILES.get(run, model)}.json.gz"
-    profile = Profile.from_json(gzip.decompress(packed.read_bytes()).decode(), source=packed.name)
+    profile = Profile.load(PROFILES / f"{RUN_PROFILES.get(run, model)}.json.gz")
     forecaster = Forecaster(job, profile=profile)
     forecaster.meet("NVIDIA H100 80GB HBM3" if run in (H100_RUN, *TWO_STAGES) else "NVIDIA H200")
     return forecaster

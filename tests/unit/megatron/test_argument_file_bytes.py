@@ -13,10 +13,11 @@ import pytest
 import torch
 from support.fused_kernels import fused_kernels
 from support.processes import run_processes
-from support.shrunk_models import FILES, ONE_RANK, balanced_routing, find_layout, list_layers, parse_training, shrink
+from support.shrunk_models import FILES, ONE_RANK, balanced_routing, find_layout, list_layers, shrink
 from support.trainings import make_config
 
 from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.model_shapes import read_model
 from fgoffload.integrations.megatron.training import Trainer
@@ -50,7 +51,10 @@ def predict(model, *, is_deterministic):
 
 def measure(flags, tags, *, is_deterministic):
     """Return the bytes that left and those that others had taken away in one step, by tag."""
-    arguments, config = parse_training(flags, world_size=1), make_config(*tags, min_offloaded_tensor_size=1)
+    arguments, config = (
+        parse_arguments(flags.split(), source="test", world_size=1),
+        make_config(*tags, min_offloaded_tensor_size=1),
+    )
     with (
         fused_kernels(),
         balanced_routing(),
