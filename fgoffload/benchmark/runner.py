@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.benchmark.budget_plans import BudgetPlans, TryPlan
+from fgoffload.benchmark.budget_plans import BudgetPlans, Tried, TryPlan
 from fgoffload.benchmark.job import Job, Run, name_trace
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
@@ -40,6 +40,9 @@ from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 
 OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
+
+_TRIED_STEPS = 4
+"""Of a plan that is tried, after one that warms up."""
 
 _SEEN_BY_LEDGER = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
 """The others put saved-tensor hooks of their own below the ledger's, which then sees nothing."""
@@ -113,16 +116,20 @@ class Runner:
         """Return `setting` with its plan, where it is one of a budget."""
         return setting if setting.budget_bytes is None else self._plans.find(setting, try_plan)
 
-    def _try_plan(self, setting: Setting) -> int | None:
-        """Return the device bytes that a setting takes at peak on any rank, in its second step."""
+    def _try_plan(self, setting: Setting) -> Tried | None:
+        """Return what a few steps of a setting take."""
         if needs_cpu_support():
             return None
-        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer:
+        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+            _prepare_step()
             trainer.run_step(with_digests=False)
             reset_peaks()
-            trainer.run_step(with_digests=False)
-            peaks: list[int] = _gather(find_peak())
-            return max(peaks)
+            seconds = []
+            for _ in range(_TRIED_STEPS):
+                _prepare_step()
+                seconds.append(trainer.run_step(with_digests=False).seconds)
+            merged = merge_ranks(_gather(Measurement(step_seconds=tuple(seconds), peak_allocated_bytes=find_peak())))
+        return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)
 
     def _measure_profile(self) -> Measurement:
         """Write a profile of the training, on rank 0, and return its one step."""
@@ -160,13 +167,18 @@ class Runner:
         return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
 
     def _run_step(self, trainer: Trainer, *, with_digests: bool = False) -> StepResult:
-        gc.collect()
-        if torch.distributed.get_world_size() > 1:
-            # A stage that begins before the others would count how long it waits for them.
-            torch.distributed.barrier()
+        _prepare_step()
         result = trainer.run_step(with_digests=with_digests)
         self._on_step(statistics.fmean(result.losses) if result.losses else float("nan"))
         return result
+
+
+def _prepare_step() -> None:
+    """Do what is off the clock, on all ranks."""
+    gc.collect()
+    if torch.distributed.get_world_size() > 1:
+        # A stage that begins before the others would count how long it waits for them.
+        torch.distributed.barrier()
 
 
 def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:

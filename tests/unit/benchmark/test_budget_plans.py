@@ -1,39 +1,59 @@
-"""Plans for budgets: one for each, tried, and made again where it takes more than the budget."""
+"""Plans for budgets: two for each, tried, made again where they take more than the budget, and the faster one is taken."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
+from support.toy_ranks import make_toy_rank
 
 from fgoffload import Action, OffloadPlan, PlanError, Site
 from fgoffload.benchmark import budget_plans
-from fgoffload.benchmark.budget_plans import MOST_PLANS, BudgetPlans
+from fgoffload.benchmark.budget_plans import MOST_PLANS, BudgetPlans, Tried
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.planning import Planned
 from fgoffload.benchmark.settings import parse_setting
+from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN
 
 BUDGET_BYTES = 1000
 SETTING = parse_setting(f"budget:{BUDGET_BYTES}B")
 
 
-@pytest.fixture
-def planner(monkeypatch):
-    """Plans of as many bytes as are not left free, 900 at most. Each offloads a layer with the number of the plan."""
-    asked = []
+@dataclasses.dataclass
+class Planner:
+    """Plans of as many bytes as are not left free, 900 at most, each for a layer with the number of the plan."""
 
-    def plan(ranks, *, budget_bytes, free_bytes):
+    asked: list = dataclasses.field(default_factory=list)
+    """What was to be left free, of each plan for a host that is in time."""
+    asked_late: list = dataclasses.field(default_factory=list)
+    """The same, of each plan for a late host."""
+    late_action: Action = Action.RECOMPUTE
+    late_layer: int | None = None
+    """Of plans for a late host; None numbers them on."""
+
+    def plan(self, ranks, *, budget_bytes, free_bytes):
+        """Stand in for `plan_for_budget`."""
+        is_late = ranks[0].link.compute_slowdown == LATE_HOST_SLOWDOWN
         if free_bytes > 400:
             raise PlanError("no plan")
-        asked.append(free_bytes)
-        actions = {Site(chunk=0, layer=len(asked), tag="core_attn"): Action.OFFLOAD}
-        return Planned(plan=OffloadPlan(actions=actions), peak_bytes=min(900, budget_bytes - free_bytes))
+        (self.asked_late if is_late else self.asked).append(free_bytes)
+        number = len(self.asked) + len(self.asked_late)
+        layer = self.late_layer if is_late and self.late_layer is not None else number
+        action = self.late_action if is_late else Action.OFFLOAD
+        plan = OffloadPlan(actions={Site(chunk=0, layer=layer, tag="core_attn"): action})
+        return Planned(plan=plan, peak_bytes=min(900, budget_bytes - free_bytes))
 
-    monkeypatch.setattr(budget_plans, "plan_for_budget", plan)
-    return asked
+
+@pytest.fixture
+def planner(monkeypatch):
+    planner = Planner()
+    monkeypatch.setattr(budget_plans, "plan_for_budget", planner.plan)
+    return planner
 
 
 def make_plans(folder: Path, *, rank: int = 0) -> BudgetPlans:
     job = Job(source="x.sh", file_flags=(), warmup=1, steps=1, plan_folder=folder)
-    return BudgetPlans(job, rank=rank, build_ranks=list)
+    return BudgetPlans(job, rank=rank, build_ranks=lambda: (make_toy_rank(),))
 
 
 def read_layer(setting) -> int:
@@ -42,33 +62,86 @@ def read_layer(setting) -> int:
     return site.layer
 
 
-def test_a_plan_that_keeps_to_its_budget_is_tried_once_and_is_the_same_each_time(planner, tmp_path):
+def take(*peaks, seconds=()):
+    """Return a trial of plans that take `peaks` bytes one after the other, the last one on and on, and `seconds`."""
+    times = itertools.chain(seconds, itertools.repeat(1.0))
+    sizes = itertools.chain(peaks, itertools.repeat(peaks[-1]))
     tried = []
-    plans = make_plans(tmp_path, rank=3)
-    first = plans.find(SETTING, lambda setting: tried.append(setting) or BUDGET_BYTES)
+
+    def try_plan(setting):
+        tried.append(read_layer(setting))
+        return Tried(peak_bytes=next(sizes), step_s=next(times))
+
+    try_plan.tried = tried
+    return try_plan
+
+
+def test_of_two_plans_that_keep_to_a_budget_the_first_stays_where_they_are_alike_and_is_the_same_each_time(planner, tmp_path):
+    plans, trial = make_plans(tmp_path, rank=3), take(BUDGET_BYTES)
+    first = plans.find(SETTING, trial)
     assert plans.find(SETTING, None) == first
-    assert tried == [first]
-    assert planner == [0]
+    assert trial.tried == [1, 2]
+    assert (planner.asked, planner.asked_late) == ([0], [0])
     assert (read_layer(first), first.plan.name) == (1, "plan_budget_1000B_rank3.json")
 
 
+@pytest.mark.parametrize(("seconds", "layer", "word"), [((1.0, 0.9), 2, "second"), ((0.9, 1.0), 1, "first")])
+def test_the_plan_whose_steps_were_faster_is_measured(planner, tmp_path, caplog, seconds, layer, word):
+    found = make_plans(tmp_path).find(SETTING, take(BUDGET_BYTES, seconds=seconds))
+    assert read_layer(found) == layer
+    first, second = (f"{1e3 * one:.1f} ms" for one in seconds)
+    assert f"{first} a step by the plan for a host that is in time, and {second} by the one for a late host" in caplog.text
+    assert f"the {word} is measured" in caplog.text
+
+
+def test_a_faster_plan_that_takes_more_than_the_budget_is_not_taken(planner, tmp_path):
+    found = make_plans(tmp_path).find(SETTING, take(BUDGET_BYTES, BUDGET_BYTES + 1, seconds=(1.0, 0.5, 0.5, 0.5)))
+    assert len(planner.asked_late) == MOST_PLANS
+    assert read_layer(found) == 1
+
+
+def test_where_a_late_host_gets_the_same_plan_it_is_tried_once(planner, tmp_path, caplog):
+    planner.late_action, planner.late_layer = Action.OFFLOAD, 1
+    trial = take(BUDGET_BYTES)
+    assert read_layer(make_plans(tmp_path).find(SETTING, trial)) == 1
+    assert trial.tried == [1]
+    assert "late host" not in caplog.text
+
+
+def test_where_nothing_leaves_nobody_asks_for_the_host(planner, tmp_path, monkeypatch):
+    nothing = Planned(plan=OffloadPlan(actions={}), peak_bytes=900)
+    monkeypatch.setattr(budget_plans, "plan_for_budget", lambda ranks, **options: planner.asked.append(1) or nothing)
+    make_plans(tmp_path).find(SETTING, lambda setting: Tried(peak_bytes=900, step_s=1.0))
+    assert planner.asked == [1]
+
+
+def test_where_no_plan_is_found_for_a_late_host_the_first_stays(planner, tmp_path, monkeypatch, caplog):
+    def plan(ranks, **options):
+        if ranks[0].link.compute_slowdown == LATE_HOST_SLOWDOWN:
+            raise PlanError("no plan")
+        return planner.plan(ranks, **options)
+
+    monkeypatch.setattr(budget_plans, "plan_for_budget", plan)
+    assert read_layer(make_plans(tmp_path).find(SETTING, take(BUDGET_BYTES))) == 1
+    assert "the plan before stays" in caplog.text
+
+
 def test_a_plan_that_takes_more_is_made_again_with_what_was_missing_left_free(planner, tmp_path):
-    taken = iter([1050, 1020, 990])
-    found = make_plans(tmp_path).find(SETTING, lambda setting: next(taken))
+    found = make_plans(tmp_path).find(SETTING, take(1050, 1020, 990, 990, seconds=(1.0, 1.0, 1.0, 2.0)))
     # 1050 where 900 were predicted; then 1020 where 850 were.
-    assert planner == [0, 150, 170]
+    assert planner.asked == [0, 150, 170]
     assert read_layer(found) == 3
 
 
 def test_after_some_plans_the_last_one_stays(planner, tmp_path):
-    found = make_plans(tmp_path).find(SETTING, lambda setting: BUDGET_BYTES + 1)
-    assert len(planner) == MOST_PLANS
+    found = make_plans(tmp_path).find(SETTING, take(BUDGET_BYTES + 1))
+    assert len(planner.asked) == MOST_PLANS
     assert read_layer(found) == MOST_PLANS
 
 
 def test_where_there_is_no_plan_that_takes_less_the_one_before_stays(planner, tmp_path, caplog):
-    found = make_plans(tmp_path).find(SETTING, lambda setting: 2000)
-    assert planner == [0]
+    found = make_plans(tmp_path).find(SETTING, take(2000))
+    assert planner.asked == [0]
     assert read_layer(found) == 1
     assert "the plan before stays" in caplog.text
 
@@ -76,7 +149,7 @@ def test_where_there_is_no_plan_that_takes_less_the_one_before_stays(planner, tm
 def test_where_nobody_counts_bytes_or_nothing_is_tried_the_first_plan_is_the_one(planner, tmp_path):
     make_plans(tmp_path).find(SETTING, None)
     make_plans(tmp_path).find(SETTING, lambda setting: None)
-    assert planner == [0, 0]
+    assert (planner.asked, planner.asked_late) == ([0, 0], [])
 
 
 def test_that_there_is_no_plan_at_all_is_an_error(monkeypatch, tmp_path):
@@ -85,4 +158,4 @@ def test_that_there_is_no_plan_at_all_is_an_error(monkeypatch, tmp_path):
 
     monkeypatch.setattr(budget_plans, "plan_for_budget", refuse)
     with pytest.raises(PlanError, match="no plan"):
-        make_plans(tmp_path).find(SETTING, lambda setting: 0)
+        make_plans(tmp_path).find(SETTING, take(0))
