@@ -121,15 +121,7 @@ class Runner:
         if needs_cpu_support():
             return None
         with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
-            _prepare_step()
-            trainer.run_step(with_digests=False)
-            reset_peaks()
-            seconds = []
-            for _ in range(_TRIED_STEPS):
-                _prepare_step()
-                seconds.append(trainer.run_step(with_digests=False).seconds)
-            merged = merge_ranks(_gather(Measurement(step_seconds=tuple(seconds), peak_allocated_bytes=find_peak())))
-        return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)
+            return try_steps(trainer)
 
     def _measure_profile(self) -> Measurement:
         """Write a profile of the training, on rank 0, and return its one step."""
@@ -171,6 +163,19 @@ class Runner:
         result = trainer.run_step(with_digests=with_digests)
         self._on_step(statistics.fmean(result.losses) if result.losses else float("nan"))
         return result
+
+
+def try_steps(trainer: Trainer) -> Tried:
+    """Return what a few steps take, of all ranks together, after one that warms up."""
+    seconds = []
+    for number in range(1 + _TRIED_STEPS):
+        _prepare_step()
+        if number == 1:
+            reset_peaks()
+        seconds.append(trainer.run_step(with_digests=False).seconds)
+    own = Measurement(step_seconds=tuple(seconds[1:]), peak_allocated_bytes=find_peak())
+    merged = merge_ranks(_gather(own))
+    return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)
 
 
 def _prepare_step() -> None:

@@ -21,6 +21,7 @@ leaves free what that step took beyond its prediction. After a few of these the 
 
 import dataclasses
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -35,10 +36,12 @@ from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron import recompute
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.plan_trial import HostGuess, StepTimes
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.late_host import assume_late_host
 from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.units import format_bytes, format_ms
 
@@ -128,6 +131,12 @@ class AutoOffload(StepMeasurement):
         """Steps that will still be compared so."""
         self._beyond_bytes = 0
         """How much more a step took than was predicted of its plan: what all later plans leave free."""
+        self._guess = HostGuess.IN_TIME
+        """What the plan in use takes the host for. See [Note: Two plans] in `plan_trial`."""
+        self._times: StepTimes | None = None
+        """Of the steps under the plan in use; None where no other plan is to be compared with it."""
+        self._rival: tuple[PlannedStep, float] | None = None
+        """The plan for a host that is in time, and what its steps took, while the one for a late host is tried."""
         self._is_leaving = False
         """Whether the layer that forward is in is offloaded while it is measured."""
         self.request()
@@ -153,8 +162,13 @@ class AutoOffload(StepMeasurement):
         elif self.planned is not None and not _is_within(call, self.planned.call):
             logger.info("a step of %s is beyond the plan for %s: planning again", _say(call), _say(self.planned.call))
             self._plan(call)
-        elif self.planned is not None and self._taken_bytes is not None:
-            self._check(self.planned, self._taken_bytes)
+        elif self.planned is not None:
+            if self._times is not None:
+                self._times.note_end(time.perf_counter(), is_full=self._current == self.planned.call)
+            if self._taken_bytes is not None:
+                self._check(self.planned, self._taken_bytes)
+            elif self._times is not None:
+                self._compare(self.planned, self._times)
         if self.state is MeasurementState.WANTED:
             self._kept_bytes = self._count_bytes()
         self._current = call
@@ -199,6 +213,7 @@ class AutoOffload(StepMeasurement):
         Raises:
             PlanError: No plan fits the budget.
         """
+        self._guess, self._rival = HostGuess.IN_TIME, None
         measured = self._measured_call
         if measured is None or call.tokens > measured.tokens:
             self._apply(_NOTHING)
@@ -224,13 +239,14 @@ class AutoOffload(StepMeasurement):
             failure = PlanError(planned)
             failure.__cause__ = cause
             return failure
-        self.planned = planned
-        self._apply(planned.plan)
-        if self._memory is not None:
-            self._memory.take_peak()  # the peak from now on is of this plan
+        self._follow(planned)
+        # On a CPU the device is the host, and never late; without copies nobody asks.
+        if _has_host_of_its_own(self._device.type) and (planned.plan.offloaded_tags or self._rival is not None):
+            self._times = StepTimes(time.perf_counter())
         logger.info(
-            "plan for %s: %d sites are offloaded and %d units run again; %s at peak of %s, %s a step expected",
+            "plan for %s and %s: %d sites are offloaded and %d units run again; %s at peak of %s, %s a step expected",
             _say(call),
+            self._guess.value,
             planned.plan.count(Action.OFFLOAD) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
             planned.plan.count(Action.RECOMPUTE) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
             format_bytes(planned.peak_bytes),
@@ -238,6 +254,43 @@ class AutoOffload(StepMeasurement):
             format_ms(planned.step_s),
         )
         return None
+
+    def _follow(self, planned: PlannedStep) -> None:
+        """Do as a plan says from now on."""
+        self.planned = planned
+        self._times = None
+        self._apply(planned.plan)
+        if self._memory is not None:
+            self._memory.take_peak()  # the peak from now on is of this plan
+
+    def _compare(self, planned: PlannedStep, times: StepTimes) -> None:
+        """Go on to the plan for a late host where the other one has been timed, and to the faster one where both have."""
+        if times.median_s is None or (self._left_checks and self._memory is not None):
+            return
+        # All processes have timed the same steps: the slowest says what a step took.
+        step_s = max(_gather(times.median_s))
+        if self._rival is None:
+            self._rival, self._guess, self._left_checks = (planned, step_s), HostGuess.LATE, 1
+            failure = self._try_to_plan(planned.call)
+            if failure is not None or self.planned is None or self.planned.plan.actions == planned.plan.actions:
+                self._return("there is no other one for a late host")
+            return
+        _, rival_s = self._rival
+        said = f"a step takes {format_ms(rival_s)} by the plan for {HostGuess.IN_TIME.value}, {format_ms(step_s)} by this one"
+        if rival_s <= step_s:
+            self._return(said)
+        else:
+            logger.info("%s: it stays", said)
+            self._times = self._rival = None
+
+    def _return(self, why: str) -> None:
+        """Follow the plan for a host that is in time again, for good."""
+        if self._rival is not None:
+            logger.info("%s: the plan for %s stays", why, HostGuess.IN_TIME.value)
+            self._guess, self._left_checks, self._taken_bytes = HostGuess.IN_TIME, 0, None
+            planned, _ = self._rival
+            self._rival = None
+            self._follow(planned)
 
     def _check(self, planned: PlannedStep, taken_bytes: int) -> None:
         """Plan again where the first step under a plan took more than the budget on any process. All know of all."""
@@ -248,6 +301,9 @@ class AutoOffload(StepMeasurement):
         peak_bytes = max(one.peak_bytes for one in taken)
         if peak_bytes <= self._budget_bytes:
             self._left_checks = 0
+            return
+        if self._rival is not None:
+            self._return(f"a step by the plan for {HostGuess.LATE.value} took {format_bytes(peak_bytes)} at peak")
             return
         self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
         above = f"a step took {format_bytes(peak_bytes)} at peak, {peak_bytes - self._budget_bytes} bytes above the budget"
@@ -281,6 +337,8 @@ class AutoOffload(StepMeasurement):
             )
             for rank in ranks
         ]
+        if self._guess is HostGuess.LATE:
+            models = list(assume_late_host(models))
         try:
             solution = solve_leaving_free(models, budget_bytes=self._budget_bytes, free_bytes=self._beyond_bytes)
         except OffloadError as error:
@@ -297,6 +355,10 @@ class AutoOffload(StepMeasurement):
             actions = plan.list_layer(chunk, number)
             for unit in (name for name, action in actions.items() if action.recomputes and layer is not None):
                 recompute.switch_on(self._switches, inputs, layer, unit)
+
+
+def _has_host_of_its_own(device_type: str) -> bool:
+    return device_type != "cpu"
 
 
 def _is_within(call: ScheduleCall, planned: ScheduleCall) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import gzip
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from support.trainings import EXPERTS, SHAPE, write_plan
 from fgoffload import Action, ConfigError, OffloadPlan, Site
 from fgoffload.benchmark import budget_plans
 from fgoffload.benchmark import runner as runner_module
+from fgoffload.benchmark.budget_plans import Tried
 from fgoffload.benchmark.forecaster import Forecaster, check_profile
 from fgoffload.benchmark.job import Job, Run, make_file_name
 from fgoffload.benchmark.loading import describe_workload, load_arguments
@@ -187,6 +189,23 @@ def test_no_model_is_left_behind():
 def test_a_budget_is_refused_where_the_planner_does_not_know_the_device():
     with pytest.raises(ConfigError, match=r"the planner's table of hardware does not have this device\. Give plan files"):
         measure("budget:1GiB")
+
+
+def test_of_a_plan_that_is_tried_the_median_step_counts_and_the_peak_behind_the_first(monkeypatch):
+    class Steps:
+        """Steps that get faster, the first of which takes most."""
+
+        seconds = iter([9.0, 4.0, 3.0, 2.0, 1.0])
+
+        def run_step(self, *, with_digests):
+            assert not with_digests
+            since_reset.append(self)
+            return types.SimpleNamespace(seconds=next(self.seconds))
+
+    since_reset = []
+    monkeypatch.setattr(runner_module, "reset_peaks", since_reset.clear)
+    monkeypatch.setattr(runner_module, "find_peak", lambda: len(since_reset))
+    assert runner_module.try_steps(Steps()) == Tried(peak_bytes=4, step_s=2.5)
 
 
 def make_planned(tag="core_attn"):

@@ -12,6 +12,8 @@ from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, Plan
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations.megatron import auto, profiling
 from fgoffload.integrations.megatron.device_memory import MemoryReading
+from fgoffload.integrations.megatron.plan_trial import HostGuess, StepTimes
+from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN
 from fgoffload.planner.solving import solver
 from fgoffload.units import GIB
 
@@ -372,3 +374,89 @@ def test_two_pipeline_ranks_raise_the_same():
     argv = f"{PIPELINE} {AUTO_FLAGS} --offload-memory-budget 100KiB".split()
     with pytest.raises(AssertionError, match=r"PlanError: --offload-memory-budget 102400: .* static memory of pipeline rank"):
         run_pipeline(argv, processes=2, steps=2, offload=True)
+
+
+class Clock:
+    """In place of the process's clock: each step takes what `seconds` say of the plan that it runs under."""
+
+    def __init__(self, trainer_of, seconds):
+        self._trainer_of = trainer_of
+        self._seconds = seconds
+        self._now_s = 0.0
+
+    def perf_counter(self):
+        """Called where a step begins: the one before took its time."""
+        guess = self._trainer_of().integration.measurement._guess
+        self._now_s += self._seconds[guess]
+        return self._now_s
+
+
+def run_with_late_host(monkeypatch, caplog, *, in_time_s, late_s, late_actions, steps=12, beyond=(0,)):
+    """Train where steps take so long by either plan; return the steps, and what was logged of which plan stays."""
+    seconds = {HostGuess.IN_TIME: in_time_s, HostGuess.LATE: late_s}
+    memory_of = []
+    find = CountedMemory
+
+    class Kept(find):
+        def __init__(self, static_bytes):
+            super().__init__(static_bytes)
+            memory_of.append(self)
+
+    monkeypatch.setitem(globals(), "CountedMemory", Kept)
+    monkeypatch.setattr(auto, "_has_host_of_its_own", lambda device_type: True)
+    monkeypatch.setattr(auto, "time", Clock(lambda: memory_of[0].trainer, seconds))
+    in_time_actions = []
+    real = solver.solve
+
+    def solve(ranks, **options):
+        solution = real(ranks, **options)
+        if ranks[0].link.compute_slowdown < LATE_HOST_SLOWDOWN:
+            in_time_actions.append(solution.plan.actions)
+            return solution
+        return dataclasses.replace(solution, plan=OffloadPlan(actions=late_actions or in_time_actions[-1]))
+
+    monkeypatch.setattr(solver, "solve", solve)
+    found, _, _ = run_counted(monkeypatch, caplog, list(beyond), steps=steps)
+    return found, [record.message for record in caplog.records if " stays" in record.message]
+
+
+@pytest.mark.parametrize(("late_s", "stays"), [(0.5, "late"), (1.0, "in time"), (2.0, "in time")])
+def test_a_few_steps_say_which_of_two_plans_stays(monkeypatch, caplog, late_s, stays):
+    actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
+    found, lines = run_with_late_host(monkeypatch, caplog, in_time_s=1.0, late_s=late_s, late_actions=actions)
+    # Measured; a first step and three timed ones by each plan; then the faster one, for good.
+    in_time, late = found.planned[1], found.planned[5]
+    assert found.planned[1:5] == [in_time] * 4
+    assert found.planned[5:9] == [late] * 4
+    assert late.plan.actions == actions != in_time.plan.actions
+    assert found.planned[9:] == [late if stays == "late" else in_time] * 3
+    assert len(lines) == 1
+    assert f"1000.0 ms by the plan for a host that is in time, {1e3 * late_s:.1f} ms by this one" in lines[0]
+
+
+def test_a_plan_for_a_late_host_that_takes_more_than_the_budget_is_left_behind(monkeypatch, caplog):
+    actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
+    found, lines = run_with_late_host(
+        monkeypatch, caplog, in_time_s=1.0, late_s=0.5, late_actions=actions, beyond=(0, 10**9), steps=8
+    )
+    assert found.planned[5].plan.actions == actions
+    assert found.planned[6] is found.planned[7] is found.planned[1]
+    assert len(lines) == 1
+    assert lines[0].startswith("a step by the plan for a late host took")
+
+
+def test_where_a_late_host_gets_the_same_plan_nothing_is_tried(monkeypatch, caplog):
+    found, lines = run_with_late_host(monkeypatch, caplog, in_time_s=1.0, late_s=0.5, late_actions={}, steps=8)
+    assert all(planned is found.planned[1] for planned in found.planned[1:])
+    assert lines == ["there is no other one for a late host: the plan for a host that is in time stays"]
+
+
+def test_times_are_of_whole_steps_behind_the_first():
+    times = StepTimes(10.0)
+    ends = [(19.0, True), (20.0, True), (21.0, False), (24.0, True), (26.0, True)]
+    seen = []
+    for end_s, is_full in ends:
+        times.note_end(end_s, is_full=is_full)
+        seen.append(times.median_s)
+    # The first took 9 and the third was smaller; 1, 3 and 2 count.
+    assert seen == [None, None, None, None, 2.0]
