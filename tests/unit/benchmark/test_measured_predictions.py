@@ -17,7 +17,8 @@ PAGE, H100_PAGE = RESULTS / "predictions_h200_202611.md", RESULTS / "w2_moe_h100
 TWO_STAGES_PAGE = RESULTS / "w2_1f1b_h100_202611.md"
 PLANS = RESULTS / "plans"
 PROFILES = RESULTS / "profiles"
-H100_RUN = "2026-11-24, H100"
+H100_RUNS = {"2026-11-24, H100": "w2_moe_h100", "2026-11-24, H100, second": "w2_moe_h100_second"}
+"""By run, its profile."""
 TWO_STAGES = ("2026-11-24, 1F1B", "2026-11-24, 1F1B, later", "2026-11-24, 1F1B, four runs")
 """Runs on two H100, on three machines, all but the first with the plan of the first."""
 GIB = 2**30
@@ -27,7 +28,7 @@ CUT_OFF = {Source.TABLE: "### Cut off, from the hardware table", Source.PROFILE:
 ON_H100 = {Source.TABLE: "### From the hardware table of an H100", Source.PROFILE: "### From the profile of the run on an H100"}
 ON_TWO_H100 = {Source.TABLE: "### From the hardware table of two H100", Source.PROFILE: "### From the profile of two stages"}
 RUN_PROFILES = {
-    H100_RUN: "w2_moe_h100",
+    **H100_RUNS,
     **dict.fromkeys(TWO_STAGES, "w2_moe_1f1b_h100"),
     "2026-11-23, third": "w2_moe_third",
     "2026-11-23, fourth": "w2_moe_fourth",
@@ -46,8 +47,19 @@ ABOVE_CUT_OFF = {
     Source.PROFILE: {"plan:w2_16.5GiB_second", "plan:w2_16.5GiB_seventh", "ours:core_attn+attn_proj+expert_fc1"},
 }
 """Settings that are predicted worse than the limits, since the host was later than the device in those runs."""
-ABOVE_ON_H100 = {Source.TABLE: set(), Source.PROFILE: {"plan:w2_14.6GiB_h100", "plan:w2_16.5GiB_h100"}}
-"""The same, of the run on an H100."""
+_SECOND_H100_RUN = list(H100_RUNS)[1]
+ABOVE_ON_H100 = {
+    Source.TABLE: set(),
+    Source.PROFILE: {
+        *((next(iter(H100_RUNS)), f"plan:w2_{size}GiB_h100") for size in (14.6, 16.5)),
+        *((_SECOND_H100_RUN, f"plan:w2_{size}GiB_h100_second") for size in (14.6, 16.5, 18.9, 20.2)),
+        (_SECOND_H100_RUN, "ours:core_attn+attn_proj+expert_fc1"),
+        (_SECOND_H100_RUN, "ours:qkv_linear+core_attn+attn_proj/layernorm+moe"),
+        (_SECOND_H100_RUN, "ours:expert_fc1"),
+        (_SECOND_H100_RUN, "recompute:full"),
+    },
+}
+"""The same, by run, of those on one H100."""
 ABOVE_ON_TWO_H100 = {
     Source.TABLE: {(run, "plan:w2_1f1b_18.7GiB_h100") for run in TWO_STAGES[1:]},
     Source.PROFILE: {(TWO_STAGES[0], "plan:w2_1f1b_18.7GiB_h100")},
@@ -84,7 +96,7 @@ def make_forecaster(run, model, flags):
     )
     profile = Profile.load(PROFILES / f"{RUN_PROFILES.get(run, model)}.json.gz")
     forecaster = Forecaster(job, profile=profile)
-    forecaster.meet("NVIDIA H100 80GB HBM3" if run in (H100_RUN, *TWO_STAGES) else "NVIDIA H200")
+    forecaster.meet("NVIDIA H100 80GB HBM3" if run in (*H100_RUNS, *TWO_STAGES) else "NVIDIA H200")
     return forecaster
 
 
@@ -140,9 +152,9 @@ def test_what_was_cut_off_is_there_with_what_is_above_the_limits(source, forecas
 
 
 @pytest.mark.parametrize("source", Source)
-def test_the_run_on_an_h100_has_all_its_settings_with_what_is_above_the_limits(source, forecasters):
-    assert len(H100_ROWS[source]) == 11
-    assert list_settings(check_rows(H100_ROWS[source], source, forecasters)) == ABOVE_ON_H100[source]
+def test_the_runs_on_an_h100_have_all_their_settings_with_what_is_above_the_limits(source, forecasters):
+    assert [sum(row[0] == run for row in H100_ROWS[source]) for run in H100_RUNS] == [11, 14]
+    assert check_rows(H100_ROWS[source], source, forecasters) == ABOVE_ON_H100[source]
 
 
 @pytest.mark.parametrize(("source", "count"), [(Source.TABLE, 7), (Source.PROFILE, 3)])

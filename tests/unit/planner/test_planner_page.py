@@ -32,7 +32,7 @@ PAGES = {
     ),
 }
 """By the first words of a row: where its measurements are."""
-NUMBERS = {"one": 1, "two": 2, "four": 4}
+NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 
 
 def read_rows(page, model, heading):
