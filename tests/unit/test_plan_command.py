@@ -176,11 +176,12 @@ def test_static_memory_above_the_device_is_found_without_a_search(capsys, config
     def refuse(*_, **__):
         pytest.fail("it searched")
 
-    monkeypatch.setattr("fgoffload.cli.plan_report.plan_ranks", refuse)
-    for budget in ((), ("--offload-memory-budget", "60GiB")):
-        code, _, error = plan(capsys, *words, *budget)
-        assert code == 2
-        assert f"A memory budget of {'60' if budget else '80'}.00 GiB is not above the static memory of pipeline" in error
+    for search in ("plan_ranks", "find_least_budget"):
+        monkeypatch.setattr(f"fgoffload.cli.plan_report.{search}", refuse)
+    for more, budget in (((), 80), (("--offload-memory-budget", "60GiB"), 60), (("--sweep",), 80)):
+        code, out, error = plan(capsys, *words, *more)
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert f"A memory budget of {budget}.00 GiB is not above the static memory of pipeline" in error
         assert "H100 80GB SXM has 80.00 GiB in all: spread the model over more ranks, or name a larger device." in error
 
 
