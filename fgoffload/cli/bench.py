@@ -227,7 +227,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
 
     require_torch()
     from fgoffload.benchmark.forecaster import Forecaster, check_profile
-    from fgoffload.benchmark.loading import describe_workload, load_arguments
+    from fgoffload.benchmark.loading import check_plan_files, describe_workload, load_arguments
     from fgoffload.planner.timing.profile import Profile
 
     job = _make_job(checked, file_flags)
@@ -235,6 +235,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
         arguments = load_arguments(job)
         job = dataclasses.replace(job, world_size=arguments.world_size)
         settings = _choose_settings(checked, arguments.transformer)
+        check_plan_files(job, settings)
         profile = None
         if checked.profile is not None:
             profile = Profile.load(checked.profile)
