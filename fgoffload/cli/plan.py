@@ -174,7 +174,8 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
-    from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
+    from fgoffload.cli.plan_report import show_plan, show_sweep
+    from fgoffload.cli.plan_tables import Subject
     from fgoffload.planner.model_ranks import build_ranks
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
