@@ -1,5 +1,7 @@
 """From flags to a training, for each setting, with everything checked that can be before a model is built. Loads torch."""
 
+from collections.abc import Iterable
+
 import torch
 
 from fgoffload.benchmark.job import Job
@@ -10,6 +12,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.arguments import TrainingArguments, build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
+from fgoffload.integrations.megatron.plan_files import check_plan_file
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 """Fields of Megatron's config that no flag sets back: only settings may give them."""
@@ -53,6 +56,24 @@ def parse_setting_arguments(job: Job, setting: Setting, *, world_size: int | Non
     """
     typed = (*job.typed_flags, *setting.list_flags())
     return parse_arguments(job.file_flags, source=job.source, world_size=world_size, typed=typed, known_elsewhere=job.own_flags)
+
+
+def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
+    """Check the plan files among the settings: a process that measures them would find a fault only when their turn comes.
+
+    Args:
+        job: What is measured.
+        settings: All of them; those that name no file are left alone.
+
+    Raises:
+        ConfigError: Megatron-Core refuses the training with offload, or a plan offloads a tag that cannot leave.
+        PlanError: A file cannot be read, or is of another training.
+    """
+    for setting in settings:
+        if setting.plan is not None:
+            arguments = parse_setting_arguments(job, setting, world_size=job.world_size)
+            config = build_transformer_config(arguments, offload=arguments.offload)
+            check_plan_file(setting.plan, arguments, config)
 
 
 def describe_workload(arguments: TrainingArguments) -> Workload:

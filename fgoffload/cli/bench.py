@@ -25,7 +25,6 @@ from fgoffload.benchmark.settings import (
     list_default_settings,
     parse_setting,
 )
-from fgoffload.cli.errors import show_line
 from fgoffload.cli.launch import find_launch
 from fgoffload.cli.options import check_argument_file, read_count
 from fgoffload.cli.streams import hold_messages
@@ -34,11 +33,8 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.units import parse_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fgoffload.benchmark.job import Job, Message
     from fgoffload.benchmark.results import Results
-    from fgoffload.benchmark.surroundings import Surroundings
     from fgoffload.cli.progress import TrainingProgress
 
 NAME = "bench"
@@ -227,7 +223,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
 
     require_torch()
     from fgoffload.benchmark.forecaster import Forecaster, check_profile
-    from fgoffload.benchmark.loading import describe_workload, load_arguments
+    from fgoffload.benchmark.loading import check_plan_files, describe_workload, load_arguments
     from fgoffload.planner.timing.profile import Profile
 
     job = _make_job(checked, file_flags)
@@ -235,6 +231,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
         arguments = load_arguments(job)
         job = dataclasses.replace(job, world_size=arguments.world_size)
         settings = _choose_settings(checked, arguments.transformer)
+        check_plan_files(job, settings)
         profile = None
         if checked.profile is not None:
             profile = Profile.load(checked.profile)
@@ -338,6 +335,7 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     Raises:
         ConfigError: There is nothing to show, since `nothing` itself failed.
     """
+    from fgoffload.cli.bench_report import show_bits, show_times
     from fgoffload.cli.console import PipeConsole
 
     first = results.outcomes[0]
@@ -347,50 +345,16 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     if checked.compares_bits:
-        from fgoffload.benchmark.report import build_bits_table, compare_bits
-
-        rows = compare_bits(results.outcomes)
-        console.print(build_bits_table(rows, results.workload, results.surroundings))
-        return EXIT_DIFFERENT if any(row.differences for row in rows) else EXIT_MEASURED
-    _show_times(checked, results, results.surroundings, console)
+        return EXIT_DIFFERENT if show_bits(console, results, results.surroundings) else EXIT_MEASURED
+    show_times(
+        console,
+        results,
+        results.surroundings,
+        folder=checked.folder,
+        budgets_bytes=checked.budgets_bytes,
+        has_traces=checked.writes_traces,
+    )
     return EXIT_MEASURED
-
-
-def _show_times(checked: BenchOptions, results: "Results", surroundings: "Surroundings", console: "Console") -> None:
-    from fgoffload.benchmark.frontier import write_frontier_plot
-    from fgoffload.benchmark.prediction_report import build_prediction_tables, format_predictions
-    from fgoffload.benchmark.report import build_budget_table, build_times_table, format_markdown, name_run
-    from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME, PREDICTIONS_NAME, SEARCH_NAME, TRACES_NAME
-    from fgoffload.benchmark.search_report import build_search_table, format_search
-    from fgoffload.benchmark.trace_report import build_trace_table, format_traces, read_traces
-
-    summaries, workload, forecasts = results.summarize(), results.workload, results.forecasts
-    pages = {
-        MARKDOWN_NAME: format_markdown(summaries, workload, surroundings, forecasts),
-        PREDICTIONS_NAME: format_predictions(summaries, forecasts, workload, surroundings),
-    }
-    if results.search is not None:
-        pages[SEARCH_NAME] = format_search(results.search, summaries)
-    traces = read_traces(checked.folder, (one.setting for one in summaries)) if checked.writes_traces else {}
-    if checked.writes_traces:
-        pages[TRACES_NAME] = format_traces(traces)
-    for name, page in pages.items():
-        (checked.folder / name).write_text(page, encoding="utf-8")
-    console.print(build_times_table(summaries, workload, surroundings, forecasts))
-    if checked.budgets_bytes:
-        console.print(build_budget_table(summaries, checked.budgets_bytes))
-    if results.search is not None:
-        console.print(build_search_table(results.search, summaries))
-    for table in build_prediction_tables(summaries, forecasts):
-        console.print(table)
-    if traces:
-        console.print(build_trace_table(traces))
-    title = name_run(workload, surroundings)
-    try:
-        write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=title, forecasts=forecasts)
-    except ImportError as error:  # machines with GPUs often have little else, and the numbers are there
-        show_line(f"warning: there is no {PICTURE_NAME}: {error}. Install matplotlib.")
-    print(f"Tables, picture and logs: {checked.folder}")
 
 
 def _make_folder(folder: Path) -> None:

@@ -15,17 +15,16 @@ from fgoffload.cli.launch import Launch
 from fgoffload.cli.report import Setting
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
-from fgoffload.errors import InternalError, OffloadError, PlanError
+from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
-from fgoffload.integrations.megatron.model_config import read_facts
 from fgoffload.integrations.megatron.parallel import join_processes, name_device
+from fgoffload.integrations.megatron.plan_files import check_plan_file
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
-from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ def load_training(source: TrainingSource) -> Training:
 
     Raises:
         ConfigError: A flag or the text cannot be what it is.
-        PlanError: The plan file cannot be read.
+        PlanError: The plan file cannot be read, or is of another training.
     """
     arguments = parse_arguments(
         source.file_flags,
@@ -86,36 +85,6 @@ def load_training(source: TrainingSource) -> Training:
     text = TextData.load(source.data)
     text.check_length(arguments.seq_length)
     return Training(arguments_file=source.arguments_file, arguments=arguments, text=text, steps=arguments.train_iters)
-
-
-def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
-    """Check what a plan's file says of a training, as far as that is known before a model is built.
-
-    Args:
-        path: The file.
-        arguments: The training.
-        config: Megatron's, of the training with offload.
-
-    Raises:
-        ConfigError: The plan offloads an unknown tag, or one without what it requires.
-        PlanError: The file cannot be read, was made for another training, or names a layer that there is not.
-    """
-    plan = OffloadPlan.load(path)
-    step = {
-        TOKENS: arguments.seq_length * arguments.micro_batch_size,
-        MICROBATCHES: arguments.num_microbatches,  # once the batch has ramped up
-    }
-    plan.check_made_for({**read_facts(config), **step})
-    if arguments.offload is not None:
-        arguments.offload.tags.check(plan.offloaded_tags, flag="--offload-plan")
-    layers = config.num_layers + (config.mtp_num_layers or 0)
-    chunks = arguments.virtual_pipeline_size or 1
-    for site in plan.actions:
-        if site.layer not in range(layers) or site.chunk not in range(chunks):
-            raise PlanError(
-                f"--offload-plan {path} names {site} in chunk {site.chunk}, and the model has {layers} layers and {chunks} "
-                "chunk(s) a rank, counted from 0. Plan for this model."
-            )
 
 
 @contextlib.contextmanager

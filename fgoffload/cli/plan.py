@@ -174,7 +174,8 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
-    from fgoffload.cli.plan_report import Subject, show_plan, show_sweep
+    from fgoffload.cli.plan_report import show_plan, show_sweep
+    from fgoffload.cli.plan_tables import Subject
     from fgoffload.planner.model_ranks import build_ranks
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
@@ -211,11 +212,11 @@ def _plan(checked: PlanOptions) -> int:
     if not console.is_terminal:
         console.width = max(console.width, 160)
     with share_work(), _without_cycle_collection():
+        if hardware is not None:
+            _check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         if budget_bytes is None:
             show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
             return EXIT_PLANNED
-        if hardware is not None:
-            _check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         files = {name: getattr(checked, name) for name in _OUTPUTS}
         limits = THOROUGH if checked.is_thorough else None
         try:
@@ -236,13 +237,18 @@ def _plan(checked: PlanOptions) -> int:
 
 
 def _check_static(
-    ranks: "Sequence[RankModel]", budget_bytes: int, hardware: "Hardware", *, typed_reserve_bytes: int | None
+    ranks: "Sequence[RankModel]", budget_bytes: int | None, hardware: "Hardware", *, typed_reserve_bytes: int | None
 ) -> None:
-    """Refuse a model of which a device has no room for what is always there: no search finds a plan for that."""
+    """Refuse a model of which a device has no room for what is always there: no search finds a plan for that.
+
+    A sweep, whose budget is None, is told what the largest budget lacks: all that the device has.
+    """
     from fgoffload.planner.solving.solver import describe_static_lack
 
-    if describe_static_lack(ranks, hardware.device_memory_bytes) is not None:
-        raise PlanError(_describe_too_small(str(describe_static_lack(ranks, budget_bytes)), hardware, typed_reserve_bytes))
+    memory_bytes = hardware.device_memory_bytes
+    if describe_static_lack(ranks, memory_bytes) is not None:
+        lacking = describe_static_lack(ranks, memory_bytes if budget_bytes is None else budget_bytes)
+        raise PlanError(_describe_too_small(str(lacking), hardware, typed_reserve_bytes))
 
 
 def _describe_too_small(why: str, hardware: "Hardware", typed_reserve_bytes: int | None) -> str:

@@ -1,74 +1,37 @@
-"""Shows a plan: what it is predicted to come to beside what users would pick instead, and what it does, tag by tag."""
+"""Makes a plan or a sweep and shows it: the tables, the lines around them, and the files."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
+from fgoffload.cli.plan_tables import (
+    PLAN,
+    Subject,
+    build_decision_table,
+    build_kept_table,
+    build_prediction_table,
+    build_rank_table,
+    build_sweep_table,
+)
 from fgoffload.errors import ConfigError
-from fgoffload.plan import Action
-from fgoffload.planner.model.model_shape import ModelShape
-from fgoffload.planner.model.parallelism import Parallelism
-from fgoffload.planner.model_ranks import count_host_bytes_per_node
 from fgoffload.planner.plan_facts import list_facts
-from fgoffload.planner.planning import PlanReport, plan_ranks
+from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
+from fgoffload.planner.simulation.simulation_result import Detail, StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.flag_search import NearestFlags
-from fgoffload.planner.solving.prices import price_decisions
-from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.units import GIB, KIB, MIB, format_bytes, format_ms
 
 MOST_DRAWN_LAYERS = 200_000
 """Layers that a step runs through, forward and backward, in a picture or a trace of it: a trace of 64 000 took 22 seconds and
 123 MB, and no eye follows more."""
-
-PLAN = "this plan"
-"""The row of the plan itself."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What was planned for, for the lines around the numbers."""
-
-    model: ModelShape
-    parallelism: Parallelism
-    hardware: Hardware | None
-    """None where a profile says what the device does."""
-    device: str
-    """What a rank runs on, by name."""
-    reserve_bytes: int
-    """Of each device: counted as static memory, and not handed out by the allocator of a training."""
-    host_budget: str
-    """The host budget of a rank, and where it comes from, as the end of a line."""
-
-    @property
-    def title(self) -> str:
-        """One line: the model, its ranks and the device."""
-        sizes = self.parallelism
-        parts = [f"tp {sizes.tensor_parallel_size}", f"pp {sizes.pipeline_parallel_size}"]
-        for name, size in (
-            ("vp", sizes.chunks),
-            ("cp", sizes.context_parallel_size),
-            ("ep", sizes.expert_parallel_size),
-            ("dp", sizes.data_parallel_size),
-        ):
-            parts += [f"{name} {size}"] if size > 1 else []
-        count = sizes.microbatches
-        return (
-            f"{self.model.name}: {self.model.num_layers} layers, {' '.join(parts)}, {sizes.world_size} x {self.device}; "
-            f"{count} microbatch{'es' if count > 1 else ''} of {sizes.micro_batch_size} x {self.model.seq_length}"
-        )
 
 
 def show_plan(
@@ -179,145 +142,6 @@ def show_sweep(
         write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
 
 
-def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
-    """Return a row for each way that users compare, and one for the plan."""
-    solution = report.solution
-    fraction = f"budget {format_bytes(solution.budget_bytes)} a device"
-    table = Table(title=subject.title, caption=f"{fraction}; predicted, of the worst rank", title_justify="left")
-    table.add_column("")
-    for heading in ("peak", "on rank", "step", "over nothing", "host, fullest rank", "host, fullest node", "fits"):
-        table.add_column(heading, justify="right")
-    nothing_s = report.baselines["nothing"].step_s
-    for name, result in {**report.baselines, PLAN: solution.result}.items():
-        fits = result.peak_bytes <= solution.budget_bytes
-        host_bytes = [rank.host_peak_bytes for rank in result.ranks]
-        node = "-"
-        if subject.hardware is not None and max(host_bytes):
-            world_size = subject.parallelism.world_size
-            node = format_bytes(count_host_bytes_per_node(host_bytes, hardware=subject.hardware, world_size=world_size))
-        table.add_row(
-            Text(name, style="bold" if name == PLAN else ""),
-            format_bytes(result.peak_bytes),
-            str(result.worst_rank.rank),
-            format_ms(result.step_s),
-            f"{result.step_s / nothing_s:.3f}",
-            format_bytes(max(host_bytes)) if max(host_bytes) else "-",
-            node,
-            Text("yes", style="green") if fits else Text("no", style="red"),
-            end_section=name == list(report.baselines)[-1],
-        )
-    return table
-
-
-def build_decision_table(report: PlanReport) -> Table:
-    """Return a row for each tag, kind of layer and action other than keeping: what it moves, what it costs, and why."""
-    table = Table(
-        title="What the plan does",
-        caption="frees, leaves and recompute: of one microbatch and layer; copies: of a step, all ranks; "
-        "costs: the step with it, less the step without it",
-    )
-    for heading in ("layers of kind", "tag or unit", "action"):
-        table.add_column(heading)
-    for heading in ("layers", "frees", "leaves", "recompute", "copies hidden", "exposed", "costs"):
-        table.add_column(heading, justify="right")
-    table.add_column("why")
-    solution = report.solution
-    moved = _sum_copies(solution.result.ranks)
-    groups: dict[tuple[str, str, Action], list[Decision]] = {}
-    for decision in solution.decisions:
-        if decision.action is not Action.KEEP:
-            groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
-    get_price = functools.partial(
-        price_decisions, report.ranks, solution.plan, solution.result, budget_bytes=solution.budget_bytes
-    )
-    prices = map_in_processes(get_price, groups.values())
-    for ((kind, tag, action), decisions), price in zip(groups.items(), prices, strict=True):
-        copies = moved.get((kind, tag, action))
-        table.add_row(
-            kind,
-            tag,
-            action.value,
-            str(sum(len(decision.layers) for decision in decisions)),
-            _format_range((decision.freed_bytes for decision in decisions), format_bytes),
-            _format_range((decision.moved_bytes for decision in decisions), format_bytes),
-            _format_range((decision.recompute_s for decision in decisions), format_ms),
-            format_ms(copies[0]) if copies else "-",
-            format_ms(copies[1]) if copies else "-",
-            "?" if price is None else _format_cost(price.cost_s),
-            "what else the plan does there needs it" if price is None else price.describe(),
-        )
-    return table
-
-
-def build_kept_table(report: PlanReport) -> Table:
-    """Return what stays as it is, and why: a row for tags and units of a kind that do so in as many layers for one reason."""
-    table = Table(title="What it keeps")
-    for heading in ("layers of kind", "tags and units"):
-        table.add_column(heading)
-    table.add_column("layers", justify="right")
-    table.add_column("why")
-    counts: dict[tuple[str, str, str], int] = {}
-    for decision in report.solution.decisions:
-        if decision.action is Action.KEEP:
-            key = (decision.kind, decision.reason, decision.tag)
-            counts[key] = counts.get(key, 0) + len(decision.layers)
-    rows: dict[tuple[str, str, int], list[str]] = {}
-    for (kind, reason, tag), count in counts.items():
-        rows.setdefault((kind, reason, count), []).append(tag)
-    for (kind, reason, count), tags in rows.items():
-        table.add_row(kind, ", ".join(tags), str(count), reason.partition(": ")[2])
-    return table
-
-
-def build_rank_table(report: PlanReport) -> Table:
-    """Return a row for each pipeline rank."""
-    table = Table(title="By pipeline rank")
-    headings = (
-        "rank",
-        "layers",
-        "static",
-        "peak",
-        "step",
-        "compute",
-        "slowed by copies",
-        "waits for copies",
-        "for neighbours",
-        "host",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    table.add_column("peak at")
-    for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
-        table.add_row(
-            str(rank.rank),
-            str(sum(len(chunk.layers) for chunk in rank.chunks)),
-            format_bytes(result.static_bytes),
-            format_bytes(result.peak_bytes),
-            format_ms(result.step_s),
-            format_ms(result.compute_s),
-            format_ms(result.slowed_s),
-            format_ms(result.waits.copies_s),
-            format_ms(result.waits.neighbours_s),
-            format_bytes(result.host_peak_bytes) if result.host_peak_bytes else "-",
-            result.peak_at,
-        )
-    return table
-
-
-def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
-    """Return a row for each budget, from the largest to the smallest, below what users would pick instead."""
-    table = Table(title=subject.title, caption="predicted, of the worst rank", title_justify="left")
-    table.add_column("")
-    for heading in ("budget", "peak", "step", "over nothing", "leaves a step", "recompute", "waits for copies"):
-        table.add_column(heading, justify="right")
-    nothing_s = baselines["nothing"].step_s
-    for name, result in baselines.items():
-        table.add_row(name, "", *_list_sweep_cells(result, nothing_s), end_section=name == list(baselines)[-1])
-    for solution in solutions:
-        table.add_row("plan", format_bytes(solution.budget_bytes), *_list_sweep_cells(solution.result, nothing_s))
-    return table
-
-
 def describe_flags(nearest: NearestFlags | None, planned: StepResult) -> Text:
     """Return Megatron's own flags that come nearest, and what they lose against the plan."""
     if nearest is None:
@@ -374,41 +198,6 @@ def describe_plan_file(path: Path, solution: Solution) -> str:
     if not solution.plan.actions:
         return f"The plan in {path} has no rows: a training that keeps everything needs neither it nor a flag of offload."
     return f"The plan: --fine-grained-activation-offloading --offload-plan {path}"
-
-
-def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> str:
-    """Return a number in words, or the least and the most where layers of one kind differ by what else they do."""
-    found = sorted(numbers)
-    ends = dict.fromkeys((write(found[0]), write(found[-1])))
-    return " to ".join(ends) if any(found) else "-"
-
-
-def _format_cost(seconds: float) -> str:
-    text = format_ms(seconds)
-    return f"+{text}" if seconds > 0 and text != format_ms(0) else text.replace("-0.0 ", "0.0 ")
-
-
-def _list_sweep_cells(result: StepResult, nothing_s: float) -> tuple[str, ...]:
-    moved_bytes = max(rank.d2h_bytes for rank in result.ranks)
-    recompute_s = max(rank.recompute_s for rank in result.ranks)
-    waits_s = max(rank.waits.copies_s for rank in result.ranks)
-    return (
-        format_bytes(result.peak_bytes),
-        format_ms(result.step_s),
-        f"{result.step_s / nothing_s:.3f}",
-        format_bytes(moved_bytes) if moved_bytes else "-",
-        format_ms(recompute_s) if recompute_s else "-",
-        format_ms(waits_s) if waits_s else "-",
-    )
-
-
-def _sum_copies(ranks: Sequence[RankResult]) -> dict[tuple[str, str, Action], tuple[float, float]]:
-    """Return the hidden and the exposed seconds of copies over all ranks, by kind of layer, tag and action."""
-    found: dict[tuple[str, str, Action], tuple[float, float]] = {}
-    for one in (tag for rank in ranks for tag in rank.tags):
-        hidden_s, exposed_s = found.get((one.kind, one.tag, one.action), (0.0, 0.0))
-        found[one.kind, one.tag, one.action] = (hidden_s + one.hidden_s, exposed_s + one.exposed_s)
-    return found
 
 
 def _write(path: Path, text: str) -> None:

@@ -299,13 +299,13 @@ def test_a_warning_of_the_library_is_shown_once_as_ours(capsys):
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"made_for": {"num_layers": 5}}, "The plan was made for num_layers 5, and this training has 4."),
+        ({"made_for": {"num_layers": 5}}, "plan.json: The plan was made for num_layers 5, and this training has 4."),
         ({"made_for": {"params_dtype_bytes": 2}}, "The plan was made for params_dtype_bytes 2, and this training has 4."),
         ({"made_for": {"tokens": 8}}, "The plan was made for tokens 8, and this training has 256."),
         ({"made_for": {"microbatches": 1}}, "The plan was made for microbatches 1, and this training has 4."),
         ({"sites": [SITE | {"layer": 4}]}, "names layers.4.core_attn in chunk 0, and the model has 4 layers and 1 chunk(s)"),
         ({"sites": [SITE | {"chunk": 1}]}, "names layers.0.core_attn in chunk 1, and the model has 4 layers and 1 chunk(s)"),
-        ({"sites": [SITE | {"tag": "core_atn"}]}, "--offload-plan 'core_atn' is not a tag"),
+        ({"sites": [SITE | {"tag": "core_atn"}]}, "--offload-plan plan.json 'core_atn' is not a tag"),
     ],
 )
 def test_a_plan_of_another_training_is_found_before_the_first_training(capsys, document, message):

@@ -176,11 +176,12 @@ def test_static_memory_above_the_device_is_found_without_a_search(capsys, config
     def refuse(*_, **__):
         pytest.fail("it searched")
 
-    monkeypatch.setattr("fgoffload.cli.plan_report.plan_ranks", refuse)
-    for budget in ((), ("--offload-memory-budget", "60GiB")):
-        code, _, error = plan(capsys, *words, *budget)
-        assert code == 2
-        assert f"A memory budget of {'60' if budget else '80'}.00 GiB is not above the static memory of pipeline" in error
+    for search in ("plan_ranks", "find_least_budget"):
+        monkeypatch.setattr(f"fgoffload.cli.plan_report.{search}", refuse)
+    for more, budget in (((), 80), (("--offload-memory-budget", "60GiB"), 60), (("--sweep",), 80)):
+        code, out, error = plan(capsys, *words, *more)
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert f"A memory budget of {budget}.00 GiB is not above the static memory of pipeline" in error
         assert "H100 80GB SXM has 80.00 GiB in all: spread the model over more ranks, or name a larger device." in error
 
 
@@ -348,6 +349,13 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--exp-avg-dtype", "bf16"), "needs --use-precision-aware-optimizer"),
         ((LLAMA, "--gpu", "ascend-910b"), "Ascend 910B"),
         ((LLAMA, "--gpu", "h1000"), "or a file of your own: --hardware FILE."),
+        # NUM_GPUS is no multiple either, and no other one would do.
+        (
+            (LLAMA, "--gpu", "h100", "--tp", "3"),
+            "--tensor-model-parallel-size 3 does not divide --num-query-groups 8 of llama3_8b. Give a size that does.",
+        ),
+        ((MIXTRAL, "--gpu", "h100", "--ep", "3"), "--expert-model-parallel-size 3 does not divide num_experts 8 of"),
+        ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
         ((LLAMA, "--gpu", "h100", "--reserve", "1"), "--reserve '1' has no unit"),
         ((LLAMA, "--gpu", "h100", "--offload-host-budget", "1"), "--offload-host-budget '1' has no unit"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "76"), "as in 76GiB"),
@@ -377,7 +385,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
     [
         (("--gpu", "h1000"), "--gpu 'h1000' is not known."),
         (("--gpu", "h100", "--offload-memory-budget", "81GiB"), "--offload-memory-budget 81.00 GiB is more than"),
-        (("--gpu", "h100", "--tp", "3"), "--seq-length 4096"),
+        (("--gpu", "h100", "--tp", "3"), "--tensor-model-parallel-size 3 does not divide num_key_value_heads 8 of"),
         (("--gpu", "h100", "--tp", "16"), "--tensor-model-parallel-size 16 is more than the 8 num_key_value_heads of"),
         (("--gpu", "h100", "--ep", "4", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
     ],

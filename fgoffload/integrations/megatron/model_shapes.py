@@ -127,8 +127,8 @@ def read_model(
             if name not in values:
                 raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
         check_num_layers(values["num_layers"])
-        parallelism = make_parallelism(values, num_layers=values["num_layers"], num_gpus=num_gpus)
-        model = _make_model(values, parallelism, name=Path(source).stem)
+        model = _make_model(values, name=Path(source).stem)
+        parallelism = make_parallelism(values, model, num_gpus=num_gpus)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, **_MODEL_FLAGS})
@@ -160,8 +160,8 @@ def read_parallelism(
     if takes_sequence_parallel:
         values["sequence_parallel"] = True
     try:
-        parallelism = make_parallelism(values, num_layers=model.num_layers, num_gpus=None, fills_pipeline=True)
-        model = _change_model(model, values, parallelism)
+        model = _change_model(model, values)
+        parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
     except ConfigError as error:
         # The other sizes of the model are not flags here.
@@ -241,7 +241,7 @@ def _show_with_nearest(flag: str, parser: FlagParser) -> str:
     return flag if nearest is None else f"{flag} ({nearest}?)"
 
 
-def _make_model(values: Mapping[str, Any], parallelism: Parallelism, *, name: str) -> ModelShape:
+def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
     experts = make_experts(values)
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
@@ -260,7 +260,7 @@ def _make_model(values: Mapping[str, Any], parallelism: Parallelism, *, name: st
         num_attention_heads=heads,
         num_query_groups=_find_query_groups(values) if latent is None else heads,
         kv_channels=values.get("kv_channels", values["hidden_size"] // max(1, heads)) if latent is None else 0,
-        vocab_size=_pad(values, values.get("vocab_size", _DEFAULT_VOCAB_SIZE), parallelism),
+        vocab_size=_pad(values, values.get("vocab_size", _DEFAULT_VOCAB_SIZE)),
         seq_length=values["seq_length"],
         normalization=values.get("normalization", "LayerNorm"),
         is_gated=is_gated,
@@ -281,7 +281,7 @@ def _make_model(values: Mapping[str, Any], parallelism: Parallelism, *, name: st
     return dataclasses.replace(model, **_find_changes(values))
 
 
-def _change_model(model: ModelShape, values: Mapping[str, Any], parallelism: Parallelism) -> ModelShape:
+def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
     """Return a model from elsewhere as the flags train it."""
     known = _CHANGEABLE | _OF_TYPES_AND_PADDING | PARALLEL_FLAGS | EXPERTS_FLAGS | ASSUMPTION_FLAGS
     for name in values:
@@ -295,7 +295,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any], parallelism: Par
             "without fusion is not known here. Leave --no-bias-swiglu-fusion out."
         )
     experts = None if model.experts is None else change_experts(model.experts, values)
-    padded = _pad(values, model.vocab_size, parallelism)
+    padded = _pad(values, model.vocab_size)
     return dataclasses.replace(model, experts=experts, vocab_size=padded, **_find_changes(values))
 
 
@@ -371,9 +371,9 @@ def _find_window(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     return {"window_tokens": tokens, "window_layers": layers}
 
 
-def _pad(values: Mapping[str, Any], vocab_size: int, parallelism: Parallelism) -> int:
+def _pad(values: Mapping[str, Any], vocab_size: int) -> int:
     return pad_vocab_size(
         vocab_size,
         divisible_by=values.get("make_vocab_size_divisible_by", 128),
-        tensor_parallel_size=parallelism.tensor_parallel_size,
+        tensor_parallel_size=values.get("tensor_model_parallel_size", 1),
     )

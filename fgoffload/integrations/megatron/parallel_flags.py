@@ -8,7 +8,8 @@ from typing import Any
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags import to_flag
 from fgoffload.planner.checks import LARGEST_SIZE, check_count
-from fgoffload.planner.model.parallelism import Parallelism
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism, check_shared_layers
 from fgoffload.planner.model.pipeline_layout import parse_layout
 
 _SIZES = {
@@ -48,13 +49,13 @@ idle for less than a fifth of the step. Most runs of arguments/README.md have ab
 
 
 def make_parallelism(
-    values: Mapping[str, Any], *, num_layers: int, num_gpus: int | None, fills_pipeline: bool = False
+    values: Mapping[str, Any], model: ModelShape, *, num_gpus: int | None, fills_pipeline: bool = False
 ) -> Parallelism:
     """Return the ranks that flags describe.
 
     Args:
         values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
-        num_layers: Of the decoder.
+        model: What they share.
         num_gpus: Ranks, unless `values` says it. None is the fewest that hold the model and its experts.
         fills_pipeline: Without `--global-batch-size` a step has enough microbatches for that, and not one, as in Megatron.
 
@@ -62,10 +63,13 @@ def make_parallelism(
         ConfigError: With the flag, the value, the limit and the fix.
     """
     sizes = _read_sizes(values)
+    # First: for ranks that cannot share a layer there is no right number of them to advise.
+    of_layers = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
+    check_shared_layers(model, **{field: sizes[field] for field in of_layers})
     name = "--num-gpus" if "num_gpus" in values else "NUM_GPUS"
     data_parallel_size = _count_data_parallel(sizes, values.get("num_gpus", num_gpus), name=name)
     stages = sizes["pipeline_parallel_size"]
-    virtual_size = _count_chunks(values, num_layers, stages)
+    virtual_size = _count_chunks(values, model.num_layers, stages)
     one = 1
     if fills_pipeline:
         one = _count_microbatches_that_fill(values, stages=stages, virtual_size=virtual_size)

@@ -149,19 +149,17 @@ class Parallelism:
         Raises:
             ConfigError: With both sizes and the fix.
         """
-        tensor, context, experts = self.tensor_parallel_size, self.context_parallel_size, self.expert_parallel_size
-        groups = model.num_query_groups
-        if tensor > groups and tensor % groups == 0:
-            raise ConfigError(
-                f"tensor_parallel_size {tensor} is more than the {groups} num_query_groups of {model.name}: Megatron-Core "
-                f"copies groups to several ranks then, which is not planned for. Give {groups} or less."
-            )
+        tensor, context = self.tensor_parallel_size, self.context_parallel_size
+        check_shared_layers(
+            model,
+            tensor_parallel_size=tensor,
+            expert_parallel_size=self.expert_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+        )
         # Megatron gives each context-parallel rank two pieces of the sequence, one from either end.
         pieces = tensor * (2 * context if context > 1 else 1)
         for what, size, divisor, parts in (
             ("seq_length", model.seq_length, pieces, f"tensor_parallel_size {tensor} x context_parallel_size {context}"),
-            ("num_query_groups", model.num_query_groups, tensor, f"tensor_parallel_size {tensor}"),
-            ("ffn_hidden_size", model.ffn_hidden_size, tensor, f"tensor_parallel_size {tensor}"),
             ("vocab_size", model.vocab_size, tensor, f"tensor_parallel_size {tensor}"),
         ):
             if size % divisor:
@@ -169,19 +167,6 @@ class Parallelism:
                     f"{what} {size} of {model.name} is not a multiple of {divisor}, which {parts} needs. "
                     f"Give {-(-size // divisor) * divisor}, or smaller parallel sizes."
                 )
-        if model.experts is not None and model.experts.num_experts % experts:
-            raise ConfigError(
-                f"expert_parallel_size {experts} does not divide num_experts {model.experts.num_experts} of {model.name}. "
-                "Give a size that does."
-            )
-        expert_tensor = self.expert_tensor_parallel_size
-        if model.experts is not None and model.experts.ffn_hidden_size % expert_tensor:
-            raise ConfigError(
-                f"expert_tensor_parallel_size {expert_tensor} does not divide the {model.experts.ffn_hidden_size} channels of "
-                f"an expert of {model.name}. Give a size that does."
-            )
-        if model.experts is None and experts > 1:
-            raise ConfigError(f"expert_parallel_size {experts} and {model.name} has no experts. Give 1, or experts.")
 
     def _check_experts(self) -> None:
         experts = self.expert_tensor_parallel_size * self.expert_parallel_size
@@ -217,6 +202,60 @@ class Parallelism:
                 f"pipeline_layout {self.pipeline_layout!r} has {stages} stages for pipeline_parallel_size {ranks} x "
                 f"virtual_pipeline_size {self.virtual_pipeline_size}. Give as many stages, or leave virtual_pipeline_size out."
             )
+
+
+def check_shared_layers(
+    model: "ModelShape", *, tensor_parallel_size: int, expert_parallel_size: int, expert_tensor_parallel_size: int
+) -> None:
+    """Refuse sizes that do not divide what the layers of a model are made of: no number of ranks mends that.
+
+    Args:
+        model: The model.
+        tensor_parallel_size: Ranks that share each layer.
+        expert_parallel_size: Ranks that the experts of a layer are spread over.
+        expert_tensor_parallel_size: Ranks that share each expert.
+
+    Raises:
+        ConfigError: With both sizes and the fix.
+    """
+    _check_shared_attention(model, tensor_parallel_size)
+    if model.ffn_hidden_size % tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide ffn_hidden_size {model.ffn_hidden_size} of "
+            f"{model.name}. Give a size that does."
+        )
+    if model.experts is None:
+        if expert_parallel_size > 1:
+            raise ConfigError(
+                f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Give 1, or experts."
+            )
+        return
+    if model.experts.num_experts % expert_parallel_size:
+        raise ConfigError(
+            f"expert_parallel_size {expert_parallel_size} does not divide num_experts {model.experts.num_experts} of "
+            f"{model.name}. Give a size that does."
+        )
+    if model.experts.ffn_hidden_size % expert_tensor_parallel_size:
+        raise ConfigError(
+            f"expert_tensor_parallel_size {expert_tensor_parallel_size} does not divide the "
+            f"{model.experts.ffn_hidden_size} channels of an expert of {model.name}. Give a size that does."
+        )
+
+
+def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> None:
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if tensor_parallel_size > groups and tensor_parallel_size % groups == 0 and heads % tensor_parallel_size == 0:
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} is more than the {groups} num_query_groups of {model.name}: "
+            f"Megatron-Core copies groups to several ranks then, which is not planned for. Give {groups} or less."
+        )
+    if groups % tensor_parallel_size:
+        # Who has no groups has as many as heads, and has not named them.
+        what = "num_attention_heads" if groups == heads else "num_query_groups"
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide {what} {groups} of {model.name}. "
+            "Give a size that does."
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

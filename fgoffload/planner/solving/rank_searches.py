@@ -20,7 +20,7 @@ from fgoffload.planner.solving.megatron_flags import MegatronFlags, baselines
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s, load_solver
-from fgoffload.planner.solving.search import Found, RankSearch
+from fgoffload.planner.solving.search import Found, RankSearch, count_layer_passes, count_plans
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.verdict import Judge, Knowledge, Verdict, make_key
 from fgoffload.planner.worker_processes import map_in_processes
@@ -59,8 +59,6 @@ class RankSearches:
 
     def __init__(self, ranks: Sequence[RankModel], *, limits: SearchLimits, deadline_s: float) -> None:
         self.ranks = tuple(ranks)
-        self.of_ranks: list[RankSearch] = []
-        """By place in `ranks`. Ranks that are alike share theirs."""
         self._limits = limits
         self._together = 0
         self._founds: dict[int, Found] = {}
@@ -75,25 +73,28 @@ class RankSearches:
         self._flags: dict[int, MegatronFlags | None] = {}
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
         self._points: dict[object, LayerPoints] = {}
-        searches: dict[RankModel, RankSearch] = {}
-        for rank, short in zip(self.ranks, shorts, strict=True):
-            alike = _strip_place(short)
-            if alike not in searches:
-                searches[alike] = RankSearch(
-                    short,
-                    _list_modes(rank, self._modes),
-                    points=functools.partial(self._measure_layers, rank),
-                    # Programs get a price from small differences, and of equal choices of a program its last digits decide.
-                    judge=_make_judge(short, Detail.DIGITS),
-                    judge_peaks=_make_judge(short, Detail.PEAKS),
-                    limits=limits,
-                    deadline_s=deadline_s,
-                )
-            self.of_ranks.append(searches[alike])
+        firsts: dict[RankModel, int] = {}
+        # By place, that of the first rank which is alike. Such a rank is hashed once: that takes milliseconds.
+        places = [firsts.setdefault(_strip_place(short), place) for place, short in enumerate(shorts)]
+        modes = {place: _list_modes(self.ranks[place], self._modes) for place in firsts.values()}
+        tried = _list_tried({place: (shorts[place], modes[place]) for place in firsts.values()}, limits)
+        searches = {
+            place: RankSearch(
+                shorts[place],
+                modes[place],
+                points=functools.partial(self._measure_layers, self.ranks[place]),
+                # Programs get a price from small differences, and of equal choices of a program its last digits decide.
+                judge=_make_judge(shorts[place], Detail.DIGITS),
+                judge_peaks=_make_judge(shorts[place], Detail.PEAKS),
+                tries_all=place in tried,
+                limits=limits,
+                deadline_s=deadline_s,
+            )
+            for place in firsts.values()
+        }
+        self.of_ranks = [searches[place] for place in places]
+        """By place in `ranks`. Ranks that are alike share theirs."""
         self._apart = list(searches.values())
-        if sum(search.plans * search.layer_passes for search in self._apart if search.tries_all) > limits.exhaustive_passes:
-            for search in self._apart:
-                search.tries_all = False
         if len(self._apart) == 1:
             self._limits = _raise_limits(limits)
 
@@ -421,6 +422,19 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
         if model not in known:
             known[model] = list_modes(model, min_offloaded_numel=rank.min_offloaded_numel)
     return {kind: known[model] for kind, model in models.items()}
+
+
+def _list_tried(searched: Mapping[int, tuple[RankModel, Mapping[str, Sequence[Mode]]]], limits: SearchLimits) -> frozenset[int]:
+    """Return the places of ranks of which all plans are simulated: where they are few, and not too much over all ranks.
+
+    Args:
+        searched: By place, a rank and what each kind of its layers may choose from.
+        limits: What is few, and what is too much.
+    """
+    plans = {place: count_plans(list_slots(rank), modes) for place, (rank, modes) in searched.items()}
+    few = frozenset(place for place, count in plans.items() if count <= limits.exhaustive_plans)
+    passes = sum(plans[place] * count_layer_passes(searched[place][0]) for place in few)
+    return few if passes <= limits.exhaustive_passes else frozenset()
 
 
 def _raise_limits(limits: SearchLimits) -> SearchLimits:

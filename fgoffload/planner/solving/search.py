@@ -20,6 +20,7 @@ from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_lad
 from fgoffload.planner.solving.moments import count_backwards, list_moments
 from fgoffload.planner.solving.moves import Move, Prices, apply_move, list_changes, list_pairs, list_swaps, order_moves
 from fgoffload.planner.solving.placement import (
+    LayerSlot,
     Order,
     State,
     drop_row,
@@ -111,7 +112,8 @@ class RankSearch:
         points: Measures what is worth having of that, for programs. Not called where none is needed.
         judge: Says how good a plan is.
         judge_peaks: Says the same, and the most on the device at each stretch.
-        limits: How long to look.
+        tries_all: Whether all plans for the rank are simulated, in place of programs and what betters them.
+        limits: How long to look otherwise.
         deadline_s: When to stop, by `time.monotonic`.
     """
 
@@ -123,26 +125,26 @@ class RankSearch:
         points: Callable[[], Mapping[str, LayerPoints]],
         judge: Judge,
         judge_peaks: Judge,
+        tries_all: bool,
         limits: SearchLimits,
         deadline_s: float = math.inf,
     ) -> None:
         self.rank = rank
         self.modes = modes
         self.slots = list_slots(rank)
-        self.tries_all = self.plans <= limits.exhaustive_plans
-        """Whether all plans for the rank are simulated, since they are few."""
         self.simulations = 0
         """How many were run."""
         self._judge = judge
         self._judge_peaks = judge_peaks
         self._points = points
+        self._tries_all = tries_all
         self._limits = limits
         self._deadline_s = deadline_s
         self.knowledge: Knowledge = {}
         """What was found out so far."""
         self._loose: dict[int, list[State]] = {}
         self._in_flight = _count_in_flight_at_peak(rank)
-        self.layer_passes = sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
+        self.layer_passes = count_layer_passes(rank)
         """Forwards and backwards of single layers in a simulation."""
         is_far_ahead = rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) and rank.turning_chunk is None
         self._held_bytes = rank.policy.window_bytes if is_far_ahead else 0
@@ -153,7 +155,7 @@ class RankSearch:
     @property
     def plans(self) -> int:
         """Return how many plans there are for the rank."""
-        return math.prod(count_configurations(self.modes[slot.layer.kind]) for slot in self.slots)
+        return count_plans(self.slots, self.modes)
 
     def judge(self, state: State) -> Verdict:
         """Return what the judge says of `state`; the same one is asked about once."""
@@ -175,7 +177,7 @@ class RankSearch:
 
     def needs_programs(self, budget_bytes: int) -> bool:
         """Return whether `find_start` solves any."""
-        return not self.tries_all and self.judge(keep_all(self.slots, self.modes)).peak_bytes > budget_bytes
+        return not self._tries_all and self.judge(keep_all(self.slots, self.modes)).peak_bytes > budget_bytes
 
     def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
         """Return what a better plan has less of: bytes above the budget, time, bytes that leave, rows."""
@@ -197,7 +199,7 @@ class RankSearch:
         # Nothing is faster than to keep all, and of plans that are as fast it is the simplest.
         if self.judge(kept).peak_bytes <= budget_bytes:
             return self._make_found(kept)
-        if self.tries_all:
+        if self._tries_all:
             return self._make_found(self._pick(self.list_states(), budget_bytes))
         off_bytes = off_bytes or self._held_bytes
         states = [kept, *starts]
@@ -307,7 +309,7 @@ class RankSearch:
     def _is_done(self, found: Found, budget_bytes: int) -> bool:
         """Return whether nothing can be better: all is kept, or all plans were simulated."""
         keeps_all = found.state == keep_all(self.slots, self.modes) and found.verdict.peak_bytes <= budget_bytes
-        return keeps_all or self.tries_all
+        return keeps_all or self._tries_all
 
     def list_states(self) -> Iterator[State]:
         """Yield everything that the layers of the rank can do."""
@@ -503,6 +505,16 @@ class RankSearch:
                 find_link_price(self.rank, self.slots, state), max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0
             ),
         )
+
+
+def count_plans(slots: Iterable[LayerSlot], modes: Mapping[str, Sequence[Mode]]) -> int:
+    """Return how many plans there are for the layers of a rank, by what each kind of them may choose from."""
+    return math.prod(count_configurations(modes[slot.layer.kind]) for slot in slots)
+
+
+def count_layer_passes(rank: RankModel) -> int:
+    """Return the forwards and backwards of single layers in a simulation of a rank."""
+    return sum(len(rank.chunks[one.chunk].layers) for one in rank.passes)
 
 
 def _count_in_flight_at_peak(rank: RankModel) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import pytest
 from support.command import ARGUMENTS
 from support.trainings import write_plan
 
-from fgoffload import Action
+from fgoffload import Action, OffloadPlan
 from fgoffload.benchmark import results, search_runs
 from fgoffload.benchmark.job import Ready
 from fgoffload.benchmark.measurement import Measurement, Outcome
@@ -86,6 +86,15 @@ def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
 @pytest.mark.parametrize(("words", "message"), REFUSED_AFTER_TORCH, ids=[" ".join(words) for words, _ in REFUSED_AFTER_TORCH])
 def test_a_training_that_cannot_be_ends_with_code_2_and_one_line(words, message, capsys):
     assert message in run_and_refuse((ARGUMENTS, *words), capsys)
+
+
+@pytest.mark.parametrize(
+    "words", [("plan:a/x.json", "--plans", "other.json"), ("plan:a/x.json", "plan:other.json")], ids=" ".join
+)
+def test_all_plan_files_are_compared_with_the_training_before_anything_is_measured(words, capsys):
+    Path("other.json").write_text(OffloadPlan(actions={}, made_for={"num_layers": 5}).to_json(), encoding="utf-8")
+    said = run_and_refuse((ARGUMENTS, "--steps", "1", "--warmup", "1", "--settings", *words), capsys)
+    assert "--offload-plan other.json: The plan was made for num_layers 5, and this training has 4. Plan for this" in said
 
 
 def test_it_is_not_started_by_torchrun(capsys, monkeypatch):

@@ -224,11 +224,14 @@ def test_two_stages_of_several_chunks_that_both_say_their_layers_are_refused_as_
         ({"seq_length": 62}, {"context_parallel_size": 2}, "seq_length 62 of model is not a multiple of 4"),
         ({"seq_length": 62}, {"tensor_parallel_size": 4}, "seq_length 62 of model is not a multiple of 4"),
         ({"num_query_groups": 2}, {"tensor_parallel_size": 4}, "size 4 is more than the 2 num_query_groups .* Give 2 or less"),
+        # What no other size of the sequence mends is said first.
         (
-            {"num_query_groups": 4, "seq_length": 63},
+            {"num_query_groups": 4, "seq_length": 62},
             {"tensor_parallel_size": 3},
-            "num_query_groups 4 of model is not a multiple of 3",
+            "tensor_parallel_size 3 does not divide num_query_groups 4 of model. Give a size that does.",
         ),
+        ({}, {"tensor_parallel_size": 16}, "tensor_parallel_size 16 does not divide num_attention_heads 8 of model."),
+        ({"ffn_hidden_size": 130}, {"tensor_parallel_size": 4}, "size 4 does not divide ffn_hidden_size 130 of model."),
         ({"vocab_size": 250}, {"tensor_parallel_size": 4}, "vocab_size 250 of model .* Give 252"),
         ({}, {"expert_parallel_size": 2, "data_parallel_size": 2}, "expert_parallel_size 2 and model has no experts"),
         (

@@ -21,6 +21,7 @@ from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving import rank_searches
+from fgoffload.planner.solving.choices import list_modes
 from fgoffload.planner.solving.flag_search import find_nearest_flags
 from fgoffload.planner.solving.host_work import count_host_s
 from fgoffload.planner.solving.megatron_flags import baselines
@@ -29,6 +30,7 @@ from fgoffload.planner.solving.rank_searches import RankSearches
 from fgoffload.planner.solving.search import RankSearch
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve, solve_leaving_free, sweep
+from fgoffload.planner.solving.verdict import Verdict
 from fgoffload.units import GIB
 
 NO_TRYING = SearchLimits(exhaustive_plans=0, gap=0.0, walk_passes=0)
@@ -407,6 +409,47 @@ def test_ranks_that_are_alike_are_searched_once():
     assert {key: action for key, action in actions.items() if key[0] < 2} == {
         (layer - 2, tag): action for (layer, tag), action in actions.items() if layer >= 2
     }
+
+
+def make_search(rank, *, tries_all):
+    """Return a search whose programs cannot be made."""
+    models = {layer.model.kind: layer.model for chunk in rank.chunks for layer in chunk.layers}
+
+    def refuse():
+        raise LookupError("a program was asked for")
+
+    def judge(plan):
+        (result,) = simulate([rank], plan).ranks
+        return Verdict(step_s=result.step_s, peak_bytes=result.peak_bytes)
+
+    return RankSearch(
+        rank,
+        {kind: list_modes(model, min_offloaded_numel=rank.min_offloaded_numel) for kind, model in models.items()},
+        points=refuse,
+        judge=judge,
+        judge_peaks=judge,
+        tries_all=tries_all,
+        limits=SearchLimits(),
+    )
+
+
+def test_a_search_simulates_all_plans_where_it_is_told_to_and_asks_programs_else():
+    rank = dataclasses.replace(draw_rank(3), rank=0)
+    results = simulate_all(rank)
+    (budget_bytes,) = pick_budgets(results, (0.5,))
+    search = make_search(rank, tries_all=True)
+    assert search.find_start(budget_bytes).verdict.step_s == pytest.approx(find_fastest(results, budget_bytes), rel=1e-9)
+    assert search.simulations == len(results)
+    with pytest.raises(LookupError):
+        make_search(rank, tries_all=False).find_start(budget_bytes)
+
+
+def test_all_plans_are_simulated_only_where_that_is_not_too_much_over_all_ranks():
+    ranks = [dataclasses.replace(draw_rank(seed), rank=rank) for rank, seed in enumerate((3, 7))]
+    passes = sum(len(list(list_plans(rank))) * 2 * len(rank.passes) for rank in ranks)  # of a chunk of two layers
+    for most, needs_programs in ((passes, False), (passes - 1, True)):
+        searches = RankSearches(ranks, limits=SearchLimits(exhaustive_passes=most), deadline_s=math.inf)
+        assert [search.needs_programs(0) for search in searches.of_ranks] == [needs_programs] * 2
 
 
 def test_a_pipeline_with_latent_attention_and_experts_is_near_its_bound_and_beats_full_recompute():

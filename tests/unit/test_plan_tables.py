@@ -6,7 +6,7 @@ import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, OffloadPlan, PlanError
-from fgoffload.cli.plan_report import build_decision_table, build_kept_table
+from fgoffload.cli.plan_tables import build_decision_table, build_kept_table
 from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
