@@ -30,7 +30,7 @@ DESCRIPTION = (
 )
 USAGE = (
     "fgoffload plan MODEL --gpu NAME [--offload-memory-budget SIZE] [--offload-host-budget SIZE] [--json FILE] [--plot FILE] "
-    "[--timeline FILE] [--thorough] [MEGATRON FLAGS]\n"
+    "[--timeline FILE] [--thorough] [--late-host] [MEGATRON FLAGS]\n"
     "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
@@ -62,7 +62,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 }
 """What people call the parallel sizes, and Megatron's flag for each."""
 
-OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep", "--thorough")
+OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep", "--thorough", "--late-host")
 """All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
 
 SWEEP_POINTS = 12
@@ -89,6 +89,7 @@ class PlanOptions:
     """None takes what was measured, and Adam where nothing was."""
     sweeps: bool
     is_thorough: bool
+    has_late_host: bool
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -107,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
     add("--optimizer", action=argparse.BooleanOptionalAction, help="with Adam's states (default: yes)")
     add("--thorough", action="store_true", help="look about ten times as long for a faster plan")
+    add("--late-host", action="store_true", help="plan for a host that launches late: copies cost more, recompute does not")
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")
     add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
@@ -155,6 +157,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         has_optimizer=options.optimizer,
         sweeps=options.sweep,
         is_thorough=options.thorough,
+        has_late_host=options.late_host,
         **outputs,
     )
 
@@ -176,6 +179,7 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
+    from fgoffload.planner.late_host import assume_late_host
     from fgoffload.planner.model_ranks import build_ranks
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
@@ -199,6 +203,8 @@ def _plan(checked: PlanOptions) -> int:
         )
         profile, ranks = build_profiled_ranks(checked.profile, planned, reserve_bytes=reserve_bytes)
         device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
+    if checked.has_late_host:
+        device, ranks = f"{device}, late host", assume_late_host(ranks)
     host_budget_bytes, host_words = _choose_host_budget(checked, hardware, parallelism.world_size)
     subject = Subject(
         model=model,

@@ -281,6 +281,19 @@ def test_flags_after_the_file_win(capsys):
     assert float(find_row(short, "nothing")[1].split()[0]) < float(find_row(long, "nothing")[1].split()[0])
 
 
+def test_a_late_host_is_planned_for_with_fewer_copies_and_named(capsys, config, tmp_path):
+    path, moved = tmp_path / "plan.json", []
+    sizes = ("--ep", "8", "--num-gpus", "8", "--global-batch-size", "8", "--offload-memory-budget", "24GiB")
+    for words in ((), ("--late-host",)):
+        code, out, _ = plan(capsys, config, "--gpu", "h100", *sizes, "--json", str(path), *words)
+        assert code == 0
+        assert ("SXM, late host;" in out) == bool(words)
+        moved.append(OffloadPlan.load(path).offloaded_tags)
+    # What leaves for a host that is in time runs again for a late one.
+    assert moved[0]
+    assert not moved[1]
+
+
 def test_thorough_looks_longer(capsys, config, monkeypatch):
     limits = []
     solve = planning.solve
