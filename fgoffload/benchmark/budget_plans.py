@@ -5,7 +5,8 @@ operators have for a moment neither knows to the byte. So a plan that turns out 
 what was missing left free, as `--offload-modules auto` does.
 
 How late the host is neither knows either. So two plans are tried, one as for a host that is in time and one as for a late one
-([Note: A late host] in `fgoffload.planner.late_host`), and the one whose steps were faster is measured.
+([Note: A late host] in `fgoffload.planner.late_host`), and of those that keep to the budget the one whose steps were faster is
+measured.
 """
 
 import dataclasses
@@ -17,25 +18,15 @@ from fgoffload.benchmark.planning import build_profile_ranks, plan_for_budget
 from fgoffload.benchmark.settings import Setting
 from fgoffload.errors import PlanError
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.late_host import assume_late_host
+from fgoffload.planner.late_host import Tried, assume_late_host
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile
-from fgoffload.units import format_bytes, format_ms
+from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
-"""Plans for a budget and one kind of host that are tried. The last one counts, whatever it takes."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """What a few steps under a plan took."""
-
-    peak_bytes: int
-    """Device bytes at their worst moment on any rank."""
-    step_s: float
-    """Their median."""
+"""Plans for a host that is in time that are tried. The last one counts, whatever it takes."""
 
 
 TryPlan = Callable[[Setting], Tried | None]
@@ -49,12 +40,8 @@ class _Candidate:
     plan: OffloadPlan
     tried: Tried | None
     """None where no plan is tried."""
-
-    def score(self, budget_bytes: int) -> tuple[int, float]:
-        """Return what a better one has less of: bytes above the budget, and time."""
-        if self.tried is None:
-            return (0, 0.0)
-        return (max(self.tried.peak_bytes - budget_bytes, 0), self.tried.step_s)
+    beyond_bytes: int = 0
+    """How much more it took than was predicted, or a plan before it."""
 
 
 class BudgetPlans:
@@ -96,62 +83,69 @@ class BudgetPlans:
     def _make(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
         if self._ranks is None:
             self._ranks = self._build_ranks()
-        best = self._fit(setting, self._ranks, try_plan)
+        first = self._fit(setting, self._ranks, try_plan)
         # Without copies, and where nothing is tried, nobody asks for the host.
-        if best.tried is not None and best.plan.offloaded_tags:
-            best = self._pick(setting, best, self._fit(setting, assume_late_host(self._ranks), try_plan, known=best))
-        return self._write(setting, best.plan)
+        if first.tried is None or not first.plan.offloaded_tags:
+            return self._write(setting, first.plan)
+        return self._write(setting, self._pick(setting, first, try_plan).plan)
 
-    def _fit(
-        self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None, *, known: _Candidate | None = None
-    ) -> _Candidate:
+    def _fit(self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
         """Return the plan for `ranks` that keeps to the budget when it is tried, or the last one that was.
 
-        Args:
-            setting: With the budget.
-            ranks: What is planned for.
-            try_plan: None where nothing is tried.
-            known: A plan that need not be tried again, and that stays where none is found.
+        Raises:
+            PlanError: No plan was found that fits.
         """
-        budget_bytes = setting.budget_bytes or 0
-        free_bytes = 0
-        candidate = known
-        left = MOST_PLANS
-        while True:
-            try:
-                planned = plan_for_budget(ranks, budget_bytes=budget_bytes, free_bytes=free_bytes)
-            except PlanError as error:
-                if candidate is None:
-                    raise
-                logger.warning("%s: the plan before stays, since there is none that takes less. %s", setting.name, error)
-                return candidate
-            if known is not None and planned.plan.actions == known.plan.actions:
-                return known
-            tried = None if try_plan is None else try_plan(self._write(setting, planned.plan))
-            candidate = _Candidate(plan=planned.plan, tried=tried)
-            left -= 1
-            if tried is None or tried.peak_bytes <= budget_bytes:
-                return candidate
-            beyond_bytes = tried.peak_bytes - planned.peak_bytes
-            free_bytes = max(free_bytes, beyond_bytes)
-            taken, beyond = format_bytes(tried.peak_bytes), format_bytes(beyond_bytes)
+        candidate = self._make_candidate(setting, ranks, try_plan, free_bytes=0)
+        for _ in range(MOST_PLANS - 1):
+            if candidate.tried is None or candidate.tried.peak_bytes <= (setting.budget_bytes or 0):
+                break
+            taken, beyond = format_bytes(candidate.tried.peak_bytes), format_bytes(candidate.beyond_bytes)
             logger.warning("%s: a plan took %s, %s more than predicted", setting.name, taken, beyond)
-            if not left:
-                return candidate
+            try:
+                candidate = self._make_candidate(setting, ranks, try_plan, free_bytes=candidate.beyond_bytes)
+            except PlanError as error:
+                logger.warning("%s: the plan before stays, since there is none that takes less. %s", setting.name, error)
+                break
+        return candidate
 
-    def _pick(self, setting: Setting, first: _Candidate, late: _Candidate) -> _Candidate:
-        """Return the better one of the plan for a host that is in time and the one for a late host."""
-        if late is first:
+    def _make_candidate(
+        self,
+        setting: Setting,
+        ranks: Sequence[RankModel],
+        try_plan: TryPlan | None,
+        *,
+        free_bytes: int,
+        known: _Candidate | None = None,
+    ) -> _Candidate:
+        """Return a plan that leaves `free_bytes` free, tried unless it is that of `known`."""
+        planned = plan_for_budget(ranks, budget_bytes=setting.budget_bytes or 0, free_bytes=free_bytes)
+        if known is not None and planned.plan.actions == known.plan.actions:
+            return known
+        tried = None if try_plan is None else try_plan(self._write(setting, planned.plan))
+        beyond_bytes = 0 if tried is None else tried.peak_bytes - planned.peak_bytes
+        return _Candidate(plan=planned.plan, tried=tried, beyond_bytes=max(free_bytes, beyond_bytes))
+
+    def _pick(self, setting: Setting, first: _Candidate, try_plan: TryPlan | None) -> _Candidate:
+        """Return the better one of `first`, for a host that is in time, and the plan for a late host."""
+        ranks = assume_late_host(self._ranks or ())
+        try:
+            # What the first one took more than was predicted, this one may: it leaves that free from the start.
+            late = self._make_candidate(setting, ranks, try_plan, free_bytes=first.beyond_bytes, known=first)
+        except PlanError as error:
+            logger.warning("%s: the first plan stays, since there is none for a late host. %s", setting.name, error)
             return first
-        best = min(first, late, key=lambda one: one.score(setting.budget_bytes or 0))  # the first of two that are alike
-        steps = [format_ms(one.tried.step_s) for one in (first, late) if one.tried is not None]
+        if late is first or first.tried is None or late.tried is None:
+            return first
+        budget_bytes = setting.budget_bytes or 0
+        is_late_better = late.tried.score(budget_bytes) < first.tried.score(budget_bytes)
         logger.warning(
-            "%s: %s a step by the plan for a host that is in time, and %s by the one for a late host: the %s is measured",
+            "%s: a step takes %s by the plan for a host that is in time, and %s by the one for a late host: the %s is measured",
             setting.name,
-            *steps,
-            "first" if best is first else "second",
+            first.tried.describe(),
+            late.tried.describe(),
+            "second" if is_late_better else "first",
         )
-        return best
+        return late if is_late_better else first
 
     def _write(self, setting: Setting, plan: OffloadPlan) -> Setting:
         """Return `setting` with `plan`, in the file of this process for its budget."""

@@ -123,6 +123,11 @@ class Stepped:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """A step of a plan that is tried is over: it is not among those of the run, and says that the process goes on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
     """A run is over, and the process goes on."""
 
@@ -148,5 +153,5 @@ class Finished:
     """All runs are over."""
 
 
-Message = Ready | Began | Stepped | Ended | Crashed | Finished
+Message = Ready | Began | Stepped | Rehearsed | Ended | Crashed | Finished
 """What a process says."""

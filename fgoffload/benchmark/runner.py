@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.benchmark.budget_plans import BudgetPlans, Tried, TryPlan
+from fgoffload.benchmark.budget_plans import BudgetPlans, TryPlan
 from fgoffload.benchmark.job import Job, Run, name_trace
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
@@ -35,6 +36,7 @@ from fgoffload.integrations.megatron.data import RandomTokens
 from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
+from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 
@@ -42,7 +44,8 @@ OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
 
 _TRIED_STEPS = 4
-"""Of a plan that is tried, after one that warms up."""
+"""Of a plan that is tried, after one that warms up. One more than a training takes, since here each costs time of the benchmark
+alone; both are few, and a host whose steps differ by a tenth can mislead them (docs/decisions.md)."""
 
 _SEEN_BY_LEDGER = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
 """The others put saved-tensor hooks of their own below the ledger's, which then sees nothing."""
@@ -54,11 +57,13 @@ class Runner:
     Args:
         job: What is measured.
         on_step: Called after each step.
+        on_rehearsal: Called after each step of a plan that is tried.
     """
 
-    def __init__(self, job: Job, on_step: OnStep) -> None:
+    def __init__(self, job: Job, on_step: OnStep, *, on_rehearsal: Callable[[], None] = lambda: None) -> None:
         self._job = job
         self._on_step = on_step
+        self._on_rehearsal = on_rehearsal
         vocab_size = parse_setting_arguments(job, NOTHING, world_size=job.world_size).vocab_size
         self._plain_step_s: float | None = None
         """What `nothing` took last, in this process and with the same tokens."""
@@ -121,7 +126,12 @@ class Runner:
         if needs_cpu_support():
             return None
         with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
-            return try_steps(trainer)
+            try:
+                return try_steps(trainer, self._on_rehearsal)
+            except torch.OutOfMemoryError:
+                if torch.distributed.get_world_size() > 1:
+                    raise  # the others are in the middle of a step
+                return Tried(peak_bytes=torch.cuda.mem_get_info()[1], step_s=math.inf)
 
     def _measure_profile(self) -> Measurement:
         """Write a profile of the training, on rank 0, and return its one step."""
@@ -165,14 +175,20 @@ class Runner:
         return result
 
 
-def try_steps(trainer: Trainer) -> Tried:
-    """Return what a few steps take, of all ranks together, after one that warms up."""
+def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
+    """Return what a few steps take, of all ranks together, after one that warms up.
+
+    Args:
+        trainer: Runs them.
+        on_rehearsal: Called after each.
+    """
     seconds = []
     for number in range(1 + _TRIED_STEPS):
         _prepare_step()
         if number == 1:
             reset_peaks()
         seconds.append(trainer.run_step(with_digests=False).seconds)
+        on_rehearsal()
     own = Measurement(step_seconds=tuple(seconds[1:]), peak_allocated_bytes=find_peak())
     merged = merge_ranks(_gather(own))
     return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)

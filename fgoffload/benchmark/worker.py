@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Purpose, Ready, Run, Stepped, Task
+from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Purpose, Ready, Rehearsed, Run, Stepped, Task
 from fgoffload.environment import set_environment
 from fgoffload.errors import OffloadError
 
@@ -55,7 +55,11 @@ def _run_task(task: Task, connection: Connection) -> None:
         join_processes(rank=task.rank, world_size=job.world_size, local_rank=task.rank, store=task.store)
     initialize_parallel(load_arguments(job, world_size=job.world_size))
     connection.send(Ready(find_surroundings(device=name_device())))
-    runner = Runner(job, on_step=lambda loss: connection.send(Stepped(loss)))
+    runner = Runner(
+        job,
+        on_step=lambda loss: connection.send(Stepped(loss)),
+        on_rehearsal=lambda: connection.send(Rehearsed()),
+    )
     for run in task.runs:
         connection.send(Began(run))
         connection.send(_measure(job.purpose, runner, run, is_alone=job.world_size == 1))

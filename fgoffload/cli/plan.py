@@ -31,7 +31,7 @@ DESCRIPTION = (
 USAGE = (
     "fgoffload plan MODEL --gpu NAME [--offload-memory-budget SIZE] [--offload-host-budget SIZE] [--json FILE] [--plot FILE] "
     "[--timeline FILE] [--thorough] [--late-host] [MEGATRON FLAGS]\n"
-    "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [MEGATRON FLAGS]"
+    "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [--late-host] [MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
 EXAMPLE_VALUES: Mapping[str, str] = {

@@ -41,7 +41,7 @@ from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeas
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.late_host import assume_late_host
+from fgoffload.planner.late_host import Tried, assume_late_host
 from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.units import format_bytes, format_ms
 
@@ -104,14 +104,26 @@ class AutoOffload(StepMeasurement):
         config: With the budget.
         engine: Offloads what does not fit while a step is measured.
         use_plan: Lets the integration offload by a plan.
+        clock: Goes forward alone, in seconds.
+        has_own_host: Whether the host is not the device, and can be late; None asks the device.
     """
 
-    def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, use_plan: Callable[[OffloadPlan], None]) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        engine: OffloadEngine,
+        *,
+        use_plan: Callable[[OffloadPlan], None],
+        clock: Callable[[], float] = time.perf_counter,
+        has_own_host: bool | None = None,
+    ) -> None:
         super().__init__(engine.device, min_offloaded_numel=config.min_offloaded_tensor_size, observers=engine.observers)
         self._budget_bytes = config.offload_memory_budget_bytes or 0
         self._policy = config.transfer_policy
         self._engine = engine
         self._use_plan = use_plan
+        self._clock = clock
+        self._has_own_host = engine.device.type != "cpu" if has_own_host is None else has_own_host
         self.planned: PlannedStep | None = None
         """None before the first plan, and while a step is measured for another."""
         self._measured: list[_Measured] = []
@@ -131,12 +143,14 @@ class AutoOffload(StepMeasurement):
         """Steps that will still be compared so."""
         self._beyond_bytes = 0
         """How much more a step took than was predicted of its plan: what all later plans leave free."""
-        self._guess = HostGuess.IN_TIME
+        self.guess = HostGuess.IN_TIME
         """What the plan in use takes the host for. See [Note: Two plans] in `plan_trial`."""
         self._times: StepTimes | None = None
         """Of the steps under the plan in use; None where no other plan is to be compared with it."""
-        self._rival: tuple[PlannedStep, float] | None = None
+        self._rival: tuple[PlannedStep, Tried] | None = None
         """The plan for a host that is in time, and what its steps took, while the one for a late host is tried."""
+        self._checked_bytes = 0
+        """At peak on any process, of the first step under the plan in use; 0 where it was not compared."""
         self._is_leaving = False
         """Whether the layer that forward is in is offloaded while it is measured."""
         self.request()
@@ -164,7 +178,7 @@ class AutoOffload(StepMeasurement):
             self._plan(call)
         elif self.planned is not None:
             if self._times is not None:
-                self._times.note_end(time.perf_counter(), is_full=self._current == self.planned.call)
+                self._times.note_end(self._clock(), is_full=self._current == self.planned.call)
             if self._taken_bytes is not None:
                 self._check(self.planned, self._taken_bytes)
             elif self._times is not None:
@@ -213,7 +227,7 @@ class AutoOffload(StepMeasurement):
         Raises:
             PlanError: No plan fits the budget.
         """
-        self._guess, self._rival = HostGuess.IN_TIME, None
+        self.guess, self._rival = HostGuess.IN_TIME, None
         measured = self._measured_call
         if measured is None or call.tokens > measured.tokens:
             self._apply(_NOTHING)
@@ -240,13 +254,13 @@ class AutoOffload(StepMeasurement):
             failure.__cause__ = cause
             return failure
         self._follow(planned)
-        # On a CPU the device is the host, and never late; without copies nobody asks.
-        if _has_host_of_its_own(self._device.type) and (planned.plan.offloaded_tags or self._rival is not None):
-            self._times = StepTimes(time.perf_counter())
+        # Without copies nobody asks, but for the plan that is to be compared with one that has them.
+        if self._has_own_host and (planned.plan.offloaded_tags or self._rival is not None):
+            self._times = StepTimes(self._clock())
         logger.info(
             "plan for %s and %s: %d sites are offloaded and %d units run again; %s at peak of %s, %s a step expected",
             _say(call),
-            self._guess.value,
+            self.guess.value,
             planned.plan.count(Action.OFFLOAD) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
             planned.plan.count(Action.RECOMPUTE) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
             format_bytes(planned.peak_bytes),
@@ -258,7 +272,8 @@ class AutoOffload(StepMeasurement):
     def _follow(self, planned: PlannedStep) -> None:
         """Do as a plan says from now on."""
         self.planned = planned
-        self._times = None
+        self._times = self._taken_bytes = None
+        self._checked_bytes = 0
         self._apply(planned.plan)
         if self._memory is not None:
             self._memory.take_peak()  # the peak from now on is of this plan
@@ -268,28 +283,36 @@ class AutoOffload(StepMeasurement):
         if times.median_s is None or (self._left_checks and self._memory is not None):
             return
         # All processes have timed the same steps: the slowest says what a step took.
-        step_s = max(_gather(times.median_s))
+        tried = Tried(peak_bytes=self._checked_bytes, step_s=max(_gather(times.median_s)))
         if self._rival is None:
-            self._rival, self._guess, self._left_checks = (planned, step_s), HostGuess.LATE, 1
+            self._rival, self.guess, self._left_checks = (planned, tried), HostGuess.LATE, 1
             failure = self._try_to_plan(planned.call)
-            if failure is not None or self.planned is None or self.planned.plan.actions == planned.plan.actions:
-                self._return("there is no other one for a late host")
+            if failure is not None:
+                logger.warning("nothing is tried for a late host, since no plan was found for one. %s", failure)
+                self._return()
+            elif self.planned is None or self.planned.plan.actions == planned.plan.actions:
+                self._return()
             return
-        _, rival_s = self._rival
-        said = f"a step takes {format_ms(rival_s)} by the plan for {HostGuess.IN_TIME.value}, {format_ms(step_s)} by this one"
-        if rival_s <= step_s:
-            self._return(said)
-        else:
-            logger.info("%s: it stays", said)
+        _, rival = self._rival
+        is_better = tried.score(self._budget_bytes) < rival.score(self._budget_bytes)
+        logger.info(
+            "a step takes %s by the plan for %s, and %s by the one for %s: the %s stays",
+            rival.describe(),
+            HostGuess.IN_TIME.value,
+            tried.describe(),
+            HostGuess.LATE.value,
+            "second" if is_better else "first",
+        )
+        if is_better:
             self._times = self._rival = None
+        else:
+            self._return()
 
-    def _return(self, why: str) -> None:
+    def _return(self) -> None:
         """Follow the plan for a host that is in time again, for good."""
         if self._rival is not None:
-            logger.info("%s: the plan for %s stays", why, HostGuess.IN_TIME.value)
-            self._guess, self._left_checks, self._taken_bytes = HostGuess.IN_TIME, 0, None
             planned, _ = self._rival
-            self._rival = None
+            self.guess, self._left_checks, self._rival = HostGuess.IN_TIME, 0, None
             self._follow(planned)
 
     def _check(self, planned: PlannedStep, taken_bytes: int) -> None:
@@ -298,14 +321,16 @@ class AutoOffload(StepMeasurement):
         self._left_checks -= 1
         beyond_bytes = taken_bytes - planned.peaks[self._get_rank()]
         taken = _gather(_Taken(peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
-        peak_bytes = max(one.peak_bytes for one in taken)
-        if peak_bytes <= self._budget_bytes:
+        self._checked_bytes = peak_bytes = max(one.peak_bytes for one in taken)
+        # Within the budget too: the next plan may use all of it.
+        self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
+        if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival[1].peak_bytes):
+            logger.info("a step by the plan for %s took %s: the first stays", HostGuess.LATE.value, format_bytes(peak_bytes))
+            self._return()
+            return
+        if peak_bytes <= self._budget_bytes or self._rival is not None:
             self._left_checks = 0
             return
-        if self._rival is not None:
-            self._return(f"a step by the plan for {HostGuess.LATE.value} took {format_bytes(peak_bytes)} at peak")
-            return
-        self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
         above = f"a step took {format_bytes(peak_bytes)} at peak, {peak_bytes - self._budget_bytes} bytes above the budget"
         if not self._left_checks:
             logger.warning("%s, after %d plans: the last one stays. Give a budget that much smaller.", above, MOST_CHECKS)
@@ -337,7 +362,7 @@ class AutoOffload(StepMeasurement):
             )
             for rank in ranks
         ]
-        if self._guess is HostGuess.LATE:
+        if self.guess is HostGuess.LATE:
             models = list(assume_late_host(models))
         try:
             solution = solve_leaving_free(models, budget_bytes=self._budget_bytes, free_bytes=self._beyond_bytes)
@@ -355,10 +380,6 @@ class AutoOffload(StepMeasurement):
             actions = plan.list_layer(chunk, number)
             for unit in (name for name, action in actions.items() if action.recomputes and layer is not None):
                 recompute.switch_on(self._switches, inputs, layer, unit)
-
-
-def _has_host_of_its_own(device_type: str) -> bool:
-    return device_type != "cpu"
 
 
 def _is_within(call: ScheduleCall, planned: ScheduleCall) -> bool:

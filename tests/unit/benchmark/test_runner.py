@@ -14,7 +14,6 @@ from support.trainings import EXPERTS, SHAPE, write_plan
 from fgoffload import Action, ConfigError, OffloadPlan, Site
 from fgoffload.benchmark import budget_plans
 from fgoffload.benchmark import runner as runner_module
-from fgoffload.benchmark.budget_plans import Tried
 from fgoffload.benchmark.forecaster import Forecaster, check_profile
 from fgoffload.benchmark.job import Job, Run, make_file_name
 from fgoffload.benchmark.loading import describe_workload, load_arguments
@@ -27,6 +26,7 @@ from fgoffload.integrations import link as link_module
 from fgoffload.integrations.megatron.profile_training import PLAIN_STEPS
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy, Update
+from fgoffload.planner.late_host import Tried
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -205,7 +205,9 @@ def test_of_a_plan_that_is_tried_the_median_step_counts_and_the_peak_behind_the_
     since_reset = []
     monkeypatch.setattr(runner_module, "reset_peaks", since_reset.clear)
     monkeypatch.setattr(runner_module, "find_peak", lambda: len(since_reset))
-    assert runner_module.try_steps(Steps()) == Tried(peak_bytes=4, step_s=2.5)
+    told = []
+    assert runner_module.try_steps(Steps(), lambda: told.append(1)) == Tried(peak_bytes=4, step_s=2.5)
+    assert len(told) == 5  # so that nobody takes the process for lost
 
 
 def make_planned(tag="core_attn"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 
 import pytest
@@ -40,6 +41,8 @@ class Steps:
     """At peak, of each step."""
     planned: list = dataclasses.field(default_factory=list)
     """The plan in use after each step."""
+    runs_again: list = dataclasses.field(default_factory=list)
+    """Layers whose core attention ran again, of each step."""
 
 
 def run(flags, config, *, steps=3, changes=None):
@@ -56,6 +59,8 @@ def run(flags, config, *, steps=3, changes=None):
             if config is not None:
                 found.moved.append(trainer.integration.last_step.d2h_bytes)
                 found.planned.append(trainer.integration.measurement.planned)
+                layers = trainer.chunks[0].decoder.layers
+                found.runs_again.append(sum(bool(layer.self_attention.checkpoint_core_attention) for layer in layers))
     return found
 
 
@@ -376,79 +381,150 @@ def test_two_pipeline_ranks_raise_the_same():
         run_pipeline(argv, processes=2, steps=2, offload=True)
 
 
-class Clock:
-    """In place of the process's clock: each step takes what `seconds` say of the plan that it runs under."""
+class LateHost:
+    """A training whose host is not its device: each step takes what `seconds` say of the plan that it runs under."""
 
-    def __init__(self, trainer_of, seconds):
-        self._trainer_of = trainer_of
-        self._seconds = seconds
+    def __init__(self, monkeypatch, caplog, seconds, *, late_actions):
+        self.asked = []
+        """What was to be left free, of each plan, and whether it was for a late host."""
         self._now_s = 0.0
+        self._seconds = dict(zip(HostGuess, seconds, strict=True))
+        self._late_actions = late_actions
+        self._solve = solver.solve_leaving_free
+        self._caplog = caplog
+        self._monkeypatch = monkeypatch
+        self._integration = None
+        options = {"clock": self._read_clock, "has_own_host": True}
+        monkeypatch.setattr(auto, "AutoOffload", functools.partial(auto.AutoOffload, **options))
+        monkeypatch.setattr(solver, "solve_leaving_free", self._plan)
 
-    def perf_counter(self):
-        """Called where a step begins: the one before took its time."""
-        guess = self._trainer_of().integration.measurement._guess
-        self._now_s += self._seconds[guess]
+    def _read_clock(self):
+        """A step is over: it took its time."""
+        self._now_s += self._seconds[self._integration.measurement.guess] if self._integration else 0.0
         return self._now_s
 
-
-def run_with_late_host(monkeypatch, caplog, *, in_time_s, late_s, late_actions, steps=12, beyond=(0,)):
-    """Train where steps take so long by either plan; return the steps, and what was logged of which plan stays."""
-    seconds = {HostGuess.IN_TIME: in_time_s, HostGuess.LATE: late_s}
-    memory_of = []
-    find = CountedMemory
-
-    class Kept(find):
-        def __init__(self, static_bytes):
-            super().__init__(static_bytes)
-            memory_of.append(self)
-
-    monkeypatch.setitem(globals(), "CountedMemory", Kept)
-    monkeypatch.setattr(auto, "_has_host_of_its_own", lambda device_type: True)
-    monkeypatch.setattr(auto, "time", Clock(lambda: memory_of[0].trainer, seconds))
-    in_time_actions = []
-    real = solver.solve
-
-    def solve(ranks, **options):
-        solution = real(ranks, **options)
-        if ranks[0].link.compute_slowdown < LATE_HOST_SLOWDOWN:
-            in_time_actions.append(solution.plan.actions)
+    def _plan(self, ranks, *, free_bytes, **options):
+        is_late = ranks[0].link.compute_slowdown == LATE_HOST_SLOWDOWN
+        self.asked.append((free_bytes, is_late))
+        if is_late and isinstance(self._late_actions, Exception):
+            raise self._late_actions
+        solution = self._solve(ranks, free_bytes=free_bytes, **options)
+        if not is_late:
+            self.actions = solution.plan.actions
             return solution
-        return dataclasses.replace(solution, plan=OffloadPlan(actions=late_actions or in_time_actions[-1]))
+        actions = self.actions if self._late_actions is None else self._late_actions
+        return dataclasses.replace(solution, plan=OffloadPlan(actions=actions))
 
-    monkeypatch.setattr(solver, "solve", solve)
-    found, _, _ = run_counted(monkeypatch, caplog, list(beyond), steps=steps)
-    return found, [record.message for record in caplog.records if " stays" in record.message]
+    def run(self, *, beyond=(0,), steps=12, **options):
+        """Train; return the steps, the plan of each, and what was logged of which plan stays."""
+        make = make_trainer
+
+        @contextlib.contextmanager
+        def make_and_keep(flags, config):
+            with make(flags, config) as trainer:
+                self._integration = trainer.integration
+                yield trainer
+
+        self._monkeypatch.setitem(globals(), "make_trainer", make_and_keep)
+        found, _, _ = run_counted(self._monkeypatch, self._caplog, list(beyond), steps=steps, **options)
+        return found, [record.message for record in self._caplog.records if "stays" in record.message]
 
 
-@pytest.mark.parametrize(("late_s", "stays"), [(0.5, "late"), (1.0, "in time"), (2.0, "in time")])
+ONE_LEAVES = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
+ONE_RUNS_AGAIN = {Site(chunk=0, layer=0, tag="core_attn"): Action.RECOMPUTE}
+
+
+@pytest.mark.parametrize(("late_s", "stays"), [(0.5, "second"), (1.0, "first")])
 def test_a_few_steps_say_which_of_two_plans_stays(monkeypatch, caplog, late_s, stays):
-    actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
-    found, lines = run_with_late_host(monkeypatch, caplog, in_time_s=1.0, late_s=late_s, late_actions=actions)
-    # Measured; a first step and three timed ones by each plan; then the faster one, for good.
+    host = LateHost(monkeypatch, caplog, (1.0, late_s), late_actions=ONE_RUNS_AGAIN)
+    found, lines = host.run()
+    # Measured; a first step and three timed ones by each plan; then the better one, for good.
     in_time, late = found.planned[1], found.planned[5]
-    assert found.planned[1:5] == [in_time] * 4
-    assert found.planned[5:9] == [late] * 4
-    assert late.plan.actions == actions != in_time.plan.actions
-    assert found.planned[9:] == [late if stays == "late" else in_time] * 3
-    assert len(lines) == 1
-    assert f"1000.0 ms by the plan for a host that is in time, {1e3 * late_s:.1f} ms by this one" in lines[0]
+    expected = [in_time] * 4 + [late] * 4 + [late if stays == "second" else in_time] * 3
+    assert found.planned[1:] == expected
+    assert late.plan.actions == ONE_RUNS_AGAIN != in_time.plan.actions
+    # What the engine does is what the plan of the step says: nothing leaves by the second, and nothing runs again by the first.
+    assert [bool(moved) for moved in found.moved[1:]] == [planned is in_time for planned in expected]
+    assert [bool(again) for again in found.runs_again[1:]] == [planned is late for planned in expected]
+    (line,) = lines
+    assert line.startswith("a step takes 1000.0 ms at ")
+    assert f"{1e3 * late_s:.1f} ms at " in line
+    assert line.endswith(f"the {stays} stays")
 
 
-def test_a_plan_for_a_late_host_that_takes_more_than_the_budget_is_left_behind(monkeypatch, caplog):
-    actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
-    found, lines = run_with_late_host(
-        monkeypatch, caplog, in_time_s=1.0, late_s=0.5, late_actions=actions, beyond=(0, 10**9), steps=8
-    )
-    assert found.planned[5].plan.actions == actions
+def test_a_plan_for_a_late_host_leaves_free_what_the_first_took_more_though_it_fitted(monkeypatch, caplog):
+    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
+    host.run(beyond=(10, 0), steps=6)
+    assert host.asked == [(0, False), (10, True)]
+
+
+def test_a_plan_for_a_late_host_that_takes_more_than_the_budget_is_left_at_once(monkeypatch, caplog):
+    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
+    found, lines = host.run(beyond=(0, 10**9), steps=8)
+    assert found.planned[5].plan.actions == ONE_LEAVES
     assert found.planned[6] is found.planned[7] is found.planned[1]
     assert len(lines) == 1
     assert lines[0].startswith("a step by the plan for a late host took")
 
 
+def test_where_the_first_plan_is_above_the_budget_one_that_fits_stays_though_it_is_slower(monkeypatch, caplog):
+    host = LateHost(monkeypatch, caplog, (1.0, 1.5), late_actions=ONE_LEAVES)
+    # Three plans for a host that is in time take more than the budget, and the last one stayed.
+    found, lines = host.run(beyond=(60_000, 80_000, 100_000, -(10**9)), steps=13)
+    assert found.planned[12].plan.actions == ONE_LEAVES
+    assert lines[-1].endswith("the second stays")
+
+
 def test_where_a_late_host_gets_the_same_plan_nothing_is_tried(monkeypatch, caplog):
-    found, lines = run_with_late_host(monkeypatch, caplog, in_time_s=1.0, late_s=0.5, late_actions={}, steps=8)
+    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=None)
+    found, lines = host.run(steps=8)
+    assert host.asked == [(0, False), (0, True)]
     assert all(planned is found.planned[1] for planned in found.planned[1:])
-    assert lines == ["there is no other one for a late host: the plan for a host that is in time stays"]
+    assert lines == []
+
+
+def test_where_none_is_found_for_a_late_host_the_first_stays_and_the_log_says_why(monkeypatch, caplog):
+    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ValueError("bounds cross"))
+    found, _ = host.run(steps=8)
+    assert all(planned is found.planned[1] for planned in found.planned[1:])
+    assert "since no plan was found for one. the first process could not plan: ValueError: bounds cross" in caplog.text
+
+
+def test_smaller_steps_are_not_timed_and_larger_ones_begin_anew(monkeypatch, caplog):
+    changes = {4: {"global_batch_size": 2}, 5: {"global_batch_size": 4}, 9: {"global_batch_size": 8}}
+    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
+    found, lines = host.run(steps=11, changes=changes)
+    # One step more by the first plan; and in the middle of the trial a plan for more microbatches, for a host that is in time.
+    assert found.planned[5] is found.planned[1]
+    assert found.planned[6].plan.actions == ONE_LEAVES
+    assert found.planned[9].call.microbatches == 4
+    assert host.asked == [(0, False), (0, True), (0, False)]
+    assert lines == []
+
+
+def test_the_slowest_process_says_what_a_step_took(monkeypatch, caplog):
+    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
+    others = iter([0.9, 2.0])  # of another process, whose steps take longer by the second plan
+    monkeypatch.setattr(auto, "_gather", lambda own: [own, next(others)] if isinstance(own, float) else [own])
+    found, lines = host.run()
+    assert found.planned[11] is found.planned[1]
+    assert "1000.0 ms" in lines[0]
+    assert "2000.0 ms" in lines[0]
+
+
+def test_where_nothing_leaves_nobody_asks_for_the_host(monkeypatch, caplog):
+    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
+    found, _ = host.run(steps=7, part=4)
+    assert found.moved == [0] * 7
+    assert host.asked == [(0, False)]
+
+
+def test_what_a_step_took_is_not_compared_with_the_plan_behind_it(monkeypatch, caplog):
+    # The third step has more microbatches, of fewer tokens: none that either plan is checked by.
+    changes = {2: {"global_batch_size": 8, "seq_length": 16}, 3: {"global_batch_size": 8, "seq_length": 16}}
+    found, _, lines = run_counted(monkeypatch, caplog, [30_000, 0], steps=4, changes=changes)
+    assert found.planned[2] is found.planned[3] is not found.planned[1]
+    assert lines == []
 
 
 def test_times_are_of_whole_steps_behind_the_first():

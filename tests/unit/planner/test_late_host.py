@@ -1,0 +1,36 @@
+"""Ranks with a host that launches late, and which of two plans is better by what they took."""
+
+import math
+
+from support.toy_ranks import make_toy_rank
+
+from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN, Tried, assume_late_host
+from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.units import GIB
+
+
+def make_rank(slowdown):
+    link = LinkModel(d2h_bytes_per_s=2.0, h2d_bytes_per_s=2.0, duplex_bytes_per_s=1.0, compute_slowdown=slowdown)
+    return make_toy_rank(link=link)
+
+
+def test_copies_slow_compute_more_and_nothing_else_is_different():
+    ranks = (make_rank(0.01), make_rank(0.5))
+    late = assume_late_host(ranks)
+    assert [rank.link.compute_slowdown for rank in late] == [LATE_HOST_SLOWDOWN, 0.5]
+    assert late[0].link.d2h_bytes_per_s == 2.0
+    assert late[0].chunks == ranks[0].chunks
+    assert late[1] == ranks[1]
+
+
+def test_the_budget_comes_before_the_time():
+    slow, fast = Tried(peak_bytes=100, step_s=2.0), Tried(peak_bytes=101, step_s=1.0)
+    assert fast.score(101) < slow.score(101)
+    assert slow.score(100) < fast.score(100)
+    assert slow.score(99) < fast.score(99)  # nearer
+
+
+def test_what_a_plan_took_is_said_with_what_is_known():
+    assert Tried(peak_bytes=2 * GIB, step_s=0.5).describe() == "500.0 ms at 2.00 GiB"
+    assert Tried(peak_bytes=0, step_s=0.5).describe() == "500.0 ms"
+    assert Tried(peak_bytes=2 * GIB, step_s=math.inf).describe() == "more than 2.00 GiB"
