@@ -12,7 +12,7 @@ import enum
 import statistics
 
 TIMED_STEPS = 3
-"""Of each plan, after its first. The fewest of which a median leaves one out: until then a training runs by the slower plan too."""
+"""Of each plan, after its first. The fewest of which a median leaves one out: they run by the slower plan too."""
 
 
 class HostGuess(enum.Enum):
