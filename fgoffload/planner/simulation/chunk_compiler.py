@@ -261,7 +261,7 @@ class _Layer:
         self._end = len(numbered.model.segments)
         """Where what the model holds is read last: behind all stretches."""
         if has_held_input:
-            leaving = (replace(one, used_until=self._end) if _is_input(one.tensor) else one for one in resolved.leaving)
+            leaving = (one._replace(used_until=self._end) if _is_input(one.tensor) else one for one in resolved.leaving)
             resolved = replace(resolved, leaving=tuple(leaving))
         self.resolved = resolved
         self._kind = numbered.model.kind

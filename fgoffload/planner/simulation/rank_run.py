@@ -99,6 +99,8 @@ class RankRun:
         self._link = LinkQueue(rank.link)
         self._tallies = Tallies()
         self._lanes: dict[tuple[int, int], LaneRun] = {}
+        # Of microbatches of which nothing leaves nothing ever changes.
+        self._unchanging = {chunk: LaneRun(program) for chunk, program in enumerate(programs) if not program.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._in_flight_bytes = 0
         # The step before has left what dispatchers hold.
@@ -139,7 +141,7 @@ class RankRun:
         self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
         if one.kind is _FORWARD:
-            lane = self._lanes[one.chunk, one.microbatch] = LaneRun(program)
+            lane = self._lanes[one.chunk, one.microbatch] = self._unchanging.get(one.chunk) or LaneRun(program)
             self._add_bytes(program.base_bytes, "start of the pass")
             for act, step in self._forwards[one.chunk]:
                 act(self, step, lane)

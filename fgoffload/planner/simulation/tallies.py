@@ -70,6 +70,12 @@ class Tallies:
             tally.h2d_s += copy.end_s - copy.start_s
         tally.exposed_s += exposed_s
 
+    def cut_copy(self, copy: Copy, at_s: float) -> None:
+        """Count a copy to the host up to `at_s`, and let what is counted later begin there."""
+        if copy.mover is not None:
+            self.get(copy.mover).d2h_s += at_s - copy.start_s
+        copy.start_s = at_s
+
     def add(self, other: "Tallies", *, times: int) -> None:
         """Count what `other` has so many times as well."""
         for mover, counted in other.movers.items():
