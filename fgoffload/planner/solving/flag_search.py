@@ -115,8 +115,9 @@ class FlagSearch:
     """
 
     def __init__(self, ranks: Sequence[RankModel], budget_bytes: int) -> None:
-        self._short = shorten_together(ranks, [shorten(rank) for rank in ranks])
-        self._ranks = _pick_fullest(ranks)
+        shorts = [shorten(rank) for rank in ranks]
+        self._short = shorten_together(ranks, shorts)
+        self._ranks = [shorts[place] for place in _pick_fullest(ranks)]
         self._budget_bytes = self._whole_budget_bytes = budget_bytes
         self._results: dict[tuple[int, MegatronFlags], tuple[int, float]] = {}
         self._checks = 0
@@ -332,11 +333,11 @@ def _simulate_rank(rank: RankModel, flags: MegatronFlags) -> tuple[int, float]:
     return result.peak_bytes, result.step_s
 
 
-def _pick_fullest(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Return the rank with the highest peak where all is kept, and where layers run again, if that is another; shortened."""
+def _pick_fullest(ranks: Sequence[RankModel]) -> list[int]:
+    """Return the number of the rank with the highest peak where all is kept, and where layers run again, if that is another."""
     plans = [flags.make_plan(ranks) for flags in (MegatronFlags(), FULL_RECOMPUTE)]
     results = [max(simulate(ranks, plan).ranks, key=lambda result: result.peak_bytes) for plan in plans]
-    return [shorten(ranks[place]) for place in dict.fromkeys(result.rank for result in results)]
+    return list(dict.fromkeys(result.rank for result in results))
 
 
 def _recompute_only(module: str) -> MegatronFlags:
