@@ -9,7 +9,6 @@ beside this.
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -53,14 +52,17 @@ _D2H, _H2D = Direction
 _FORWARD, _STEP_AHEAD = PassKind.FORWARD, HostPace.STEP_AHEAD
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoundState:
+class RoundState(NamedTuple):
     """A rank between two rounds of its schedule."""
 
-    totals: RankResult
-    """What it has come to so far; `step_s` is how far it is."""
+    step_s: float
+    """How far it is."""
+    slowed_s: float
+    """What copies have slowed compute by, but for what is counted again."""
     left_behind: tuple[float, ...]
     """Bytes on the device, on the host, and on their way, and how far the host is ahead: what the next round finds."""
+    tallies: Tallies
+    """What it has come to so far."""
 
 
 class InFlight(NamedTuple):
@@ -167,8 +169,10 @@ class RankRun:
         self._collect(None)
         left = (self._link.count_left_bytes(direction) for direction in Direction)
         return RoundState(
-            totals=self._get_totals(self.clock_s),
+            step_s=self.clock_s,
+            slowed_s=self._link.slowed_s,
             left_behind=(self._device_bytes, self._host_bytes, self._in_flight_bytes, self._count_lead_s(), *left),
+            tallies=self._tallies.copy(),
         )
 
     def finish(self) -> RankResult:
@@ -183,6 +187,8 @@ class RankRun:
 
     def _get_totals(self, step_s: float) -> RankResult:
         pass_, label = self._peak_at
+        counted = self._tallies.sum_up()
+        counted["slowed_s"] += self._link.slowed_s
         return RankResult(
             rank=self._rank.rank,
             step_s=step_s,
@@ -194,8 +200,7 @@ class RankRun:
             host_peak_bytes=self._host_peak_bytes,
             timeline=None if self._recorder is None else self._recorder.finish(),
             peaks=self._peaks,
-            slowed_s=self._link.slowed_s,
-            **self._tallies.sum_up(),
+            **counted,
         )
 
     def _count_lead_s(self) -> float:

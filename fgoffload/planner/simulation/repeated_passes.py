@@ -15,7 +15,6 @@ it the same is counted.
     run each time.
 """
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -28,7 +27,6 @@ from fgoffload.planner.simulation.chunk_program import ChunkProgram, ComputeStep
 from fgoffload.planner.simulation.lane_run import LaneRun
 from fgoffload.planner.simulation.link_queue import Copy, Direction
 from fgoffload.planner.simulation.rank_run import InFlight, RankRun
-from fgoffload.planner.simulation.simulation_result import RankResult
 from fgoffload.planner.simulation.tallies import Cause, Tallies
 
 _FEWEST_PASSES = 16
@@ -81,8 +79,6 @@ class _Outcome:
     """Its microbatch. Nobody changes this one."""
     tallies: Tallies
     """What was counted."""
-    slowed_s: float
-    """What compute took longer since copies ran beside it."""
     first_lead_s: float
     """How far the host was ahead at its start."""
     lead_s: float
@@ -123,6 +119,17 @@ class _HostPart(NamedTuple):
     """Whether it waits at all; else it is as much further ahead at the end as it was at the start."""
 
 
+class _Way(NamedTuple):
+    """Forwards, or backwards, through a chunk."""
+
+    part: _HostPart
+    """What the host does in each."""
+    outcomes: dict[Hashable, _Outcome]
+    """What they came to, by how they begin."""
+    never_alike: set[Hashable]
+    """How those begin that have to be run each time."""
+
+
 class RepeatingRun(RankRun):
     """A rank in the middle of a step, which runs no pass twice that begins alike.
 
@@ -133,17 +140,10 @@ class RepeatingRun(RankRun):
 
     def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram]) -> None:
         super().__init__(rank, programs, recorder=None)
-        self._outcomes: dict[Hashable, _Outcome] = {}
-        """By how a pass begins."""
-        self._never_alike: set[Hashable] = set()
-        """How those passes begin that have to be run each time."""
-        self._host_parts = {
-            (kind, chunk): _find_host_part(steps)
-            for chunk, program in enumerate(programs)
-            for kind, steps in ((PassKind.FORWARD, program.forward), (PassKind.BACKWARD, program.backward))
-        }
-        self._repeats: collections.Counter[_Outcome] = collections.Counter()
-        """How often each was counted again, and is not in the tallies yet."""
+        self._forward_ways = [_Way(_find_host_part(program.forward), {}, set()) for program in programs]
+        """By chunk."""
+        self._backward_ways = [_Way(_find_host_part(program.backward), {}, set()) for program in programs]
+        """By chunk."""
         self._numbers: dict[Hashable, int] = {}
         """Of microbatches that are as far as each other, by what tells them from others."""
         self._released: dict[Hashable, int] = {}
@@ -165,14 +165,18 @@ class RepeatingRun(RankRun):
             self._link.advance(self.clock_s)
             if self._link.is_returning:
                 return self._run(one)
-        beginning = self._describe_beginning(one)
-        outcome = self._outcomes.get(beginning)
+        if one.kind is _FORWARD:
+            way, lane = self._forward_ways[one.chunk], None
+        else:
+            way, lane = self._backward_ways[one.chunk], self._lanes[one.chunk, one.microbatch]
+        beginning = self._describe_beginning(way.part, lane)
+        outcome = way.outcomes.get(beginning)
         if outcome is not None and self._has_room(outcome):
             self._repeat(one, outcome)
-        elif outcome is not None or beginning in self._never_alike:
+        elif outcome is not None or beginning in way.never_alike:
             self._run(one)
         else:
-            self._watch(one, beginning)
+            self._watch(one, way, beginning)
         return self.clock_s
 
     def _run(self, one: Pass) -> float:
@@ -182,20 +186,26 @@ class RepeatingRun(RankRun):
             lane.number = None
         return super().run_pass(one, ready_s=self.clock_s)
 
-    def _describe_beginning(self, one: Pass) -> Hashable:
-        """Return all that a pass depends on, where nothing is on its way back."""
-        lane = self._lanes.get((one.chunk, one.microbatch))
-        part = self._host_parts[one.kind, one.chunk]
-        in_flight: list[object] = []
-        for entry in self._in_flight:
-            own = entry.lane
-            in_flight += (own.number or self._number(own), own is lane, entry.parcels, self._count_unseen_s(entry, part))
-        if self._link.queued:
-            latency_s, copy_s = self._link.count_front_s()
-            in_flight += (self._link.queued, round(latency_s, _DIGITS), round(copy_s, _DIGITS))
+    def _describe_beginning(self, part: _HostPart, lane: LaneRun | None) -> Hashable:
+        """Return all that a pass depends on, where nothing is on its way back.
+
+        Args:
+            part: What the host does in it.
+            lane: Its microbatch; None in a forward.
+        """
         lead_s = self._count_lead_s()
         lead_s = part.seconds if lead_s >= part.seconds else round(lead_s, _DIGITS)
-        return one.kind, one.chunk, lead_s, None if lane is None else lane.number or self._number(lane), *in_flight
+        number = None if lane is None else lane.number or self._number(lane)
+        if not self._in_flight:
+            return lead_s, number
+        found: list[object] = [lead_s, number]
+        for entry in self._in_flight:
+            own = entry.lane
+            found += (own.number or self._number(own), own is lane, entry.parcels, self._count_unseen_s(entry, part))
+        if self._link.queued:
+            latency_s, copy_s = self._link.count_front_s()
+            found += (self._link.queued, round(latency_s, _DIGITS), round(copy_s, _DIGITS))
+        return tuple(found)
 
     def _number(self, lane: LaneRun) -> int:
         """Give a microbatch in a chunk its number: the same from 1 on for all that are as far."""
@@ -231,7 +241,7 @@ class RepeatingRun(RankRun):
         budget_bytes = self._rank.host_budget_bytes
         return budget_bytes is None or self._host_bytes + outcome.rise_host_bytes <= budget_bytes
 
-    def _watch(self, one: Pass, beginning: Hashable) -> None:
+    def _watch(self, one: Pass, way: _Way, beginning: Hashable) -> None:
         """Run a pass, and note what it came to, or that this cannot be said of others that begin so."""
         self._collect(None)
         self._cut_front()
@@ -251,6 +261,7 @@ class RepeatingRun(RankRun):
         own, own_peak_bytes, own_host_peak_bytes = self._tallies, self._peak_bytes, self._host_peak_bytes
         own_label = self._peak_at[1]
         tallies.add(own, times=1)
+        own.slowed_s = self._link.slowed_s - slowed_s
         self._tallies = tallies
         self._host_peak_bytes = max(host_peak_bytes, own_host_peak_bytes)
         if own_peak_bytes <= peak_bytes:
@@ -262,9 +273,9 @@ class RepeatingRun(RankRun):
         queued = min(queued, kept)
         left = list(self._in_flight)[kept - queued :]
         if own.has_kept() or self._link.find_last(Direction.H2D) is not None:
-            self._never_alike.add(beginning)
+            way.never_alike.add(beginning)
             return
-        self._outcomes[beginning] = _Outcome(
+        way.outcomes[beginning] = _Outcome(
             seconds=self.clock_s - start_s,
             net_bytes=self._device_bytes - device_bytes,
             rise_bytes=own_peak_bytes - device_bytes,
@@ -280,10 +291,9 @@ class RepeatingRun(RankRun):
             front=self._link.get_front(),
             lane=lane.copy(),
             tallies=own,
-            slowed_s=self._link.slowed_s - slowed_s,
             first_lead_s=first_lead_s,
             lead_s=self._count_lead_s(),
-            has_host_wait=self._host_parts[one.kind, one.chunk].has_wait,
+            has_host_wait=way.part.has_wait,
         )
 
     def _repeat(self, one: Pass, outcome: _Outcome) -> None:
@@ -313,7 +323,7 @@ class RepeatingRun(RankRun):
         self._host_bytes += outcome.net_host_bytes
         self._in_flight_bytes = in_flight_bytes + outcome.net_in_flight_bytes
         self._abandoned = abandoned + outcome.net_abandoned
-        self._repeats[outcome] += 1
+        self._tallies.count_again(outcome.tallies)
         if outcome.left or self._link.queued:
             self._leave(outcome, lane, start_s)
 
@@ -330,13 +340,6 @@ class RepeatingRun(RankRun):
             self._in_flight.append(InFlight(copy, lane, left.entry.parcels, left.entry.size_bytes))
         waiting = [entry.copy for entry in self._in_flight if entry.copy.end_s == math.inf] if outcome.waiting else []
         self._link.resume(waiting, outcome.front, at_s=self.clock_s)
-
-    def _get_totals(self, step_s: float) -> RankResult:
-        for outcome, times in self._repeats.items():
-            self._tallies.add(outcome.tallies, times=times)
-            self._link.slowed_s += times * outcome.slowed_s
-        self._repeats.clear()
-        return super()._get_totals(step_s)
 
 
 def _find_host_part(steps: Sequence[Step]) -> _HostPart:

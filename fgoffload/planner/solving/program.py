@@ -305,10 +305,15 @@ class _Program:
         return scipy.optimize.LinearConstraint(matrix, lower, upper)
 
     def _read_peak(self, solution: Sequence[float]) -> int:
+        kept = [
+            chunk.kept.constant + sum(solution[variable] * factor for variable, factor in chunk.kept.items())
+            for chunk in self._chunks
+        ]
         most = 0.0
         for in_flight, backward in self._moments:
-            row = self._make_memory_row(in_flight, backward)
-            most = max(most, row.constant + sum(solution[variable] * factor for variable, factor in row.items()))
+            size = self._rank.static_bytes / self._unit_bytes
+            size += sum(microbatches * one for microbatches, one in zip(in_flight, kept, strict=True))
+            most = max(most, size if backward is None else size + solution[self._chunks[backward].extra])
         return round(most * self._unit_bytes)
 
     def _add(self, lower: float, upper: float, *, cost: float = 0.0, is_whole: bool = False) -> int:
