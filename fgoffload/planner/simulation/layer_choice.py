@@ -198,7 +198,18 @@ def resolve_layer(
         PlanError: The layer cannot do that: with the tags or units, and the fix.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
-    return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
+    staying = frozenset(staying_tags)
+    # Where nothing of them would leave it makes no difference that they stay.
+    if staying and _list_beside(layer, staying).isdisjoint(name for name, action in chosen if action.offloads):
+        staying = frozenset()
+    return _resolve(layer, chosen, min_offloaded_numel, staying)
+
+
+@functools.lru_cache(maxsize=64)
+def _list_beside(layer: LayerModel, tags: frozenset[str]) -> frozenset[str]:
+    """Return the tags with which something may leave that `tags` save too."""
+    tensors = (*layer.tensors, *(tensor for unit in layer.units for tensor in unit.keeps))
+    return frozenset(tag for tensor in tensors if tags.intersection(tensor.tags) for tag in tensor.tags)
 
 
 # Layers of one kind with the same choice are most of a model, and a solver asks for them again and again.

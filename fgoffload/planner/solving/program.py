@@ -20,8 +20,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.ranks.schedule import PassKind
@@ -271,6 +269,7 @@ class _Program:
 
     def solve(self, gap: float, time_limit_s: float) -> ProgramResult | None:
         """Hand it to HiGHS."""
+        import numpy as np
         import scipy.optimize
 
         options = {"mip_rel_gap": gap} | ({} if math.isinf(time_limit_s) else {"time_limit": max(time_limit_s, 0.01)})
