@@ -176,7 +176,6 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
     from fgoffload.planner.late_host import assume_late_host
@@ -193,6 +192,8 @@ def _plan(checked: PlanOptions) -> int:
         reserve_bytes = assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     elif checked.profile is not None:
+        from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
+
         reserve_bytes = checked.reserve_bytes or 0
         planned = PlannedTraining(
             source=str(checked.model),

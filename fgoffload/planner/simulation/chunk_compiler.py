@@ -24,8 +24,9 @@ megatron/core/tensor_parallel/random.py, megatron-core 0.16.1. Between two steps
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
@@ -55,6 +56,8 @@ from fgoffload.planner.simulation.chunk_program import (
 from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResolvedLayer, resolve_layer
 from fgoffload.tags import find_recompute_unit
 from fgoffload.watched import Watched, find_watched
+
+Item = TypeVar("Item")
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """What a plan says, by chunk and number of the layer, and there by tag or unit."""
@@ -261,7 +264,7 @@ class _Layer:
         self._end = len(numbered.model.segments)
         """Where what the model holds is read last: behind all stretches."""
         if has_held_input:
-            leaving = (replace(one, used_until=self._end) if _is_input(one.tensor) else one for one in resolved.leaving)
+            leaving = (one._replace(used_until=self._end) if _is_input(one.tensor) else one for one in resolved.leaving)
             resolved = replace(resolved, leaving=tuple(leaving))
         self.resolved = resolved
         self._kind = numbered.model.kind
@@ -335,38 +338,41 @@ class _Layer:
         """Add the forward of the layer."""
         groups = sorted(enumerate(self.resolved.groups, start=self._base), key=lambda pair: pair[1].submitted_as)
         starts = {group.starts_at for _, group in groups}
+        held = _group_by_place((group.held_over, index) for index, group in groups if group.held_over is not None)
+        ended = _group_by_place((group.ends_after, index) for index, group in groups if group.held_over is None)
+        read = _group_by_place((one.used_until, parcel) for one, parcel in self._parcels if self._is_read_later(one))
+        saved_bytes = self.resolved.saved_bytes
         if self._has_copies and not self._runs_again_as_a_whole:
             steps.add(PollStep())
         for place, segment in enumerate(self._segments):
             if place in starts:
                 steps.add(OpenStep())
             self._wait_for_host(steps, segment)
-            for index, group in groups:
-                if group.held_over == place:
-                    steps.add(SubmitStep(index))
-            net_bytes = self.resolved.saved_bytes.get(place, 0)
+            for index in held.get(place, ()):
+                steps.add(SubmitStep(index))
+            net_bytes = saved_bytes.get(place, 0)
             steps.compute(
                 Part(f"{self._name}.{segment.name}", segment.forward_pass_s, segment.forward_extra_bytes, net_bytes),
                 host_s=self._host_s,
             )
-            read = tuple(parcel for one, parcel in self._parcels if one.used_until == place and self._is_read_later(one))
-            if read:
-                steps.add(ReadStep(read))
-            for index, group in groups:
-                if group.ends_after == place and group.held_over is None:
-                    steps.add(SubmitStep(index))
+            if place in read:
+                steps.add(ReadStep(tuple(read[place])))
+            for index in ended.get(place, ()):
+                steps.add(SubmitStep(index))
             self._dispatch(steps, segment)
 
     def run_backward(self, steps: _Steps) -> None:
         """Add the backward of the layer, and what runs again in it."""
+        reruns = _group_by_place((rerun.before, rerun) for rerun in self.resolved.reruns)
+        freed = _group_by_place((one.freed_after, parcel) for one, parcel in self._parcels)
+        freed_bytes = self.resolved.freed_bytes
         for place in range(len(self._segments) - 1, -1, -1):
             segment = self._segments[place]
-            for rerun in self.resolved.reruns:
-                if rerun.before == place:
-                    self._take(steps, place, rerun.unit)
-                    self._run_again(steps, rerun)
+            for rerun in reruns.get(place, ()):
+                self._take(steps, place, rerun.unit)
+                self._run_again(steps, rerun)
             self._take(steps, place, None)
-            gone_bytes = self.resolved.freed_bytes.get(place, 0)
+            gone_bytes = freed_bytes.get(place, 0)
             steps.compute(
                 Part(f"{self._name}.{segment.name}", segment.backward_s, segment.backward_extra_bytes, -gone_bytes),
                 host_s=self._host_s,
@@ -374,9 +380,8 @@ class _Layer:
             if self._dispatcher is not None and self._holder is not None and place == self._holder.segments[0]:
                 # Input and gradient: the first was counted as saved until now, the second among what backward needs.
                 steps.add(HoldStep(self._dispatcher, 2 * _count_input_bytes(self.resolved)))
-            freed = tuple(parcel for one, parcel in self._parcels if one.freed_after == place)
-            if freed:
-                steps.add(FreeStep(freed))
+            if place in freed:
+                steps.add(FreeStep(tuple(freed[place])))
             if self._base == 0 and self.resolved.groups and self.resolved.groups[0].starts_at == place:
                 steps.add(PollStep())
             if place == self._behind_attention:
@@ -424,7 +429,9 @@ class _Layer:
         """Add who asks for something before the backward of stretch `place`: `unit` when it runs again, or the stretch."""
         if self._is_watched(place):
             self._let_go(steps, place, unit)
-        asked = self._asked.get((place, unit), {})
+        asked = self._asked.get((place, unit))
+        if asked is None:
+            return
         for asker in sorted(asked, key=lambda asker: -1 if asker is None else asker, reverse=True):
             steps.add(TakeStep(None if asker is None else self._base + asker, tuple(asked[asker])))
 
@@ -438,6 +445,13 @@ class _Layer:
         sizes_bytes = self.resolved.let_go_bytes.get((place, unit))
         if sizes_bytes:
             steps.add(LetGoStep(sizes_bytes))
+
+
+def _group_by_place(found: Iterable[tuple[int, Item]]) -> dict[int, list[Item]]:
+    groups: dict[int, list[Item]] = {}
+    for place, one in found:
+        groups.setdefault(place, []).append(one)
+    return groups
 
 
 def _find_behind_attention(segments: Sequence[Segment]) -> int | None:

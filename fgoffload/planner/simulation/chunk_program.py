@@ -34,8 +34,7 @@ class Part(NamedTuple):
     """Device bytes that are there when it is over, and were not before."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ComputeStep:
+class ComputeStep(NamedTuple):
     """Stretches of compute, one after the other, with nothing between them."""
 
     parts: tuple[Part, ...]
@@ -65,24 +64,21 @@ class OpenStep:
     """Forward reaches a site of which something leaves: the engine looks if something was left behind."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SubmitStep:
+class SubmitStep(NamedTuple):
     """A group leaves."""
 
     group: int
     """In the chunk."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReadStep:
+class ReadStep(NamedTuple):
     """Forward has read, for the last time, tensors that have been submitted before."""
 
     parcels: tuple[int, ...]
     """Which."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TakeStep:
+class TakeStep(NamedTuple):
     """Backward asks for tensors."""
 
     group: int | None
@@ -91,16 +87,14 @@ class TakeStep:
     """What it asks for; nothing where all that the group saved stayed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LetGoStep:
+class LetGoStep(NamedTuple):
     """Backward takes tensors that stayed of a layer of which others left: groups may come back in their place."""
 
     sizes_bytes: tuple[int, ...]
     """Of each, in order; 0 of one that was taken before."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FreeStep:
+class FreeStep(NamedTuple):
     """Backward no longer wants tensors that left."""
 
     parcels: tuple[int, ...]
@@ -160,8 +154,7 @@ Step = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Tensors of a layer that leave, return and go together."""
 
     size_bytes: int
@@ -174,8 +167,7 @@ class Parcel:
     """Forward still reads it when it is submitted."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GroupPlace:
+class GroupPlace(NamedTuple):
     """A group among those of a chunk."""
 
     label: str

@@ -42,6 +42,7 @@ class LaneRun:
         "is_copied",
         "is_read",
         "let_go_bytes",
+        "number",
         "program",
         "reloads",
         "states",
@@ -66,6 +67,8 @@ class LaneRun:
         """What backward took of sites that stay: it lets go of it when the op that asked is done."""
         self.ahead_bytes_of = [0] * len(program.groups)
         """By group: of `ahead_bytes`, those for it."""
+        self.number: int | None = None
+        """What tells it from others, where somebody has given it a number since it changed last."""
 
     def copy(self) -> "LaneRun":
         """Return another microbatch that is as far as this one: itself where nothing of it ever changes."""
@@ -85,6 +88,7 @@ class LaneRun:
         self.end, self.away = other.end, other.away
         self.ahead_bytes, self.let_go_bytes = other.ahead_bytes, other.let_go_bytes
         self.ahead_bytes_of = other.ahead_bytes_of.copy()
+        self.number = other.number
 
     def describe(self) -> Hashable:
         """Return what tells this microbatch from others in the same chunk, where none of its parcels is on its way back."""
@@ -98,10 +102,6 @@ class LaneRun:
             self.let_go_bytes,
             *self.ahead_bytes_of,
         )
-
-    def describe_parcels(self, parcels: Iterable[int]) -> list[Hashable]:
-        """Return what letting go of copies of `parcels` depends on."""
-        return [(self.states[one], self.is_read[one]) for one in parcels]
 
     def is_news(self, group: int) -> bool:
         """Return whether that something of `group` is asked for shows that backward has come to it."""

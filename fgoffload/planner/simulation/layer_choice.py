@@ -7,6 +7,7 @@ rules of `fgoffload.tags`, as the engine and the executor refuse it.
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, UnitModel
@@ -31,8 +32,7 @@ _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_
 """Tags whose groups end behind the others that end after the same stretch. Source: as above."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentTensor:
+class ResidentTensor(NamedTuple):
     """A tensor that is on the device from a forward, the first or one that runs again, until its backward."""
 
     tensor: SavedTensor
@@ -45,8 +45,7 @@ class ResidentTensor:
     """Who asks for what was saved, in the order of backward. Empty for what runs again made."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
+class Take(NamedTuple):
     """Backward asks for a tensor."""
 
     before: int
@@ -57,8 +56,7 @@ class Take:
     """The group of the site that asks, which tells the engine that backward has come there. None where that site stays."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LeavingTensor:
+class LeavingTensor(NamedTuple):
     """A tensor that leaves for the host and comes back."""
 
     tensor: SavedTensor
@@ -200,7 +198,18 @@ def resolve_layer(
         PlanError: The layer cannot do that: with the tags or units, and the fix.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
-    return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
+    staying = frozenset(staying_tags)
+    # Where nothing of them would leave it makes no difference that they stay.
+    if staying and _list_beside(layer, staying).isdisjoint(name for name, action in chosen if action.offloads):
+        staying = frozenset()
+    return _resolve(layer, chosen, min_offloaded_numel, staying)
+
+
+@functools.lru_cache(maxsize=64)
+def _list_beside(layer: LayerModel, tags: frozenset[str]) -> frozenset[str]:
+    """Return the tags with which something may leave that `tags` save too."""
+    tensors = (*layer.tensors, *(tensor for unit in layer.units for tensor in unit.keeps))
+    return frozenset(tag for tensor in tensors if tags.intersection(tensor.tags) for tag in tensor.tags)
 
 
 # Layers of one kind with the same choice are most of a model, and a solver asks for them again and again.
@@ -347,7 +356,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
 
 def _locate_made(one: ResidentTensor, segments: tuple[int, ...]) -> ResidentTensor:
     # What the unit hands on is saved by the stretch behind it: it is there when the unit is through.
-    return one if one.saved_after in segments else dataclasses.replace(one, saved_after=segments[-1])
+    return one if one.saved_after in segments else one._replace(saved_after=segments[-1])
 
 
 def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[ResidentTensor]:

@@ -106,13 +106,26 @@ class LinkQueue:
         queue = (self._d2h if direction is _D2H else self._h2d).queue
         return queue[-1] if queue else None
 
-    def get_front(self, direction: Direction) -> tuple[float, float]:
-        """Return the seconds of latency, and the bytes, that are left of the first copy of a direction's queue."""
-        lane = self._d2h if direction is Direction.D2H else self._h2d
-        return lane.latency_left_s, lane.bytes_left
+    @property
+    def is_returning(self) -> bool:
+        """Whether anything is on its way to the device."""
+        return bool(self._h2d.queue)
+
+    def get_first(self, direction: Direction) -> Copy | None:
+        """Return the copy that is under way, or None where the queue is empty."""
+        queue = (self._d2h if direction is _D2H else self._h2d).queue
+        return queue[0] if queue else None
+
+    def get_front(self) -> tuple[float, float]:
+        """Return the seconds of latency, and the bytes, that are left of the first copy to the host."""
+        return self._d2h.latency_left_s, self._d2h.bytes_left
+
+    def count_front_s(self) -> tuple[float, float]:
+        """Return the seconds of latency, and of copying with nothing the other way, that are left of it."""
+        return self._d2h.latency_left_s, self._d2h.bytes_left / self._d2h.rate_bytes_per_s
 
     def resume(self, copies: Sequence[Copy], front: tuple[float, float], *, at_s: float) -> None:
-        """Be at `at_s`, with `copies` on their way to the host and nothing else. The queues were empty.
+        """Be at `at_s`, with `copies` on their way to the host and nothing else.
 
         Args:
             copies: In order. The first has begun.
@@ -120,6 +133,7 @@ class LinkQueue:
             at_s: The moment.
         """
         self.now_s = at_s
+        self._d2h.queue.clear()
         self._d2h.queue.extend(copies)
         self.queued = len(copies)
         if copies:

@@ -9,7 +9,6 @@ beside this.
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -53,14 +52,17 @@ _D2H, _H2D = Direction
 _FORWARD, _STEP_AHEAD = PassKind.FORWARD, HostPace.STEP_AHEAD
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoundState:
+class RoundState(NamedTuple):
     """A rank between two rounds of its schedule."""
 
-    totals: RankResult
-    """What it has come to so far; `step_s` is how far it is."""
+    step_s: float
+    """How far it is."""
+    slowed_s: float
+    """What copies have slowed compute by, but for what is counted again."""
     left_behind: tuple[float, ...]
     """Bytes on the device, on the host, and on their way, and how far the host is ahead: what the next round finds."""
+    tallies: Tallies
+    """What it has come to so far."""
 
 
 class InFlight(NamedTuple):
@@ -99,6 +101,8 @@ class RankRun:
         self._link = LinkQueue(rank.link)
         self._tallies = Tallies()
         self._lanes: dict[tuple[int, int], LaneRun] = {}
+        # Of microbatches of which nothing leaves nothing ever changes.
+        self._unchanging = {chunk: LaneRun(program) for chunk, program in enumerate(programs) if not program.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._in_flight_bytes = 0
         # The step before has left what dispatchers hold.
@@ -139,7 +143,7 @@ class RankRun:
         self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
         if one.kind is _FORWARD:
-            lane = self._lanes[one.chunk, one.microbatch] = LaneRun(program)
+            lane = self._lanes[one.chunk, one.microbatch] = self._unchanging.get(one.chunk) or LaneRun(program)
             self._add_bytes(program.base_bytes, "start of the pass")
             for act, step in self._forwards[one.chunk]:
                 act(self, step, lane)
@@ -165,8 +169,10 @@ class RankRun:
         self._collect(None)
         left = (self._link.count_left_bytes(direction) for direction in Direction)
         return RoundState(
-            totals=self._get_totals(self.clock_s),
+            step_s=self.clock_s,
+            slowed_s=self._link.slowed_s,
             left_behind=(self._device_bytes, self._host_bytes, self._in_flight_bytes, self._count_lead_s(), *left),
+            tallies=self._tallies.copy(),
         )
 
     def finish(self) -> RankResult:
@@ -181,6 +187,8 @@ class RankRun:
 
     def _get_totals(self, step_s: float) -> RankResult:
         pass_, label = self._peak_at
+        counted = self._tallies.sum_up()
+        counted["slowed_s"] += self._link.slowed_s
         return RankResult(
             rank=self._rank.rank,
             step_s=step_s,
@@ -192,8 +200,7 @@ class RankRun:
             host_peak_bytes=self._host_peak_bytes,
             timeline=None if self._recorder is None else self._recorder.finish(),
             peaks=self._peaks,
-            slowed_s=self._link.slowed_s,
-            **self._tallies.sum_up(),
+            **counted,
         )
 
     def _count_lead_s(self) -> float:

@@ -1,19 +1,22 @@
 """Passes of a rank that begin alike, of which only the first is run step by step.
 
-Most passes find an idle link: what left in the pass before is through, or the rank had to wait for a neighbour meanwhile. What
-such a pass comes to does not depend on when it begins, but on where the parcels of its microbatch are, on which copies nobody
-has looked at yet, and on how far the host is ahead. In a step of hundreds of microbatches there are a dozen such beginnings on
-each rank. The first pass of each is run, and what it came to is noted; for those after it the same is counted.
+What a pass comes to does not depend on when it begins, but on where the parcels of its microbatch are, on which copies to the
+host are under way, how far the first of them is, and which nobody has looked at yet, and on how far the host is ahead. Most
+passes find an idle link, and where the link has no rest rounds of a schedule repeat: in a step of hundreds of microbatches
+there are a few dozen such beginnings on each rank. The first pass of each is run, and what it came to is noted; for those after
+it the same is counted.
 
     [Note: What is left of a pass]
     Copies to the host that are not through when it ends, and those that are and that nobody has looked at: each time they are
-    made anew, as much later as the pass begins later. All else is a difference: of bytes, of counts and of seconds. Copies to
-    the device that are under way behind a pass have no place here: backward has asked for all of them by then. A pass that
-    leaves any, or of which something stayed since the host budget was used up, is run each time.
+    made anew, as much later as the pass begins later, and those that were queued before it begin and end as much later. All
+    else is a difference: of bytes, of counts and of seconds. A copy that is under way between two passes counts in each of them
+    for as long as it ran there. Copies to the device that are under way behind a pass have no place here: backward has asked
+    for all of them by then. A pass that leaves or finds any, or of which something stayed since the host budget was used up, is
+    run each time.
 """
 
-import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -24,14 +27,13 @@ from fgoffload.planner.simulation.chunk_program import ChunkProgram, ComputeStep
 from fgoffload.planner.simulation.lane_run import LaneRun
 from fgoffload.planner.simulation.link_queue import Copy, Direction
 from fgoffload.planner.simulation.rank_run import InFlight, RankRun
-from fgoffload.planner.simulation.simulation_result import RankResult
 from fgoffload.planner.simulation.tallies import Cause, Tallies
 
 _FEWEST_PASSES = 16
 """Of a step with fewer passes none begins as one before it did, or a few: to look for them takes longer than to run them."""
 
-_LEAD_DIGITS = 9
-"""Of seconds by which the host is ahead: a nanosecond more or less is one of rounding."""
+_DIGITS = 9
+"""Of seconds by which the host is ahead, or that the first copy still takes: a nanosecond more or less is one of rounding."""
 
 _UNSEEN_S = 1e-6
 """Seconds: more than rounding, and less than any copy takes."""
@@ -43,9 +45,9 @@ _FORWARD = PassKind.FORWARD
 """To look up a member of an enumeration takes Python as long as a call."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Outcome:
-    """What a pass came to. Bytes and seconds are beside those with which it began."""
+    """What a pass came to. Bytes and seconds are beside those with which it began. Nobody changes one."""
 
     seconds: float
     """From its start to its end."""
@@ -65,16 +67,18 @@ class _Outcome:
     """Parcels that a copy still holds and nothing else."""
     released: int
     """Groups that were in flight when it began, and were let go of."""
+    queued: tuple["_Left", ...]
+    """Groups that were queued when it began and are still in flight, in order."""
     left: tuple["_Left", ...]
     """Groups of its own that are still in flight, in order."""
+    waiting: int
+    """How many of both have copies that are not through."""
     front: tuple[float, float]
     """Of the first copy that is not through: the seconds of latency and the bytes that are left."""
     lane: LaneRun
     """Its microbatch. Nobody changes this one."""
     tallies: Tallies
     """What was counted."""
-    slowed_s: float
-    """What compute took longer since copies ran beside it."""
     first_lead_s: float
     """How far the host was ahead at its start."""
     lead_s: float
@@ -83,9 +87,8 @@ class _Outcome:
     """Whether the host waits in it: see `_HostPart`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Left:
-    """A group that a pass has left in flight."""
+class _Left(NamedTuple):
+    """A group that is in flight behind a pass, and whose copy was not through before it."""
 
     entry: InFlight
     """As it was then."""
@@ -93,6 +96,16 @@ class _Left:
     """Of its copy, since the start of the pass; infinite where it has not begun. So is the next."""
     end_s: float
     submitted_s: float
+
+    @classmethod
+    def note(cls, entry: InFlight, since_s: float) -> "_Left":
+        """Return `entry` as it is behind a pass that began at `since_s`."""
+        copy = entry.copy
+        return cls(entry, copy.start_s - since_s, copy.end_s - since_s, copy.submitted_s - since_s)
+
+    def set_times(self, copy: Copy, since_s: float) -> None:
+        """Let `copy` begin and end as this one did, in a pass that began at `since_s`."""
+        copy.start_s, copy.end_s = since_s + self.start_s, since_s + self.end_s
 
 
 class _HostPart(NamedTuple):
@@ -106,6 +119,17 @@ class _HostPart(NamedTuple):
     """Whether it waits at all; else it is as much further ahead at the end as it was at the start."""
 
 
+class _Way(NamedTuple):
+    """Forwards, or backwards, through a chunk."""
+
+    part: _HostPart
+    """What the host does in each."""
+    outcomes: dict[Hashable, _Outcome]
+    """What they came to, by how they begin."""
+    never_alike: set[Hashable]
+    """How those begin that have to be run each time."""
+
+
 class RepeatingRun(RankRun):
     """A rank in the middle of a step, which runs no pass twice that begins alike.
 
@@ -116,17 +140,14 @@ class RepeatingRun(RankRun):
 
     def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram]) -> None:
         super().__init__(rank, programs, recorder=None)
-        self._outcomes: dict[Hashable, _Outcome] = {}
-        """By how a pass begins."""
-        self._never_alike: set[Hashable] = set()
-        """How those passes begin that have to be run each time."""
-        self._host_parts = {
-            (kind, chunk): _find_host_part(steps)
-            for chunk, program in enumerate(programs)
-            for kind, steps in ((PassKind.FORWARD, program.forward), (PassKind.BACKWARD, program.backward))
-        }
-        self._repeats: collections.Counter[_Outcome] = collections.Counter()
-        """How often each was counted again, and is not in the tallies yet."""
+        self._forward_ways = [_Way(_find_host_part(program.forward), {}, set()) for program in programs]
+        """By chunk."""
+        self._backward_ways = [_Way(_find_host_part(program.backward), {}, set()) for program in programs]
+        """By chunk."""
+        self._numbers: dict[Hashable, int] = {}
+        """Of microbatches that are as far as each other, by what tells them from others."""
+        self._released: dict[Hashable, int] = {}
+        """By the number of a microbatch and parcels: its number when copies of those have been let go of."""
 
     @staticmethod
     def has_repeats(rank: RankModel, programs: Sequence[ChunkProgram]) -> bool:
@@ -142,71 +163,119 @@ class RepeatingRun(RankRun):
             self._wait_until(ready_s, Cause.NEIGHBOURS)
         if self._link.queued:
             self._link.advance(self.clock_s)
-            if self._link.queued:
-                return super().run_pass(one, ready_s=ready_s)
-        beginning = self._describe_beginning(one)
-        outcome = self._outcomes.get(beginning)
+            if self._link.is_returning:
+                return self._run(one)
+        if one.kind is _FORWARD:
+            way, lane = self._forward_ways[one.chunk], None
+        else:
+            way, lane = self._backward_ways[one.chunk], self._lanes[one.chunk, one.microbatch]
+        beginning = self._describe_beginning(way.part, lane)
+        outcome = way.outcomes.get(beginning)
         if outcome is not None and self._has_room(outcome):
             self._repeat(one, outcome)
-        elif outcome is not None or beginning in self._never_alike:
-            super().run_pass(one, ready_s=ready_s)
+        elif outcome is not None or beginning in way.never_alike:
+            self._run(one)
         else:
-            self._watch(one, beginning)
+            self._watch(one, way, beginning)
         return self.clock_s
 
-    def _describe_beginning(self, one: Pass) -> Hashable:
-        """Return all that a pass depends on where the link is idle."""
+    def _run(self, one: Pass) -> float:
+        """Run a pass that begins now, step by step."""
         lane = self._lanes.get((one.chunk, one.microbatch))
-        part = self._host_parts[one.kind, one.chunk]
-        in_flight: list[object] = []
+        if lane is not None:
+            lane.number = None
+        return super().run_pass(one, ready_s=self.clock_s)
+
+    def _describe_beginning(self, part: _HostPart, lane: LaneRun | None) -> Hashable:
+        """Return all that a pass depends on, where nothing is on its way back.
+
+        Args:
+            part: What the host does in it.
+            lane: Its microbatch; None in a forward.
+        """
+        lead_s = self._count_lead_s()
+        lead_s = part.seconds if lead_s >= part.seconds else round(lead_s, _DIGITS)
+        number = None if lane is None else lane.number or self._number(lane)
+        if not self._in_flight:
+            return lead_s, number
+        found: list[object] = [lead_s, number]
         for entry in self._in_flight:
             own = entry.lane
-            in_flight += (id(own.program), own is lane, entry.parcels, self._count_unseen_s(entry, part))
-            in_flight += own.describe_parcels(entry.parcels)
-        lead_s = self._count_lead_s()
-        lead_s = part.seconds if lead_s >= part.seconds else round(lead_s, _LEAD_DIGITS)
-        return one.kind, one.chunk, lead_s, None if lane is None else lane.describe(), *in_flight
+            found += (own.number or self._number(own), own is lane, entry.parcels, self._count_unseen_s(entry, part))
+        if self._link.queued:
+            latency_s, copy_s = self._link.count_front_s()
+            found += (self._link.queued, round(latency_s, _DIGITS), round(copy_s, _DIGITS))
+        return tuple(found)
+
+    def _number(self, lane: LaneRun) -> int:
+        """Give a microbatch in a chunk its number: the same from 1 on for all that are as far."""
+        lane.number = self._numbers.setdefault((id(lane.program), lane.describe()), len(self._numbers) + 1)
+        return lane.number
+
+    def _release_oldest(self) -> None:
+        entry = self._in_flight[0]
+        lane, before = entry.lane, entry.lane.number
+        super()._release_oldest()
+        if before:
+            # Two that are as far as each other still are when the same copies are let go of.
+            step = (before, entry.parcels)
+            lane.number = self._released.get(step)
+            if lane.number is None:
+                self._released[step] = self._number(lane)
+
+    def _cut_front(self) -> None:
+        """Count the first copy to the host for as long as it has run. See [Note: What is left of a pass]."""
+        front = self._link.get_first(Direction.D2H)
+        if front is not None:
+            self._tallies.cut_copy(front, self.clock_s)
 
     def _count_unseen_s(self, entry: InFlight, part: _HostPart) -> float:
         """Return after how many seconds the host can see that a copy is through, `part.unseen_s` where it is later."""
         unseen_s = entry.copy.end_s - self._host_s
         if unseen_s <= 0.0 or not self._is_a_layer_ahead:
             return 0.0
-        return part.unseen_s if unseen_s >= part.unseen_s else round(unseen_s, _LEAD_DIGITS)
+        return part.unseen_s if unseen_s >= part.unseen_s else round(unseen_s, _DIGITS)
 
     def _has_room(self, outcome: _Outcome) -> bool:
         """Return whether the host budget takes all that a pass moves."""
         budget_bytes = self._rank.host_budget_bytes
         return budget_bytes is None or self._host_bytes + outcome.rise_host_bytes <= budget_bytes
 
-    def _watch(self, one: Pass, beginning: Hashable) -> None:
+    def _watch(self, one: Pass, way: _Way, beginning: Hashable) -> None:
         """Run a pass, and note what it came to, or that this cannot be said of others that begin so."""
         self._collect(None)
+        self._cut_front()
         start_s, device_bytes, host_bytes = self.clock_s, self._device_bytes, self._host_bytes
         in_flight_bytes, abandoned, slowed_s = self._in_flight_bytes, self._abandoned, self._link.slowed_s
         first_lead_s = self._count_lead_s()
-        earlier = list(self._in_flight)
+        earlier, queued = list(self._in_flight), self._link.queued
         key = (one.chunk, one.microbatch)
         lane = self._lanes.get(key)
         tallies, self._tallies = self._tallies, Tallies()
         peak_bytes, peak_at, host_peak_bytes = self._peak_bytes, self._peak_at, self._host_peak_bytes
         self._peak_bytes = self._host_peak_bytes = _NOTHING_SEEN
-        super().run_pass(one, ready_s=start_s)
+        self._run(one)
         self._link.advance(self.clock_s)
         self._collect(None)
+        self._cut_front()
         own, own_peak_bytes, own_host_peak_bytes = self._tallies, self._peak_bytes, self._host_peak_bytes
         own_label = self._peak_at[1]
         tallies.add(own, times=1)
+        own.slowed_s = self._link.slowed_s - slowed_s
         self._tallies = tallies
         self._host_peak_bytes = max(host_peak_bytes, own_host_peak_bytes)
         if own_peak_bytes <= peak_bytes:
             self._peak_bytes, self._peak_at = peak_bytes, peak_at
         lane = self._lanes[key] if lane is None else lane
-        left = [entry for entry in self._in_flight if not any(entry is other for other in earlier)]
+        self._number(lane)
+        still = set(map(id, self._in_flight))
+        kept = sum(id(entry) in still for entry in earlier)
+        queued = min(queued, kept)
+        left = list(self._in_flight)[kept - queued :]
         if own.has_kept() or self._link.find_last(Direction.H2D) is not None:
-            self._never_alike.add(beginning)
+            way.never_alike.add(beginning)
             return
-        self._outcomes[beginning] = _Outcome(
+        way.outcomes[beginning] = _Outcome(
             seconds=self.clock_s - start_s,
             net_bytes=self._device_bytes - device_bytes,
             rise_bytes=own_peak_bytes - device_bytes,
@@ -215,23 +284,16 @@ class RepeatingRun(RankRun):
             rise_host_bytes=own_host_peak_bytes - host_bytes,
             net_in_flight_bytes=self._in_flight_bytes - in_flight_bytes,
             net_abandoned=self._abandoned - abandoned,
-            released=len(earlier) - (len(self._in_flight) - len(left)),
-            left=tuple(
-                _Left(
-                    entry=entry,
-                    start_s=entry.copy.start_s - start_s,
-                    end_s=entry.copy.end_s - start_s,
-                    submitted_s=entry.copy.submitted_s - start_s,
-                )
-                for entry in left
-            ),
-            front=self._link.get_front(Direction.D2H),
+            released=len(earlier) - kept,
+            queued=tuple(_Left.note(entry, start_s) for entry in left[:queued]),
+            left=tuple(_Left.note(entry, start_s) for entry in left[queued:]),
+            waiting=self._link.queued,
+            front=self._link.get_front(),
             lane=lane.copy(),
             tallies=own,
-            slowed_s=self._link.slowed_s - slowed_s,
             first_lead_s=first_lead_s,
             lead_s=self._count_lead_s(),
-            has_host_wait=self._host_parts[one.kind, one.chunk].has_wait,
+            has_host_wait=way.part.has_wait,
         )
 
     def _repeat(self, one: Pass, outcome: _Outcome) -> None:
@@ -239,6 +301,8 @@ class RepeatingRun(RankRun):
         start_s, device_bytes = self.clock_s, self._device_bytes
         in_flight_bytes, abandoned = self._in_flight_bytes, self._abandoned
         more_s = 0.0 if outcome.has_host_wait else self._count_lead_s() - outcome.first_lead_s
+        if self._link.queued:
+            self._cut_front()
         for _ in range(outcome.released):
             self._release_oldest()
         key = (one.chunk, one.microbatch)
@@ -259,28 +323,23 @@ class RepeatingRun(RankRun):
         self._host_bytes += outcome.net_host_bytes
         self._in_flight_bytes = in_flight_bytes + outcome.net_in_flight_bytes
         self._abandoned = abandoned + outcome.net_abandoned
-        self._repeats[outcome] += 1
-        if outcome.left:
+        self._tallies.count_again(outcome.tallies)
+        if outcome.left or self._link.queued:
             self._leave(outcome, lane, start_s)
 
     def _leave(self, outcome: _Outcome, lane: LaneRun, start_s: float) -> None:
-        """Put what a pass has left in flight there."""
-        queued = []
+        """Put what is in flight behind a pass there."""
+        if outcome.queued:
+            earlier = itertools.islice(self._in_flight, len(self._in_flight) - len(outcome.queued), None)
+            for left, entry in zip(outcome.queued, earlier, strict=True):
+                left.set_times(entry.copy, start_s)
         for left in outcome.left:
             was = left.entry.copy
             copy = Copy(was.direction, was.size_bytes, mover=was.mover, label=was.label, submitted_s=start_s + left.submitted_s)
-            copy.start_s, copy.end_s = start_s + left.start_s, start_s + left.end_s
+            left.set_times(copy, start_s)
             self._in_flight.append(InFlight(copy, lane, left.entry.parcels, left.entry.size_bytes))
-            if copy.end_s == math.inf:
-                queued.append(copy)
-        self._link.resume(queued, outcome.front, at_s=self.clock_s)
-
-    def _get_totals(self, step_s: float) -> RankResult:
-        for outcome, times in self._repeats.items():
-            self._tallies.add(outcome.tallies, times=times)
-            self._link.slowed_s += times * outcome.slowed_s
-        self._repeats.clear()
-        return super()._get_totals(step_s)
+        waiting = [entry.copy for entry in self._in_flight if entry.copy.end_s == math.inf] if outcome.waiting else []
+        self._link.resume(waiting, outcome.front, at_s=self.clock_s)
 
 
 def _find_host_part(steps: Sequence[Step]) -> _HostPart:
@@ -294,5 +353,5 @@ def _find_host_part(steps: Sequence[Step]) -> _HostPart:
 
 
 def _make_host_part(seconds: float, *, has_wait: bool) -> _HostPart:
-    unseen_s = round(seconds + _UNSEEN_S, _LEAD_DIGITS)
-    return _HostPart(round(seconds, _LEAD_DIGITS), unseen_s, has_wait=has_wait)
+    unseen_s = round(seconds + _UNSEEN_S, _DIGITS)
+    return _HostPart(round(seconds, _DIGITS), unseen_s, has_wait=has_wait)

@@ -23,6 +23,7 @@ from typing import Any
 
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.pass_order import PassOrder
+from fgoffload.planner.simulation.rank_run import RoundState
 from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffic, Waits
 
 _UNTIL_UNDER_WAY = 2
@@ -148,8 +149,12 @@ def _measure_rounds(order: PassOrder, places: Sequence[int], rounds: Rounds) -> 
         if not all(mark in states for mark in marks):
             return []
         seen = [states[mark] for mark in marks]
-        counted = [_subtract(before, after) for before, after in itertools.pairwise(_name_numbers(one.totals) for one in seen)]
-        if not (_is_close(*counted) and _is_close(*(state.left_behind for state in seen))):
+        lengths_s = [[after.step_s - before.step_s] for before, after in itertools.pairwise(seen)]
+        # What is cheap to compare comes first.
+        if not (_is_close(*(state.left_behind for state in seen)) and _is_close(*lengths_s)):
+            return []
+        counted = [_subtract(before, after) for before, after in itertools.pairwise(map(_name_numbers, seen))]
+        if not _is_close(*counted):
             return []
         found.append(counted[-1])
     return found
@@ -224,10 +229,12 @@ def _subtract(before: Mapping[str, float], after: Mapping[str, float]) -> dict[s
     return {name: number - before.get(name, 0) for name, number in after.items()}
 
 
-def _name_numbers(result: RankResult) -> dict[str, float]:
-    numbers = {name: getattr(result, name) for name in _COUNTED}
-    numbers |= {f"waits.{name}": getattr(result.waits, name) for name in _WAITS}
-    for tag in result.tags:
+def _name_numbers(state: RoundState) -> dict[str, float]:
+    counted = state.tallies.sum_up()
+    counted |= {"step_s": state.step_s, "slowed_s": state.slowed_s + counted["slowed_s"]}
+    numbers = {name: counted[name] for name in _COUNTED}
+    numbers |= {f"waits.{name}": getattr(counted["waits"], name) for name in _WAITS}
+    for tag in counted["tags"]:
         label = _label(tag)
         numbers |= {f"{label}.{name}": getattr(tag, name) for name in _TAG_NUMBERS}
     return numbers

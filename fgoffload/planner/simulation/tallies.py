@@ -1,5 +1,6 @@
 """What a simulation counts while it runs: by tag and kind of layer, by cause of waiting, and over time where wanted."""
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -47,6 +48,18 @@ class Tallies:
         """By cause."""
         self.compute_s = 0.0
         self.recompute_s = 0.0
+        self.slowed_s = 0.0
+        """What compute took longer in what is counted again: of the rest the link knows."""
+        self._again: collections.Counter[Tallies] = collections.Counter()
+        """What is counted again, how often, and is not in the other numbers yet."""
+
+    def copy(self) -> "Tallies":
+        """Return the counts as they are now."""
+        other = Tallies()
+        other.add(self, times=1)
+        for one, times in self._again.items():
+            other.count_again(one, times=times)
+        return other
 
     def get(self, mover: Mover) -> _Tally:
         """Return the counts of `mover`."""
@@ -70,6 +83,12 @@ class Tallies:
             tally.h2d_s += copy.end_s - copy.start_s
         tally.exposed_s += exposed_s
 
+    def cut_copy(self, copy: Copy, at_s: float) -> None:
+        """Count a copy to the host up to `at_s`, and let what is counted later begin there."""
+        if copy.mover is not None:
+            self.get(copy.mover).d2h_s += at_s - copy.start_s
+        copy.start_s = at_s
+
     def add(self, other: "Tallies", *, times: int) -> None:
         """Count what `other` has so many times as well."""
         for mover, counted in other.movers.items():
@@ -85,13 +104,21 @@ class Tallies:
             self.waits_s[cause] += times * seconds
         self.compute_s += times * other.compute_s
         self.recompute_s += times * other.recompute_s
+        self.slowed_s += times * other.slowed_s
+
+    def count_again(self, other: "Tallies", *, times: int = 1) -> None:
+        """Count what `other` has so many times more. Nobody changes it any more."""
+        self._again[other] += times
 
     def has_kept(self) -> bool:
         """Return whether anything stayed since the host budget was used up."""
         return any(tally.kept_bytes for tally in self.movers.values())
 
     def sum_up(self) -> dict[str, Any]:
-        """Return what was counted, by the fields of `RankResult`."""
+        """Return what was counted, by the fields of `RankResult`; `slowed_s` of what was counted again alone."""
+        for other, times in self._again.items():
+            self.add(other, times=times)
+        self._again.clear()
         tags = tuple(
             TagTraffic(
                 kind=mover.kind,
@@ -120,6 +147,7 @@ class Tallies:
             "waits": waits,
             "compute_s": self.compute_s,
             "recompute_s": self.recompute_s,
+            "slowed_s": self.slowed_s,
             "tags": tags,
         }
 

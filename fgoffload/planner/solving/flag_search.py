@@ -32,7 +32,7 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 Recompute = SelectiveRecompute | FullRecompute | None
 
 _MOST_SIMULATIONS = 150
-"""Of settings with tags."""
+"""Of settings with tags; one that keeps to the budget on the first rank counts as if it were simulated on all."""
 
 _MOST_SETS = 4
 """Of them, of sets of tags for each recompute, before the next one has its turn."""
@@ -115,8 +115,9 @@ class FlagSearch:
     """
 
     def __init__(self, ranks: Sequence[RankModel], budget_bytes: int) -> None:
-        self._short = shorten_together(ranks, [shorten(rank) for rank in ranks])
-        self._ranks = _pick_fullest(ranks)
+        shorts = [shorten(rank) for rank in ranks]
+        self._short = shorten_together(ranks, shorts)
+        self._ranks = [shorts[place] for place in _pick_fullest(ranks)]
         self._budget_bytes = self._whole_budget_bytes = budget_bytes
         self._results: dict[tuple[int, MegatronFlags], tuple[int, float]] = {}
         self._checks = 0
@@ -144,12 +145,12 @@ class FlagSearch:
         """Simulate whatever flags may be best."""
         starts = [MegatronFlags(recompute=one) for one in self._list_recomputes()]
         self._simulate_all(starts)
-        most = len(self._results) + _MOST_SIMULATIONS
+        most = self._count() + _MOST_SIMULATIONS
         for start in sorted(starts, key=self._get_step_s):
             # What is slower by itself than something that fits is slower with tags too.
-            if self._get_step_s(start) >= self._find_least_s() or len(self._results) >= most:
+            if self._get_step_s(start) >= self._find_least_s() or self._count() >= most:
                 return
-            self._try_tags(start, most=min(most, len(self._results) + _MOST_SETS))
+            self._try_tags(start, most=min(most, self._count() + _MOST_SETS))
 
     def _try_tags(self, start: MegatronFlags, *, most: int) -> None:
         """Simulate sets of tags beside a recompute, with each tag alone first, until nothing may be better."""
@@ -159,7 +160,7 @@ class FlagSearch:
         self._simulate_all(alone.values())
         sets = itertools.chain.from_iterable(itertools.combinations(tags, count) for count in range(2, len(tags) + 1))
         candidates = [_add_tags(start, names) for names in sets]
-        while len(self._results) < most:
+        while self._count() < most:
             # What is estimated a bit slower than the best is tried until one fits: one tag more can make it faster.
             has_fitting = any(flags.recompute == start.recompute for flags in self.list_best())
             longest_s = self._find_least_s() * (1 if has_fitting else _CLOSE)
@@ -178,22 +179,21 @@ class FlagSearch:
         while best is not None and self._get_step_s(best) <= self._find_least_s() * _CLOSE:
             longer = [_add_tags(best, [tag]) for tag in tags if tag not in best.offload_modules]
             self._simulate_all(longer)
-            better = min(longer, key=self._score, default=best)
-            best = better if self._score(better) < self._score(best) else None
+            better = self._pick([best, *longer])
+            best = better if better is not best else None
 
     def find_best(self) -> MegatronFlags | None:
         """Return the best flags that were simulated and keep to the budget, or None."""
-        best = min(dict.fromkeys(flags for _, flags in self._results), key=self._score, default=None)
+        best = self._pick(dict.fromkeys(flags for _, flags in self._results))
         return None if best is None or self._score(best)[0] else best
 
     def list_best(self) -> list[MegatronFlags]:
         """Return the best flags of each recompute that were simulated and keep to the budget, the best first."""
-        best: dict[Recompute, MegatronFlags] = {}
+        alike: dict[Recompute, list[MegatronFlags]] = {}
         for flags in dict.fromkeys(flags for _, flags in self._results):
-            other = best.get(flags.recompute)
-            if not self._score(flags)[0] and (other is None or self._score(flags) < self._score(other)):
-                best[flags.recompute] = flags
-        return sorted(best.values(), key=self._score)
+            alike.setdefault(flags.recompute, []).append(flags)
+        best = (self._pick(settings) for settings in alike.values())
+        return sorted((flags for flags in best if flags is not None and not self._score(flags)[0]), key=self._score)
 
     def exclude(self, flags: MegatronFlags, result: StepResult) -> None:
         """Take note that `flags` come to `result`, which is too much on its worst rank, beside its neighbours.
@@ -206,10 +206,24 @@ class FlagSearch:
         more_bytes = worst.peak_bytes - max(self._simulate(one, flags)[0] for one in self._ranks)
         self._budget_bytes = min(self._budget_bytes, self._whole_budget_bytes - more_bytes)
 
-    def _score(self, flags: MegatronFlags) -> tuple[float, ...]:
-        """Return what better flags have less of: bytes above the budget, time, words."""
+    def _pick(self, settings: Iterable[MegatronFlags]) -> MegatronFlags | None:
+        """Return the best of `settings`, the first of those that are as good, or None where there are none.
+
+        What is no better than another one on the first rank alone is not simulated on the others.
+        """
+        best: tuple[tuple[float, ...], int, MegatronFlags] | None = None
+        numbered = [(self._score(flags, self._ranks[:1]), number, flags) for number, flags in enumerate(settings)]
+        for least, number, flags in sorted(numbered, key=lambda one: one[:2]):
+            if best is not None and least > best[0]:
+                break
+            one = (self._score(flags), number, flags)
+            best = one if best is None or one[:2] < best[:2] else best
+        return None if best is None else best[2]
+
+    def _score(self, flags: MegatronFlags, ranks: Sequence[RankModel] | None = None) -> tuple[float, ...]:
+        """Return what better flags have less of, on some ranks or on all: bytes above the budget, time, words."""
         above_bytes, step_s = 0, 0.0
-        for rank in self._ranks:
+        for rank in self._ranks if ranks is None else ranks:
             peak_bytes, rank_s = self._simulate(rank, flags)
             above_bytes, step_s = max(above_bytes, peak_bytes - self._budget_bytes), max(step_s, rank_s)
             if above_bytes:
@@ -224,13 +238,17 @@ class FlagSearch:
         return self._results[key]
 
     def _simulate_all(self, settings: Iterable[MegatronFlags]) -> None:
-        """Simulate what scores need, side by side: a rank only where those before it keep to the budget."""
-        left = list(dict.fromkeys(settings))
-        for rank in self._ranks:
-            missing = [flags for flags in left if (rank.rank, flags) not in self._results]
-            found = map_in_processes(functools.partial(_simulate_rank, rank), missing)
-            self._results |= {(rank.rank, flags): result for flags, result in zip(missing, found, strict=True)}
-            left = [flags for flags in left if self._results[rank.rank, flags][0] <= self._budget_bytes]
+        """Simulate on the first rank what scores need, side by side."""
+        first = self._ranks[0]
+        missing = [flags for flags in dict.fromkeys(settings) if (first.rank, flags) not in self._results]
+        found = map_in_processes(functools.partial(_simulate_rank, first), missing)
+        self._results |= {(first.rank, flags): result for flags, result in zip(missing, found, strict=True)}
+
+    def _count(self) -> int:
+        """Return what the settings so far count: those that keep to the budget on the first rank once for each rank."""
+        first = self._ranks[0].rank
+        fitting = [peak_bytes <= self._budget_bytes for (rank, _), (peak_bytes, _) in self._results.items() if rank == first]
+        return len(fitting) + (len(self._ranks) - 1) * sum(fitting)
 
     def _get_step_s(self, flags: MegatronFlags) -> float:
         return self._simulate(self._ranks[0], flags)[1]
@@ -332,11 +350,11 @@ def _simulate_rank(rank: RankModel, flags: MegatronFlags) -> tuple[int, float]:
     return result.peak_bytes, result.step_s
 
 
-def _pick_fullest(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Return the rank with the highest peak where all is kept, and where layers run again, if that is another; shortened."""
+def _pick_fullest(ranks: Sequence[RankModel]) -> list[int]:
+    """Return the number of the rank with the highest peak where all is kept, and where layers run again, if that is another."""
     plans = [flags.make_plan(ranks) for flags in (MegatronFlags(), FULL_RECOMPUTE)]
     results = [max(simulate(ranks, plan).ranks, key=lambda result: result.peak_bytes) for plan in plans]
-    return [shorten(ranks[place]) for place in dict.fromkeys(result.rank for result in results)]
+    return list(dict.fromkeys(result.rank for result in results))
 
 
 def _recompute_only(module: str) -> MegatronFlags:

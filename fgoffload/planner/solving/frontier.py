@@ -23,8 +23,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import numpy as np
-
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
@@ -181,6 +179,8 @@ def list_candidates(layer: LayerModel, modes: Sequence[Mode], *, longest: int) -
 
 def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
     """Return the places of those rows that no other row is at most as large as in all columns; of equal rows the first."""
+    import numpy as np  # a tenth of a second, in which another process looks for flags
+
     table = np.array(costs, dtype=float)
     order = np.lexsort(table.T[::-1])
     efficient: list[int] = []

@@ -31,4 +31,5 @@ def find_watched_ops(layer: LayerModel, configuration: Configuration) -> Watched
 
 
 def _list_leaving(configuration: Configuration) -> list[str]:
-    return [tag for tag, action in configuration.actions if action.offloads]
+    choices = (configuration.mode.base, *configuration.chosen)
+    return [tag for choice in choices for tag, action in choice.actions if action.offloads]

@@ -135,9 +135,9 @@ class MegatronFlags:
     def _list_tags(self, layer: NumberedLayer, units: Sequence[str]) -> Iterator[str]:
         """Yield the selected tags that have a site in a layer where `units` run again, in the order of forward."""
         covered = {name for unit in RECOMPUTE_UNITS if unit.name in units for name in unit.covers}
+        saved = {tag for tensor in layer.model.tensors for tag in tensor.tags}
         for tag in default_tags().names:
-            is_saved = any(tag in tensor.tags for tensor in layer.model.tensors)
-            if tag in self.offload_modules and is_saved and tag not in covered and (tag != LAYER_INPUT or LAYER in units):
+            if tag in self.offload_modules and tag in saved and tag not in covered and (tag != LAYER_INPUT or LAYER in units):
                 yield tag
 
 

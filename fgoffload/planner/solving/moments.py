@@ -4,12 +4,16 @@ A step of hundreds of passes has a dozen such moments that matter, whatever a pl
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
+
+_KNOWN_STEPS = 64
+"""Each program of a rank asks for the moments of its step again."""
 
 Way = tuple[PassKind, int]
 """Forward or backward, and through which chunk."""
@@ -43,6 +47,11 @@ def list_moments(passes: Sequence[Pass], *, chunks: int) -> tuple[Moment, ...]:
         passes: Of a step, in order.
         chunks: Of the rank.
     """
+    return _list_moments(tuple(passes), chunks)
+
+
+@functools.lru_cache(maxsize=_KNOWN_STEPS)
+def _list_moments(passes: tuple[Pass, ...], chunks: int) -> tuple[Moment, ...]:
     by_gap: dict[Gap, set[tuple[int, ...]]] = {}
     for gap, in_flight in _list_places(passes, chunks):
         # Between a backward and a forward there is less than before the one, and than behind the other.

@@ -20,8 +20,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.ranks.schedule import PassKind
@@ -271,6 +269,7 @@ class _Program:
 
     def solve(self, gap: float, time_limit_s: float) -> ProgramResult | None:
         """Hand it to HiGHS."""
+        import numpy as np
         import scipy.optimize
 
         options = {"mip_rel_gap": gap} | ({} if math.isinf(time_limit_s) else {"time_limit": max(time_limit_s, 0.01)})
@@ -305,10 +304,15 @@ class _Program:
         return scipy.optimize.LinearConstraint(matrix, lower, upper)
 
     def _read_peak(self, solution: Sequence[float]) -> int:
+        kept = [
+            chunk.kept.constant + sum(solution[variable] * factor for variable, factor in chunk.kept.items())
+            for chunk in self._chunks
+        ]
         most = 0.0
         for in_flight, backward in self._moments:
-            row = self._make_memory_row(in_flight, backward)
-            most = max(most, row.constant + sum(solution[variable] * factor for variable, factor in row.items()))
+            size = self._rank.static_bytes / self._unit_bytes
+            size += sum(microbatches * one for microbatches, one in zip(in_flight, kept, strict=True))
+            most = max(most, size if backward is None else size + solution[self._chunks[backward].extra])
         return round(most * self._unit_bytes)
 
     def _add(self, lower: float, upper: float, *, cost: float = 0.0, is_whole: bool = False) -> int:

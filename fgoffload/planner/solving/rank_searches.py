@@ -83,8 +83,9 @@ class RankSearches:
                 shorts[place],
                 modes[place],
                 points=functools.partial(self._measure_layers, self.ranks[place]),
+                judge=_make_judge(shorts[place], Detail.TOTALS),
                 # Programs get a price from small differences, and of equal choices of a program its last digits decide.
-                judge=_make_judge(shorts[place], Detail.DIGITS),
+                judge_digits=_make_judge(shorts[place], Detail.DIGITS),
                 judge_peaks=_make_judge(shorts[place], Detail.PEAKS),
                 tries_all=place in tried,
                 limits=limits,
@@ -162,10 +163,14 @@ class RankSearches:
         """Return what `find_nearest` does, if a step of all microbatches keeps to the budget as well."""
         if budget_bytes and budget_bytes not in self._flags:
             # The first process gets ready for the searches, and another one looks for flags meanwhile.
-            work: list[Callable[[], Any]] = [functools.partial(self._prepare, budget_bytes)]
+            work: list[Callable[[], Any]] = [functools.partial(self.prepare, budget_bytes)]
             work.append(lambda: FlagSearch(self.ranks, budget_bytes).find())
             _, self._flags[budget_bytes] = map_in_processes(_call, work)
         return self._flags.get(budget_bytes)
+
+    def learn_flags(self, budget_bytes: int, flags: MegatronFlags | None) -> None:
+        """Take note of what a search for flags has found for a budget."""
+        self._flags[budget_bytes] = flags
 
     def _learn_nearest(self, budget_bytes: int, flags: MegatronFlags | None, result: StepResult | None) -> None:
         """Take note of what the flags for a budget come to, and look for others where that is too much."""
@@ -180,7 +185,7 @@ class RankSearches:
             key = _make_key(self._read_plan(nearest.flags.make_plan(self.ranks)))
             self._results.setdefault(key, nearest.result)
 
-    def _prepare(self, budget_bytes: int) -> None:
+    def prepare(self, budget_bytes: int) -> None:
         """Import and measure what programs need, where there are any, so that no copy of this process has to."""
         if any(search.needs_programs(budget_bytes) for search in self._apart):
             load_solver()
@@ -287,7 +292,7 @@ class RankSearches:
 
     def _find_starts(self, budget_bytes: int, starts: Sequence[Sequence[State]]) -> dict[int, Found]:
         """Return what each rank begins with, by number of its search."""
-        self._prepare(budget_bytes)
+        self.prepare(budget_bytes)
         length = -(-len(self._apart) // _CHAINS)
         chains = [range(first, min(first + length, len(self._apart))) for first in range(0, len(self._apart), length)]
         founds: dict[int, Found] = {}
@@ -401,6 +406,31 @@ class RankSearches:
         moved_bytes = sum(configuration.moved_bytes for configuration in configurations)
         rows = sum(len(configuration.actions) for configuration in configurations)
         return (max(result.peak_bytes - budget_bytes, 0), round(result.step_s, 9), moved_bytes, rows)
+
+
+def begin_searches(ranks: Sequence[RankModel], *, budget_bytes: int, limits: SearchLimits, deadline_s: float) -> RankSearches:
+    """Return the searches of all ranks, ready for a budget; another process looks for the nearest flags meanwhile.
+
+    Args:
+        ranks: The pipeline, by number.
+        budget_bytes: Of each device, more than what is always there.
+        limits: How long to look, over all ranks.
+        deadline_s: When to stop, by `time.monotonic`.
+
+    Raises:
+        ConfigError: As `RankSearches`.
+    """
+
+    def get_ready() -> RankSearches:
+        searches = RankSearches(ranks, limits=limits, deadline_s=deadline_s)
+        searches.prepare(budget_bytes)
+        return searches
+
+    work: list[Callable[[], Any]] = [get_ready, lambda: FlagSearch(ranks, budget_bytes).find()]
+    searches: RankSearches
+    searches, flags = map_in_processes(_call, work)
+    searches.learn_flags(budget_bytes, flags)
+    return searches
 
 
 def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> Mapping[str, tuple[Mode, ...]]:

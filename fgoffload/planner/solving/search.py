@@ -111,6 +111,7 @@ class RankSearch:
         modes: What each kind of its layers may choose from.
         points: Measures what is worth having of that, for programs. Not called where none is needed.
         judge: Says how good a plan is.
+        judge_digits: Says the same, down to the last digits of its seconds.
         judge_peaks: Says the same, and the most on the device at each stretch.
         tries_all: Whether all plans for the rank are simulated, in place of programs and what betters them.
         limits: How long to look otherwise.
@@ -124,6 +125,7 @@ class RankSearch:
         *,
         points: Callable[[], Mapping[str, LayerPoints]],
         judge: Judge,
+        judge_digits: Judge,
         judge_peaks: Judge,
         tries_all: bool,
         limits: SearchLimits,
@@ -135,6 +137,7 @@ class RankSearch:
         self.simulations = 0
         """How many were run."""
         self._judge = judge
+        self._judge_digits = judge_digits
         self._judge_peaks = judge_peaks
         self._points = points
         self._tries_all = tries_all
@@ -142,6 +145,8 @@ class RankSearch:
         self._deadline_s = deadline_s
         self.knowledge: Knowledge = {}
         """What was found out so far."""
+        self._digits: dict[object, Verdict] = {}
+        """The same down to the last digits, of what programs came to and of what ranks begin with."""
         self._loose: dict[int, list[State]] = {}
         self._in_flight = _count_in_flight_at_peak(rank)
         self.layer_passes = count_layer_passes(rank)
@@ -164,6 +169,15 @@ class RankSearch:
             self.simulations += 1
             self.knowledge[key] = (state, self._judge(make_plan([(self.slots, state)])))
         return self.knowledge[key][1]
+
+    def _judge_to_digits(self, state: State) -> Verdict:
+        """Return what the judge says of `state`, down to the last digits: what decides by these asks for them."""
+        key = make_key(state)
+        if key not in self._digits:
+            self._digits[key] = self._judge_digits(make_plan([(self.slots, state)]))
+            self.simulations += key not in self.knowledge
+            self.knowledge.setdefault(key, (state, self._digits[key]))
+        return self._digits[key]
 
     def learn(self, knowledge: Knowledge) -> None:
         """Take over what a copy of this search has found out, which began with all that this one knows."""
@@ -335,7 +349,8 @@ class RankSearch:
 
     def _make_found(self, state: State, program: ProgramResult | None = None, off_bytes: int = 0) -> Found:
         kept_s = self.judge(keep_all(self.slots, self.modes)).step_s
-        return Found(state=state, verdict=self.judge(state), program=program, off_bytes=off_bytes, kept_s=kept_s)
+        # Of ranks that are equally slow the last digits decide which is bettered first.
+        return Found(state=state, verdict=self._judge_to_digits(state), program=program, off_bytes=off_bytes, kept_s=kept_s)
 
     def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
         """Add to `states` what programs come to, each corrected by what the peak and the time of the one before were off."""
@@ -351,14 +366,16 @@ class RankSearch:
             is_repeated = last is not None and result.chunks == last.chunks
             placed = [place_counts(result, self.slots, order) for order in Order]
             states += placed
+            for one in placed:
+                self._judge_to_digits(one)
             best = self._pick_promising(placed, budget_bytes)
-            peak_bytes = self.judge(best).peak_bytes
+            verdict = self._judge_to_digits(best)
             # The bound that counts is of a program without a price on copies.
-            first, last, off_bytes = first or result, result, peak_bytes - result.peak_bytes
-            above_bytes = peak_bytes - budget_bytes
-            late_s = self._count_added_s(best) - result.added_s
+            first, last, off_bytes = first or result, result, verdict.peak_bytes - result.peak_bytes
+            above_bytes = verdict.peak_bytes - budget_bytes
+            late_s = self._count_added_s(verdict) - result.added_s
             is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
-            most_late_s = _LATE_PARTS * self.judge(best).step_s
+            most_late_s = _LATE_PARTS * verdict.step_s
             price.learn(late_s, self._count_moved_bytes(best), most_late_s=most_late_s)
             fits = fits or above_bytes <= 0
             if is_close and late_s <= most_late_s and not price.is_between:
@@ -380,9 +397,9 @@ class RankSearch:
         is_faster = self.judge(fastest).step_s < self.judge(best).step_s * (1 - _LATE_PARTS)
         return fastest if is_near and is_faster else best
 
-    def _count_added_s(self, state: State) -> float:
-        """Return the seconds that the step is longer than where all is kept."""
-        return self.judge(state).step_s - self.judge(keep_all(self.slots, self.modes)).step_s
+    def _count_added_s(self, verdict: Verdict) -> float:
+        """Return the seconds that a step is longer than where all is kept."""
+        return verdict.step_s - self.judge(keep_all(self.slots, self.modes)).step_s
 
     def _count_moved_bytes(self, state: State) -> int:
         """Return the bytes that leave in a step."""

@@ -18,7 +18,7 @@ from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.solving.flag_search import NearestFlags
 from fgoffload.planner.solving.placement import State, keep_all
-from fgoffload.planner.solving.rank_searches import RankSearches
+from fgoffload.planner.solving.rank_searches import RankSearches, begin_searches
 from fgoffload.planner.solving.reasons import Decision, explain_rank
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.policy import count_budget_bytes, count_planned_bytes
@@ -86,8 +86,13 @@ def solve(
         BudgetError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
     """
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
-    searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=time.monotonic() + time_limit_s)
-    return _solve(searches, budget_bytes, () if start is None else start.states)
+    deadline_s = time.monotonic() + time_limit_s
+    limits = limits or SearchLimits()
+    if describe_static_lack(ranks, budget_bytes) is None:
+        searches = begin_searches(ranks, budget_bytes=budget_bytes, limits=limits, deadline_s=deadline_s)
+    else:
+        searches = RankSearches(ranks, limits=limits, deadline_s=deadline_s)
+    return _solve(searches, budget_bytes, () if start is None else start.states, since=0)
 
 
 def solve_leaving_free(
@@ -141,7 +146,7 @@ def sweep(
     found: dict[int, Solution] = {}
     states: tuple[State, ...] = ()
     for budget_bytes in ordered:
-        found[budget_bytes] = _solve(searches, budget_bytes, states)
+        found[budget_bytes] = _solve(searches, budget_bytes, states, since=searches.simulations)
         states = found[budget_bytes].states
     return [found[budget_bytes] for budget_bytes in budgets_bytes]
 
@@ -163,9 +168,11 @@ def find_least_budget(
     return searches.simulate_together(searches.find_least_states()).peak_bytes
 
 
-def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -> Solution:
-    """Return the solution for one budget, not slower than `starts`, which are states of all ranks or none."""
-    before = searches.simulations
+def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State], *, since: int) -> Solution:
+    """Return the solution for one budget, not slower than `starts`, which are states of all ranks or none.
+
+    Simulations from `since` on were for it.
+    """
     _check_static(searches, budget_bytes)
     states = searches.find_states(budget_bytes, starts=starts)
     if searches.simulate_together(states).peak_bytes > budget_bytes:
@@ -184,7 +191,7 @@ def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State]) -
         gap=gap,
         baselines=searches.simulate_baselines(),
         nearest=searches.find_nearest(budget_bytes),
-        simulations=searches.simulations - before,
+        simulations=searches.simulations - since,
         states=states,
     )
 
