@@ -81,6 +81,7 @@ MAY_IMPORT = {
 PLANNER_MAY_IMPORT = {
     "checks": (),
     "worker_processes": (),
+    "late_host": ("ranks",),
     "ranks": ("checks", "ranks"),
     "model": ("checks", "ranks", "model"),
     "operations": ("checks", "model", "operations"),

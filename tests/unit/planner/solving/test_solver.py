@@ -427,6 +427,7 @@ def make_search(rank, *, tries_all):
         {kind: list_modes(model, min_offloaded_numel=rank.min_offloaded_numel) for kind, model in models.items()},
         points=refuse,
         judge=judge,
+        judge_digits=judge,
         judge_peaks=judge,
         tries_all=tries_all,
         limits=SearchLimits(),
