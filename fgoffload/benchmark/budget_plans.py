@@ -18,7 +18,7 @@ from fgoffload.benchmark.planning import build_profile_ranks, plan_for_budget
 from fgoffload.benchmark.settings import Setting
 from fgoffload.errors import PlanError
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.late_host import Tried, assume_late_host
+from fgoffload.planner.late_host import Tried, assume_late_host, describe_trial
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.units import format_bytes
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
 """Plans for a host that is in time that are tried. The last one counts, whatever it takes."""
-
 
 TryPlan = Callable[[Setting], Tried | None]
 """Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""
@@ -87,7 +86,8 @@ class BudgetPlans:
         # Without copies, and where nothing is tried, nobody asks for the host.
         if first.tried is None or not first.plan.offloaded_tags:
             return self._write(setting, first.plan)
-        return self._write(setting, self._pick(setting, first, try_plan).plan)
+        late_ranks = assume_late_host(self._ranks)
+        return self._write(setting, self._pick(setting, first, late_ranks, try_plan).plan)
 
     def _fit(self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
         """Return the plan for `ranks` that keeps to the budget when it is tried, or the last one that was.
@@ -125,9 +125,8 @@ class BudgetPlans:
         beyond_bytes = 0 if tried is None else tried.peak_bytes - planned.peak_bytes
         return _Candidate(plan=planned.plan, tried=tried, beyond_bytes=max(free_bytes, beyond_bytes))
 
-    def _pick(self, setting: Setting, first: _Candidate, try_plan: TryPlan | None) -> _Candidate:
-        """Return the better one of `first`, for a host that is in time, and the plan for a late host."""
-        ranks = assume_late_host(self._ranks or ())
+    def _pick(self, setting: Setting, first: _Candidate, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
+        """Return the better one of `first`, for a host that is in time, and the plan for `ranks`, whose host is late."""
         try:
             # What the first one took more than was predicted, this one may: it leaves that free from the start.
             late = self._make_candidate(setting, ranks, try_plan, free_bytes=first.beyond_bytes, known=first)
@@ -138,13 +137,8 @@ class BudgetPlans:
             return first
         budget_bytes = setting.budget_bytes or 0
         is_late_better = late.tried.score(budget_bytes) < first.tried.score(budget_bytes)
-        logger.warning(
-            "%s: a step takes %s by the plan for a host that is in time, and %s by the one for a late host: the %s is measured",
-            setting.name,
-            first.tried.describe(),
-            late.tried.describe(),
-            "second" if is_late_better else "first",
-        )
+        chosen = "second" if is_late_better else "first"
+        logger.warning("%s: %s: the %s is measured", setting.name, describe_trial(first.tried, late.tried), chosen)
         return late if is_late_better else first
 
     def _write(self, setting: Setting, plan: OffloadPlan) -> Setting:

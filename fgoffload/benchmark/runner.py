@@ -31,6 +31,7 @@ from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations.megatron import parallel
 from fgoffload.integrations.megatron.arguments import TrainingArguments
+from fgoffload.integrations.megatron.collectives import gather
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import RandomTokens
 from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
@@ -89,7 +90,7 @@ class Runner:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
                 _write_trace(trainer, self._job.trace_folder / name_trace(run.setting))
-        merged = merge_ranks(_gather(measurement))
+        merged = merge_ranks(gather(measurement))
         if setting == NOTHING:
             self._plain_step_s = merged.seconds
         return merged
@@ -102,7 +103,7 @@ class Runner:
         records = [
             StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
         ]
-        return tuple(merge_steps(ranks) for ranks in zip(*_gather(records), strict=True))
+        return tuple(merge_steps(ranks) for ranks in zip(*gather(records), strict=True))
 
     @contextlib.contextmanager
     def train(self, setting: Setting, kernels: Kernels, update: Update) -> Iterator[Trainer]:
@@ -148,7 +149,7 @@ class Runner:
             )
         empty_caches()
         # Each has timed its own link, and all have to plan alike.
-        profile = _gather(profile)[0]
+        profile = gather(profile)[0]
         self._plans.learn(profile)
         if torch.distributed.get_rank() == 0:
             job = self._job
@@ -190,7 +191,7 @@ def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
         seconds.append(trainer.run_step(with_digests=False).seconds)
         on_rehearsal()
     own = Measurement(step_seconds=tuple(seconds[1:]), peak_allocated_bytes=find_peak())
-    merged = merge_ranks(_gather(own))
+    merged = merge_ranks(gather(own))
     return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)
 
 
@@ -289,12 +290,3 @@ def _write_trace(trainer: Trainer, path: Path) -> None:
         write_trace(run, path)
     else:
         run()
-
-
-def _gather(own: Any) -> list[Any]:
-    """Return what every rank has, on every rank."""
-    if torch.distributed.get_world_size() == 1:
-        return [own]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
-    return found

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
 from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
+from fgoffload.integrations.megatron.collectives import gather
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.imports import load_module
@@ -153,7 +153,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
             allocator_peak_bytes=None if needs_cpu_support() else torch.cuda.max_memory_allocated(),
             transfers=_read_transfers(trainer),
         )
-        return merge_ranks(_gather(record))
+        return merge_ranks(gather(record))  # on every rank, so that all end with the same exit code
 
 
 def _average_loss(step: StepRecord) -> float:
@@ -165,13 +165,6 @@ def _average_loss(step: StepRecord) -> float:
     torch.distributed.all_reduce(sums)
     total, count = sums.tolist()
     return float(total / count)
-
-
-def _gather(record: RunRecord) -> list[RunRecord]:
-    """Return every rank's record, on every rank: so all of them end with the same exit code."""
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, record)
-    return found
 
 
 @contextlib.contextmanager

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from fgoffload.planner.ranks.rank_model import LinkModel, RankModel
 from fgoffload.units import format_bytes, format_ms
 
+IN_TIME, LATE = "a host that is in time", "a late host"
+"""What a plan takes the host for, in words."""
+
 LATE_HOST_SLOWDOWN = 0.2
 """What compute of a training takes longer beside copies, as a part, with such a host. Source: plans of W2 for 20.2, 18.9, 16.5
 and 14.6 GiB took on an H100 what a slowdown of 0.07, 0.22, 0.24 and 0.19 says (docs/results/w2_moe_h100_202611.md)."""
@@ -38,6 +41,11 @@ class Tried:
         """Return both, for a log."""
         peak = f" at {format_bytes(self.peak_bytes)}" if self.peak_bytes else ""
         return f"{format_ms(self.step_s)}{peak}" if self.step_s < math.inf else f"more than {format_bytes(self.peak_bytes)}"
+
+
+def describe_trial(first: Tried, late: Tried) -> str:
+    """Return what the plan for a host that is in time and the one for a late host took, for a log."""
+    return f"a step takes {first.describe()} by the plan for {IN_TIME}, and {late.describe()} by the one for {LATE}"
 
 
 def assume_late_host(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:

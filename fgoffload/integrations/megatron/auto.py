@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -34,6 +34,7 @@ from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron import recompute
+from fgoffload.integrations.megatron.collectives import broadcast, gather, is_first_process
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.plan_trial import HostGuess, StepTimes
@@ -41,13 +42,11 @@ from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeas
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.late_host import Tried, assume_late_host
+from fgoffload.planner.late_host import Tried, assume_late_host, describe_trial
 from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
-
-Own = TypeVar("Own")
 
 KEPT_PART = 0.8
 """Of the budget, that a measured step may fill before layers leave: the rest is for the loss, for gradients of activations and
@@ -219,7 +218,7 @@ class AutoOffload(StepMeasurement):
         if self._link is None:
             self._link = measure_link(self._device, sizes=QUICK_SIZES)
         own = _Measured(rank=self.take_profile(), link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
-        self._measured = _gather(own)
+        self._measured = gather(own)
 
     def _plan(self, call: ScheduleCall) -> None:
         """Plan for `call`, or have it measured where its microbatches are larger than the measured ones.
@@ -242,13 +241,14 @@ class AutoOffload(StepMeasurement):
 
     def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
         """Follow the fastest plan for `call` from now on; where there is none change nothing, and return why. All do alike."""
-        found, cause = None, None
-        if _is_first_process():
+        found: PlannedStep | str = ""  # of all but the first process, and not looked at
+        cause: Exception | None = None
+        if is_first_process():
             try:
                 found = self._solve(call)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
                 found, cause = f"the first process could not plan: {type(error).__name__}: {error}", error
-        planned = _broadcast(found)
+        planned = broadcast(found)
         if isinstance(planned, str):
             failure = PlanError(planned)
             failure.__cause__ = cause
@@ -283,7 +283,7 @@ class AutoOffload(StepMeasurement):
         if times.median_s is None or (self._left_checks and self._memory is not None):
             return
         # All processes have timed the same steps: the slowest says what a step took.
-        tried = Tried(peak_bytes=self._checked_bytes, step_s=max(_gather(times.median_s)))
+        tried = Tried(peak_bytes=self._checked_bytes, step_s=max(gather(times.median_s)))
         if self._rival is None:
             self._rival, self.guess, self._left_checks = (planned, tried), HostGuess.LATE, 1
             failure = self._try_to_plan(planned.call)
@@ -295,14 +295,7 @@ class AutoOffload(StepMeasurement):
             return
         _, rival = self._rival
         is_better = tried.score(self._budget_bytes) < rival.score(self._budget_bytes)
-        logger.info(
-            "a step takes %s by the plan for %s, and %s by the one for %s: the %s stays",
-            rival.describe(),
-            HostGuess.IN_TIME.value,
-            tried.describe(),
-            HostGuess.LATE.value,
-            "second" if is_better else "first",
-        )
+        logger.info("%s: the %s stays", describe_trial(rival, tried), "second" if is_better else "first")
         if is_better:
             self._times = self._rival = None
         else:
@@ -320,7 +313,7 @@ class AutoOffload(StepMeasurement):
         self._taken_bytes = None
         self._left_checks -= 1
         beyond_bytes = taken_bytes - planned.peaks[self._get_rank()]
-        taken = _gather(_Taken(peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
+        taken = gather(_Taken(peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
         self._checked_bytes = peak_bytes = max(one.peak_bytes for one in taken)
         # Within the budget too: the next plan may use all of it.
         self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
@@ -388,29 +381,3 @@ def _is_within(call: ScheduleCall, planned: ScheduleCall) -> bool:
 
 def _say(call: ScheduleCall) -> str:
     return f"{call.microbatches} microbatches of {call.tokens} tokens"
-
-
-def _is_alone() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-
-
-def _is_first_process() -> bool:
-    return _is_alone() or torch.distributed.get_rank() == 0
-
-
-def _gather(own: Own) -> list[Own]:
-    """Return what all processes have of a kind, in their order, on each of them."""
-    if _is_alone():
-        return [own]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
-    return found
-
-
-def _broadcast(found: "PlannedStep | str | None") -> "PlannedStep | str":
-    """Return what the first process found, on all of them."""
-    box: list[Any] = [found]
-    if not _is_alone():
-        torch.distributed.broadcast_object_list(box, src=0)
-    planned: PlannedStep | str = box[0]
-    return planned

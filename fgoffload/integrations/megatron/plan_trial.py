@@ -11,6 +11,8 @@ checkpoint came behind. The first step under a plan is not timed: memory finds i
 import enum
 import statistics
 
+from fgoffload.planner import late_host
+
 TIMED_STEPS = 3
 """Of each plan, after its first. The fewest of which a median leaves one out: they run by the slower plan too."""
 
@@ -18,8 +20,8 @@ TIMED_STEPS = 3
 class HostGuess(enum.Enum):
     """What the plan in use takes the host for."""
 
-    IN_TIME = "a host that is in time"
-    LATE = "a late host"
+    IN_TIME = late_host.IN_TIME
+    LATE = late_host.LATE
 
 
 class StepTimes:

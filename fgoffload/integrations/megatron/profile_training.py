@@ -5,13 +5,14 @@ import dataclasses
 import datetime
 import gc
 import statistics
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from fgoffload.config import AUTO, DEFAULT_MIN_OFFLOADED_TENSOR_SIZE, OffloadConfig
 from fgoffload.engine import Device, find_device
 from fgoffload.integrations.link import measure_link
+from fgoffload.integrations.megatron.collectives import gather
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TokenSource
 from fgoffload.integrations.megatron.imports import load_module
@@ -82,15 +83,6 @@ def profile_training(
             ranks = gather(measurement.take_profile())
     profile = _make_profile(link, merge_processes(ranks))
     return dataclasses.replace(profile, has_optimizer=update is not Update.NONE, plain_step_s=plain_step_s)
-
-
-def gather(own: T) -> list[T]:
-    """Return what all processes have, in their order, on each of them."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [own]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
-    return found
 
 
 def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:

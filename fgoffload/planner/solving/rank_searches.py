@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
@@ -24,6 +24,8 @@ from fgoffload.planner.solving.search import Found, RankSearch, count_layer_pass
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.verdict import Judge, Knowledge, Verdict, make_key
 from fgoffload.planner.worker_processes import map_in_processes
+
+Made = TypeVar("Made")
 
 _CHAINS = 2
 """Runs of ranks that follow each other, and that processes may search at once. As many on any number of cores, so that a plan
@@ -162,10 +164,8 @@ class RankSearches:
     def _find_flags(self, budget_bytes: int) -> MegatronFlags | None:
         """Return what `find_nearest` does, if a step of all microbatches keeps to the budget as well."""
         if budget_bytes and budget_bytes not in self._flags:
-            # The first process gets ready for the searches, and another one looks for flags meanwhile.
-            work: list[Callable[[], Any]] = [functools.partial(self.prepare, budget_bytes)]
-            work.append(lambda: FlagSearch(self.ranks, budget_bytes).find())
-            _, self._flags[budget_bytes] = map_in_processes(_call, work)
+            get_ready = functools.partial(self.prepare, budget_bytes)
+            _, self._flags[budget_bytes] = _find_flags_beside(get_ready, self.ranks, budget_bytes)
         return self._flags.get(budget_bytes)
 
     def learn_flags(self, budget_bytes: int, flags: MegatronFlags | None) -> None:
@@ -426,11 +426,18 @@ def begin_searches(ranks: Sequence[RankModel], *, budget_bytes: int, limits: Sea
         searches.prepare(budget_bytes)
         return searches
 
-    work: list[Callable[[], Any]] = [get_ready, lambda: FlagSearch(ranks, budget_bytes).find()]
-    searches: RankSearches
-    searches, flags = map_in_processes(_call, work)
+    searches, flags = _find_flags_beside(get_ready, ranks, budget_bytes)
     searches.learn_flags(budget_bytes, flags)
     return searches
+
+
+def _find_flags_beside(
+    get_ready: Callable[[], Made], ranks: Sequence[RankModel], budget_bytes: int
+) -> tuple[Made, MegatronFlags | None]:
+    """Return what `get_ready` makes in this process, and the flags that another one looks for meanwhile."""
+    work: list[Callable[[], Any]] = [get_ready, lambda: FlagSearch(ranks, budget_bytes).find()]
+    made, flags = map_in_processes(_call, work)
+    return made, flags
 
 
 def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> Mapping[str, tuple[Mode, ...]]:

@@ -329,7 +329,7 @@ def test_one_process_above_the_budget_is_enough_for_all_to_plan_again(monkeypatc
         other = dataclasses.replace(own, peak_bytes=2**50, beyond_bytes=25_000) if is_taken and len(gathered) == 2 else own
         return [own, other]
 
-    monkeypatch.setattr(auto, "_gather", gather)
+    monkeypatch.setattr(auto, "gather", gather)
     found, budget_bytes, lines = run_counted(monkeypatch, caplog, [0])
     assert found.planned[2].peak_bytes <= budget_bytes - 25_000 < found.planned[1].peak_bytes
     assert len(lines) == 1
@@ -366,7 +366,7 @@ def test_whatever_keeps_the_first_process_from_planning_is_told_to_all(monkeypat
 
     sent = []
     monkeypatch.setattr(solver, "solve", solve)
-    monkeypatch.setattr(auto, "_broadcast", lambda found: sent.append(found) or found)
+    monkeypatch.setattr(auto, "broadcast", lambda found: sent.append(found) or found)
     with make_trainer(MODELS["dense and experts"], make_auto(2**40)) as trainer:
         trainer.run_step()
         with pytest.raises(PlanError, match="the first process could not plan: ValueError: bounds cross") as raised:
@@ -505,7 +505,7 @@ def test_smaller_steps_are_not_timed_and_larger_ones_begin_anew(monkeypatch, cap
 def test_the_slowest_process_says_what_a_step_took(monkeypatch, caplog):
     host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
     others = iter([0.9, 2.0])  # of another process, whose steps take longer by the second plan
-    monkeypatch.setattr(auto, "_gather", lambda own: [own, next(others)] if isinstance(own, float) else [own])
+    monkeypatch.setattr(auto, "gather", lambda own: [own, next(others)] if isinstance(own, float) else [own])
     found, lines = host.run()
     assert found.planned[11] is found.planned[1]
     assert "1000.0 ms" in lines[0]
