@@ -35,6 +35,7 @@ from fgoffload.integrations.megatron.collectives import gather
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import RandomTokens
 from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
+from fgoffload.integrations.megatron.timed_steps import settle
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
 from fgoffload.planner.late_host import Tried
@@ -170,7 +171,7 @@ class Runner:
         return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
 
     def _run_step(self, trainer: Trainer, *, with_digests: bool = False) -> StepResult:
-        _prepare_step()
+        settle()
         result = trainer.run_step(with_digests=with_digests)
         self._on_step(statistics.fmean(result.losses) if result.losses else float("nan"))
         return result
@@ -185,7 +186,7 @@ def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
     """
     seconds = []
     for number in range(1 + _TRIED_STEPS):
-        _prepare_step()
+        settle()
         if number == 1:
             reset_peaks()
         seconds.append(trainer.run_step(with_digests=False).seconds)
@@ -193,14 +194,6 @@ def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
     own = Measurement(step_seconds=tuple(seconds[1:]), peak_allocated_bytes=find_peak())
     merged = merge_ranks(gather(own))
     return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)
-
-
-def _prepare_step() -> None:
-    """Do what is off the clock, on all ranks."""
-    gc.collect()
-    if torch.distributed.get_world_size() > 1:
-        # A stage that begins before the others would count how long it waits for them.
-        torch.distributed.barrier()
 
 
 def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:

@@ -120,7 +120,8 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
 
 def _show(profile: "Profile") -> None:
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.profile_tables import build_tables, describe_plain_step, describe_rank
+    from fgoffload.cli.profile_tables import build_tables, describe_compared_steps, describe_plain_step, describe_rank
+    from fgoffload.planner.profiled_ranks import find_host_slowdown
 
     console = PipeConsole()
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
@@ -131,3 +132,6 @@ def _show(profile: "Profile") -> None:
         console.print(describe_rank(rank), soft_wrap=True)
     if profile.plain_step_s is not None:
         console.print(describe_plain_step(profile, profile.plain_step_s), soft_wrap=True)
+    slowdown = find_host_slowdown(profile)
+    if slowdown is not None:
+        console.print(describe_compared_steps(profile, slowdown), soft_wrap=True)

@@ -38,6 +38,21 @@ def describe_plain_step(profile: Profile, plain_step_s: float) -> str:
     return f"plain step, with nothing measured in it: {format_ms(plain_step_s)}{use}"
 
 
+def describe_compared_steps(profile: Profile, slowdown: float) -> str:
+    """Return what steps under plans took, and what plans make of that.
+
+    Args:
+        profile: With such steps.
+        slowdown: What compute takes longer beside copies by them, as a part.
+    """
+    ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
+    many = "steps under plans" if len(profile.compared_steps) > 1 else "a step under a plan"
+    return (
+        f"{many}, in turn with steps that keep all, took {ratios} of these: compute is planned to be {slowdown:.1%} slower "
+        "beside copies"
+    )
+
+
 def _build_link_table(link: LinkProfile) -> Table:
     table = Table(
         title="link to the host, GB/s", caption=f"a matrix product beside copies takes {link.compute_slowdown:.1%} longer"

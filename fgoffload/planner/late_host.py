@@ -13,7 +13,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from fgoffload.planner.ranks.rank_model import LinkModel, RankModel
+from fgoffload.planner.host_slowdown import slow_down
+from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.units import format_bytes, format_ms
 
 IN_TIME, LATE = "a host that is in time", "a late host"
@@ -54,8 +55,4 @@ def assume_late_host(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
     Args:
         ranks: The pipeline, by number.
     """
-    return tuple(dataclasses.replace(rank, link=_slow_down(rank.link)) for rank in ranks)
-
-
-def _slow_down(link: LinkModel) -> LinkModel:
-    return dataclasses.replace(link, compute_slowdown=max(link.compute_slowdown, LATE_HOST_SLOWDOWN))
+    return slow_down(ranks, LATE_HOST_SLOWDOWN)

@@ -81,7 +81,8 @@ MAY_IMPORT = {
 PLANNER_MAY_IMPORT = {
     "checks": (),
     "worker_processes": (),
-    "late_host": ("ranks",),
+    "host_slowdown": ("ranks", "timing", "simulation"),
+    "late_host": ("ranks", "host_slowdown"),
     "ranks": ("checks", "ranks"),
     "model": ("checks", "ranks", "model"),
     "operations": ("checks", "model", "operations"),
@@ -91,7 +92,7 @@ PLANNER_MAY_IMPORT = {
     "simulation": ("checks", "ranks", "simulation"),
     "solving": ("checks", "worker_processes", "ranks", "simulation", "solving"),
     "plan_facts": ("model",),
-    "profiled_ranks": ("ranks", "timing", "simulation"),
+    "profiled_ranks": ("ranks", "timing", "simulation", "host_slowdown"),
     "planning": ("checks", "ranks", "model", "timing", "model_ranks", "plan_facts", "simulation", "solving"),
     "__init__": ("model", "timing", "model_ranks", "planning"),
 }

@@ -55,6 +55,23 @@ def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("_quick")
+def test_steps_that_were_compared_are_shown(capsys, monkeypatch):
+    from fgoffload.integrations.megatron import compared_steps, profile_training
+
+    measure = profile_training.profile_training
+    # On a device that is not its own host.
+    monkeypatch.setattr(
+        profile_training, "profile_training", lambda *args, **options: measure(*args, **options, has_own_host=True)
+    )
+    monkeypatch.setattr(compared_steps, "MOST_ROUNDS", 1)
+    assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    steps = Profile.load(Path("profile.json")).compared_steps
+    ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in steps)
+    assert f"in turn with steps that keep all, took {ratios} of these: compute is planned to be " in out
+
+
+@pytest.mark.usefixtures("_quick")
 def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     words = ["--profile", "profile.json", "--offload-memory-budget", "1GiB"]

@@ -22,10 +22,8 @@ leaves free what that step took beyond its prediction. After a few of these the 
 import dataclasses
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -33,10 +31,7 @@ from fgoffload.config import OffloadConfig
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
-from fgoffload.integrations.megatron import recompute
 from fgoffload.integrations.megatron.collectives import broadcast, gather, is_first_process
-from fgoffload.integrations.megatron.layer_inputs import LayerInputs
-from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.plan_trial import HostGuess, StepTimes
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
@@ -116,11 +111,15 @@ class AutoOffload(StepMeasurement):
         clock: Callable[[], float] = time.perf_counter,
         has_own_host: bool | None = None,
     ) -> None:
-        super().__init__(engine.device, min_offloaded_numel=config.min_offloaded_tensor_size, observers=engine.observers)
+        super().__init__(
+            engine.device,
+            min_offloaded_numel=config.min_offloaded_tensor_size,
+            use_plan=use_plan,
+            observers=engine.observers,
+        )
         self._budget_bytes = config.offload_memory_budget_bytes or 0
         self._policy = config.transfer_policy
         self._engine = engine
-        self._use_plan = use_plan
         self._clock = clock
         self._has_own_host = engine.device.type != "cpu" if has_own_host is None else has_own_host
         self.planned: PlannedStep | None = None
@@ -129,9 +128,6 @@ class AutoOffload(StepMeasurement):
         """Of all processes, of the last step that was measured."""
         self._measured_call: ScheduleCall | None = None
         self._link: LinkProfile | None = None
-        self._layers: dict[tuple[int, int], tuple[weakref.ref[Any], LayerInputs]] = {}
-        self._switches = Patches()
-        """What runs again, by the plan in use."""
         self._kept_bytes = 0
         """Of parameters and gradients, where nobody counts device bytes."""
         self._current: ScheduleCall | None = None
@@ -153,14 +149,6 @@ class AutoOffload(StepMeasurement):
         self._is_leaving = False
         """Whether the layer that forward is in is offloaded while it is measured."""
         self.request()
-
-    def close(self) -> None:  # noqa: D102
-        self._switches.remove()
-        super().close()
-
-    def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: LayerInputs) -> None:  # noqa: D102
-        super().prepare_layer(layer, chunk, tags, inputs)
-        self._layers[chunk, int(layer.layer_number) - 1] = (weakref.ref(layer), inputs)
 
     def begin_step(self, call: ScheduleCall) -> None:
         """A schedule begins: plan where a step was measured, and again where a plan was left behind by this step or the last.
@@ -229,7 +217,7 @@ class AutoOffload(StepMeasurement):
         self.guess, self._rival = HostGuess.IN_TIME, None
         measured = self._measured_call
         if measured is None or call.tokens > measured.tokens:
-            self._apply(_NOTHING)
+            self.apply(_NOTHING)
             self.planned = None
             self.request()
             return
@@ -274,7 +262,7 @@ class AutoOffload(StepMeasurement):
         self.planned = planned
         self._times = self._taken_bytes = None
         self._checked_bytes = 0
-        self._apply(planned.plan)
+        self.apply(planned.plan)
         if self._memory is not None:
             self._memory.take_peak()  # the peak from now on is of this plan
 
@@ -363,16 +351,6 @@ class AutoOffload(StepMeasurement):
             return f"--offload-memory-budget {self._budget_bytes}: {error}"
         peaks = {rank.rank: rank.peak_bytes for rank in solution.result.ranks}
         return PlannedStep(plan=solution.plan, call=call, peaks=peaks, step_s=solution.result.step_s)
-
-    def _apply(self, plan: OffloadPlan) -> None:
-        """Offload by `plan` from now on, and let run again what it says. No forward is under way."""
-        self._switches.remove()
-        self._use_plan(plan)
-        for (chunk, number), (reference, inputs) in self._layers.items():
-            layer = reference()
-            actions = plan.list_layer(chunk, number)
-            for unit in (name for name, action in actions.items() if action.recomputes and layer is not None):
-                recompute.switch_on(self._switches, inputs, layer, unit)
 
 
 def _is_within(call: ScheduleCall, planned: ScheduleCall) -> bool:

@@ -1,8 +1,11 @@
 """What processes of a training tell each other outside of its tensors. In a process by itself nothing is exchanged."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from fgoffload.errors import OffloadError
 
 Own = TypeVar("Own")
 
@@ -33,3 +36,23 @@ def broadcast(own: Own) -> Own:
         torch.distributed.broadcast_object_list(box, src=0)
     found: Own = box[0]
     return found
+
+
+def ask_first(make: Callable[[], Own]) -> Own:
+    """Return what `make` returns on the first process, which alone calls it, on all of them.
+
+    Raises:
+        OffloadError: It raised: on all alike, since the others wait for an answer.
+    """
+    found: Any = None
+    cause: Exception | None = None
+    if is_first_process():
+        try:
+            found = (make(), "")
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            found, cause = (None, f"the first process: {type(error).__name__}: {error}"), error
+    result, failure = broadcast(found)
+    if failure:
+        raise OffloadError(failure) from cause
+    answer: Own = result
+    return answer

@@ -1,4 +1,8 @@
-"""Measures a whole training that `fgoffload train` can run: a few plain steps, a warm-up step, and the step that counts."""
+"""Measures a whole training that `fgoffload train` can run.
+
+It runs a few plain steps, a warm-up step, the step that counts, and on a device that is not its own host steps under plans:
+[Note: Which plans are compared] in `compared_steps`.
+"""
 
 import contextlib
 import dataclasses
@@ -13,6 +17,7 @@ from fgoffload.config import AUTO, DEFAULT_MIN_OFFLOADED_TENSOR_SIZE, OffloadCon
 from fgoffload.engine import Device, find_device
 from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.collectives import gather
+from fgoffload.integrations.megatron.compared_steps import MOST_COMPARED_STEPS, compare_steps
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TokenSource
 from fgoffload.integrations.megatron.imports import load_module
@@ -29,8 +34,8 @@ T = TypeVar("T")
 PLAIN_STEPS = 3
 """Steps that are timed with nothing measured in them, after one that warms up. The median of three forgives a slow one."""
 
-LONGEST_RUN = 1 + PLAIN_STEPS
-"""Steps that one trainer of a profile runs."""
+LONGEST_RUN = max(1 + PLAIN_STEPS, 2 + MOST_COMPARED_STEPS)
+"""Steps that one trainer of a profile runs at most."""
 
 
 def get_training_device() -> Device:
@@ -50,6 +55,7 @@ def profile_training(
     *,
     update: Update = Update.ADAMW,
     plain_step_s: float | None = None,
+    has_own_host: bool | None = None,
 ) -> Profile:
     """Return a profile of a training, on every process that takes part in it.
 
@@ -61,6 +67,7 @@ def profile_training(
         update: What steps do with their gradients.
         plain_step_s: Seconds of a step of the same training without offload and with nothing measured in it, where somebody has
             just timed it. None times some first.
+        has_own_host: Whether the host is not the device, and can be late; None asks the device.
 
     Raises:
         ConfigError: The arguments ask for what this version or machine does not have.
@@ -74,15 +81,27 @@ def profile_training(
     if plain_step_s is None:
         plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
-        measurement = StepMeasurement(trainer.integration.engine.device, min_offloaded_numel=numel)
-        trainer.integration.measurement = measurement
+        integration = trainer.integration
+        device = integration.engine.device
+        measurement = StepMeasurement(device, min_offloaded_numel=numel, use_plan=integration.use_plan)
+        integration.measurement = measurement
         with contextlib.closing(measurement):
             trainer.run_step(with_digests=False)
             measurement.request()
             trainer.run_step(with_digests=False)
-            ranks = gather(measurement.take_profile())
-    profile = _make_profile(link, merge_processes(ranks))
-    return dataclasses.replace(profile, has_optimizer=update is not Update.NONE, plain_step_s=plain_step_s)
+            profile = dataclasses.replace(
+                _make_profile(link, merge_processes(gather(measurement.take_profile()))),
+                has_optimizer=update is not Update.NONE,
+                plain_step_s=plain_step_s,
+            )
+            if has_own_host is None:
+                has_own_host = device.type != "cpu"
+            # Where the batch grows, steps differ by that.
+            if has_own_host and arguments.rampup_batch_size is None:
+                host_bytes = min(gather(integration.engine.arena.budget_bytes))
+                steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes)
+                profile = dataclasses.replace(profile, compared_steps=steps)
+    return profile
 
 
 def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:

@@ -7,7 +7,7 @@ recorded nothing leaves and nothing runs again, and the step computes the bits t
 import contextlib
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
 from fgoffload.integrations.megatron.measured_units import list_watched, watch_units
+from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.sites import is_sequential
 from fgoffload.integrations.megatron.waits import has_held_wait
-from fgoffload.plan import Site
+from fgoffload.plan import OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.ranks.rank_model import ChunkModel
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -42,15 +43,27 @@ class MeasurementState(enum.Enum):
 
 
 class StepMeasurement:
-    """Measures the steps that it is asked for.
+    """Measures the steps that it is asked for, and has others run by plans.
 
     Args:
         device: Where the model lives.
         min_offloaded_numel: Elements. What is smaller will stay, whatever a plan says.
+        use_plan: Lets the integration offload by a plan.
         observers: Are told of what a recorded step saves and takes, as those of an engine are.
     """
 
-    def __init__(self, device: Device, *, min_offloaded_numel: int, observers: Sequence[ActivationLedger] = ()) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        min_offloaded_numel: int,
+        use_plan: Callable[[OffloadPlan], None],
+        observers: Sequence[ActivationLedger] = (),
+    ) -> None:
+        self._use_plan = use_plan
+        self._layers: dict[tuple[int, int], tuple[weakref.ref[Any], LayerInputs]] = {}
+        self._switches = Patches()
+        """What runs again, by the plan in use."""
         self._observers = observers
         self._device = device
         self._min_offloaded_numel = min_offloaded_numel
@@ -72,11 +85,26 @@ class StepMeasurement:
         self.state = MeasurementState.WANTED
 
     def close(self) -> None:
-        """Take the hooks out of the model. A second call does no harm."""
+        """Take everything out of the model. A second call does no harm."""
+        self._switches.remove()
+        self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """Measure no more: what times the parts of a layer is gone, and steps by plans take what they take without."""
         while self._hooks:
             self._hooks.pop().remove()
         self._recorder = None
         self.state = MeasurementState.IDLE
+
+    def apply(self, plan: OffloadPlan) -> None:
+        """Offload by `plan` from now on, and let run again what it says. No forward is under way."""
+        self._switches.remove()
+        self._use_plan(plan)
+        for (chunk, number), (reference, inputs) in self._layers.items():
+            layer = reference()
+            actions = plan.list_layer(chunk, number)
+            for unit in (name for name, action in actions.items() if action.recomputes and layer is not None):
+                recompute.switch_on(self._switches, inputs, layer, unit)
 
     # What the integration tells.
 
@@ -97,6 +125,7 @@ class StepMeasurement:
         units = recompute.find_units(layer)
         watched = list_watched(layer, units)
         number = int(layer.layer_number) - 1
+        self._layers[chunk, number] = (weakref.ref(layer), inputs)
         self._facts[chunk, number] = LayerFacts(
             chunk=chunk,
             number=number,

@@ -28,6 +28,7 @@ from fgoffload.planner.ranks.rank_model import (
 )
 from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
 from fgoffload.planner.timing.calibration import calibrate
+from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 from fgoffload.policy import TransferPolicy
@@ -176,6 +177,8 @@ class Profile:
     plain_step_s: float | None = None
     """Seconds of the same step where nothing is measured in it: the median of a few, of the slowest process. None where nobody
     knows it."""
+    compared_steps: tuple[ComparedStep, ...] = ()
+    """Steps under plans, which say how late the host is beside copies. Empty where none were run, as on a CPU."""
 
     def __post_init__(self) -> None:
         """Refuse a plain step that takes no time.
@@ -258,7 +261,8 @@ def make_rank_model(
     """Return pipeline rank `rank` of a profile as the simulator and the solver take it.
 
     Where the profile knows the plain step and there is one stage, that is what a step that keeps all is simulated to take. Of
-    several stages each waits for the others, and the plain step does not say how long.
+    several stages each waits for the others, and the plain step does not say how long. Steps that were compared are not looked
+    at: `make_rank_models` does.
 
     Args:
         profile: With that rank.

@@ -22,12 +22,17 @@ AUTO = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=2**5
 NORMED = MIXED.replace("--normalization RMSNorm", "")
 
 
+def start_measurement(trainer):
+    integration = trainer.integration
+    integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64, use_plan=integration.use_plan)
+    return integration.measurement
+
+
 def measure(flags, *, steps=2, measured=1):
     """Return the bits of all steps, and the profile of the step number `measured`."""
     bits = []
     with make_trainer(flags, AUTO) as trainer:
-        measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64)
-        trainer.integration.measurement = measurement
+        measurement = start_measurement(trainer)
         for step in range(steps):
             if step == measured:
                 measurement.request()
@@ -403,7 +408,7 @@ def test_layers_that_are_alike_are_one_kind_to_the_simulator(normed):
 
 def test_nothing_is_recorded_in_other_steps_and_an_early_question_is_an_error():
     with make_trainer(MOE, AUTO) as trainer:
-        measurement = trainer.integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64)
+        measurement = start_measurement(trainer)
         with pytest.raises(StateError, match="no step was recorded"):
             measurement.take_profile()
         trainer.run_step()
@@ -414,7 +419,7 @@ def test_nothing_is_recorded_in_other_steps_and_an_early_question_is_an_error():
 
 def test_an_evaluation_is_not_recorded():
     with make_trainer(MOE, AUTO) as trainer:
-        measurement = trainer.integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64)
+        measurement = start_measurement(trainer)
         measurement.request()
         trainer.evaluate()
         assert measurement.state is MeasurementState.WANTED
@@ -422,7 +427,7 @@ def test_an_evaluation_is_not_recorded():
 
 def test_a_step_that_raised_is_recorded_anew():
     with make_trainer(MOE, AUTO) as trainer:
-        measurement = trainer.integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64)
+        measurement = start_measurement(trainer)
         measurement.request()
         mlp = trainer.chunks[0].decoder.layers[1].mlp
 
@@ -442,7 +447,7 @@ def test_a_step_that_raised_is_recorded_anew():
 
 def test_the_hooks_are_gone_when_a_measurement_is_closed():
     with make_trainer(MOE, AUTO) as trainer:
-        measurement = trainer.integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64)
+        measurement = start_measurement(trainer)
         trainer.run_step()
         attention = trainer.chunks[0].decoder.layers[0].self_attention.core_attention
         assert attention._forward_pre_hooks

@@ -1,0 +1,64 @@
+"""How much a training's own host slows compute beside copies: what a profile's compared steps say.
+
+[Note: What copies cost a late host]
+A profile has the device's times. Copies hardly slow a device, by 1% ([link_rates]), but they slow a host that is late already:
+its memory serves both, and what is launched late is on the clock. How much differs from machine to machine and nothing but a
+step of the training says it. So a profile has a few steps under plans, measured in turn with steps that keep all, and of what
+compute takes longer beside copies the simulator is given the part with which these steps take, on average, what they took. Of
+eleven runs of W2 on six machines it is between 0 and 0.2 (docs/planner/accuracy.md).
+
+[link_rates]: fgoffload/planner/timing/link_rates.py
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from fgoffload.plan import OffloadPlan
+from fgoffload.planner.ranks.rank_model import RankModel, Turn
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.timing.compared_step import ComparedStep
+
+MOST_SLOWDOWN = 0.5
+"""What compute takes longer beside copies at most, as a part. What took longer than that says was late for other reasons."""
+
+_PRECISION = 2e-3
+"""Of what is found. A plan's step changes by about 0.1% with it."""
+
+_NOTHING = OffloadPlan(actions={})
+
+
+def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
+    """Return `ranks` whose compute takes so much longer beside copies, as a part; none gets faster by it."""
+    links = (dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown)) for rank in ranks)
+    return tuple(dataclasses.replace(rank, link=link) for rank, link in zip(ranks, links, strict=True))
+
+
+def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
+    """Return what compute takes longer beside copies, as a part, by what `steps` took.
+
+    Args:
+        ranks: The pipeline as it was measured, by number.
+        steps: Of it; at least one. One whose plan these ranks cannot do is a mistake of whoever made it.
+
+    Returns:
+        From what the link of `ranks` has to `MOST_SLOWDOWN`.
+
+    Raises:
+        PlanError: A layer cannot do what the plan of a step says.
+    """
+    from scipy.optimize import brentq
+
+    ranks = [dataclasses.replace(rank, turn=Turn.CALL_BACK) for rank in ranks]
+    keeping_s = simulate(ranks, _NOTHING).step_s
+
+    def count_excess_s(slowdown: float) -> float:
+        """Return what `steps` are simulated to take more than they took, all together."""
+        slowed = slow_down(ranks, slowdown)
+        return sum(simulate(slowed, step.plan).step_s - keeping_s - step.added_s for step in steps)
+
+    least = max(rank.link.compute_slowdown for rank in ranks)
+    if count_excess_s(least) >= 0:
+        return least
+    if count_excess_s(MOST_SLOWDOWN) <= 0:
+        return MOST_SLOWDOWN
+    return float(brentq(count_excess_s, least, MOST_SLOWDOWN, xtol=_PRECISION))
