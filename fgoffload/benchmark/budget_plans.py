@@ -4,9 +4,9 @@ A plan from a profile knows how long each layer of this model takes on this devi
 operators have for a moment neither knows to the byte. So a plan that turns out to take more than the budget is made again, with
 what was missing left free, as `--offload-modules auto` does.
 
-How late the host is neither knows either. So two plans are tried, one as for a host that is in time and one as for a late one
-([Note: A late host] in `fgoffload.planner.late_host`), and of those that keep to the budget the one whose steps were faster is
-measured.
+How late the host is the table does not know either, and a profile knows it of the minute in which it was measured. So two plans
+are tried, one for the host that is known and one for the other kind, in time or late ([Note: A late host] in
+`fgoffload.planner.late_host`), and of those that keep to the budget the one whose steps were faster is measured.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from fgoffload.benchmark.planning import build_profile_ranks, plan_for_budget
 from fgoffload.benchmark.settings import Setting
 from fgoffload.errors import PlanError
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.late_host import Tried, assume_late_host, describe_trial
+from fgoffload.planner.late_host import HostGuess, Tried, assume_other_host, describe_trial, find_guess
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.units import format_bytes
@@ -26,7 +26,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
-"""Plans for a host that is in time that are tried. The last one counts, whatever it takes."""
+"""Plans for the host that is known that are tried. The last one counts, whatever it takes."""
 
 TryPlan = Callable[[Setting], Tried | None]
 """Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""
@@ -83,11 +83,11 @@ class BudgetPlans:
         if self._ranks is None:
             self._ranks = self._build_ranks()
         first = self._fit(setting, self._ranks, try_plan)
-        # Without copies, and where nothing is tried, nobody asks for the host.
-        if first.tried is None or not first.plan.offloaded_tags:
+        guess = find_guess(self._ranks)
+        # A late host moves no more than one in time: where that moves nothing, and where nothing is tried, nobody asks.
+        if first.tried is None or (guess is HostGuess.IN_TIME and not first.plan.offloaded_tags):
             return self._write(setting, first.plan)
-        late_ranks = assume_late_host(self._ranks)
-        return self._write(setting, self._pick(setting, first, late_ranks, try_plan).plan)
+        return self._write(setting, self._pick(setting, first, guess, try_plan).plan)
 
     def _fit(self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
         """Return the plan for `ranks` that keeps to the budget when it is tried, or the last one that was.
@@ -125,21 +125,27 @@ class BudgetPlans:
         beyond_bytes = 0 if tried is None else tried.peak_bytes - planned.peak_bytes
         return _Candidate(plan=planned.plan, tried=tried, beyond_bytes=max(free_bytes, beyond_bytes))
 
-    def _pick(self, setting: Setting, first: _Candidate, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
-        """Return the better one of `first`, for a host that is in time, and the plan for `ranks`, whose host is late."""
+    def _pick(self, setting: Setting, first: _Candidate, guess: HostGuess, try_plan: TryPlan | None) -> _Candidate:
+        """Return the better one of `first`, for the host of `guess`, and the plan for the other host."""
         try:
             # What the first one took more than was predicted, this one may: it leaves that free from the start.
-            late = self._make_candidate(setting, ranks, try_plan, free_bytes=first.beyond_bytes, known=first)
+            second = self._make_candidate(
+                setting,
+                assume_other_host(self._ranks or ()),
+                try_plan,
+                free_bytes=first.beyond_bytes,
+                known=first,
+            )
         except PlanError as error:
-            logger.warning("%s: the first plan stays, since there is none for a late host. %s", setting.name, error)
+            logger.warning("%s: the first plan stays, since there is none for another host. %s", setting.name, error)
             return first
-        if late is first or first.tried is None or late.tried is None:
+        if second is first or first.tried is None or second.tried is None:
             return first
         budget_bytes = setting.budget_bytes or 0
-        is_late_better = late.tried.score(budget_bytes) < first.tried.score(budget_bytes)
-        chosen = "second" if is_late_better else "first"
-        logger.warning("%s: %s: the %s is measured", setting.name, describe_trial(first.tried, late.tried), chosen)
-        return late if is_late_better else first
+        is_second_better = second.tried.score(budget_bytes) < first.tried.score(budget_bytes)
+        trial = describe_trial(first.tried, second.tried, guess=guess)
+        logger.warning("%s: %s: the %s is measured", setting.name, trial, "second" if is_second_better else "first")
+        return second if is_second_better else first
 
     def _write(self, setting: Setting, plan: OffloadPlan) -> Setting:
         """Return `setting` with `plan`, in the file of this process for its budget."""

@@ -178,7 +178,7 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
-    from fgoffload.planner.late_host import assume_late_host
+    from fgoffload.planner.late_host import HostGuess, assume_host
     from fgoffload.planner.model_ranks import build_ranks
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
@@ -205,7 +205,7 @@ def _plan(checked: PlanOptions) -> int:
         profile, ranks = build_profiled_ranks(checked.profile, planned, reserve_bytes=reserve_bytes)
         device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
     if checked.has_late_host:
-        device, ranks = f"{device}, late host", assume_late_host(ranks)
+        device, ranks = f"{device}, late host", assume_host(ranks, HostGuess.LATE)
     host_budget_bytes, host_words = _choose_host_budget(checked, hardware, parallelism.world_size)
     subject = Subject(
         model=model,

@@ -4,21 +4,28 @@
 Where each layer lets the host wait, as token dispatchers do, the host begins anew in each layer, and some hosts need longer for
 the launches of a layer than the device does for its kernels. All that slows such a host is on the clock, and copies do: on
 three machines with an H100 a look-up that misses caches took 1.16 to 1.29 times as long beside copies to the host, and 1.36 to
-1.85 times as long beside copies both ways. What the engine does for each group comes on top. Neither a hardware table nor a
-profile knows which host a training will have, or who shares it. So there is a plan for either, and a few steps say which one is
-faster.
+1.85 times as long beside copies both ways. What the engine does for each group comes on top. A hardware table does not know
+which host a training will have, and a profile, which compares a few steps ([Note: What copies cost a late host] in
+`host_slowdown`), not who will share it. So there is a plan for either, and a few steps say which one is faster.
 """
 
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 
 from fgoffload.planner.host_slowdown import slow_down
 from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 from fgoffload.units import format_bytes, format_ms
 
-IN_TIME, LATE = "a host that is in time", "a late host"
-"""What a plan takes the host for, in words."""
+
+class HostGuess(enum.Enum):
+    """What a plan takes the host for."""
+
+    IN_TIME = "a host that is in time"
+    LATE = "a late host"
+
 
 LATE_HOST_SLOWDOWN = 0.2
 """What compute of a training takes longer beside copies, as a part, with such a host. Source: plans of W2 for 20.2, 18.9, 16.5
@@ -44,15 +51,42 @@ class Tried:
         return f"{format_ms(self.step_s)}{peak}" if self.step_s < math.inf else f"more than {format_bytes(self.peak_bytes)}"
 
 
-def describe_trial(first: Tried, late: Tried) -> str:
-    """Return what the plan for a host that is in time and the one for a late host took, for a log."""
-    return f"a step takes {first.describe()} by the plan for {IN_TIME}, and {late.describe()} by the one for {LATE}"
+def describe_trial(first: Tried, second: Tried, *, guess: HostGuess) -> str:
+    """Return what two plans took, for a log.
+
+    Args:
+        first: Of the one for the host of `guess`.
+        second: Of the one for the other.
+        guess: What the first took the host for.
+    """
+    other = _OTHER[guess].value
+    return f"a step takes {first.describe()} by the plan for {guess.value}, and {second.describe()} by the one for {other}"
 
 
-def assume_late_host(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-    """Return `ranks` as they are with a host that launches late. See [Note: A late host].
+def find_guess(ranks: Sequence[RankModel]) -> HostGuess:
+    """Return what `ranks` take their host for: the one that it is nearer to."""
+    slowdown = max(rank.link.compute_slowdown for rank in ranks)
+    return HostGuess.LATE if slowdown > (COMPUTE_SLOWDOWN + LATE_HOST_SLOWDOWN) / 2 else HostGuess.IN_TIME
+
+
+def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel, ...]:
+    """Return `ranks` as they are with another host. See [Note: A late host].
 
     Args:
         ranks: The pipeline, by number.
+        guess: The host. One that is in time is no slower beside copies than the device, a late one no faster than it was.
     """
-    return slow_down(ranks, LATE_HOST_SLOWDOWN)
+    if guess is HostGuess.LATE:
+        return slow_down(ranks, LATE_HOST_SLOWDOWN)
+    links = (
+        dataclasses.replace(rank.link, compute_slowdown=min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN)) for rank in ranks
+    )
+    return tuple(dataclasses.replace(rank, link=link) for rank, link in zip(ranks, links, strict=True))
+
+
+def assume_other_host(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
+    """Return `ranks` as they are with the host that they do not take theirs for."""
+    return assume_host(ranks, _OTHER[find_guess(ranks)])
+
+
+_OTHER = {HostGuess.IN_TIME: HostGuess.LATE, HostGuess.LATE: HostGuess.IN_TIME}

@@ -82,7 +82,7 @@ PLANNER_MAY_IMPORT = {
     "checks": (),
     "worker_processes": (),
     "host_slowdown": ("ranks", "timing", "simulation"),
-    "late_host": ("ranks", "host_slowdown"),
+    "late_host": ("ranks", "timing", "host_slowdown"),
     "ranks": ("checks", "ranks"),
     "model": ("checks", "ranks", "model"),
     "operations": ("checks", "model", "operations"),

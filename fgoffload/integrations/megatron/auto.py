@@ -32,12 +32,12 @@ from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.collectives import broadcast, gather, is_first_process
-from fgoffload.integrations.megatron.plan_trial import HostGuess, StepTimes
+from fgoffload.integrations.megatron.plan_trial import StepTimes
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.late_host import Tried, assume_late_host, describe_trial
+from fgoffload.planner.late_host import HostGuess, Tried, assume_host, describe_trial
 from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.units import format_bytes, format_ms
 
@@ -283,7 +283,9 @@ class AutoOffload(StepMeasurement):
             return
         _, rival = self._rival
         is_better = tried.score(self._budget_bytes) < rival.score(self._budget_bytes)
-        logger.info("%s: the %s stays", describe_trial(rival, tried), "second" if is_better else "first")
+        logger.info(
+            "%s: the %s stays", describe_trial(rival, tried, guess=HostGuess.IN_TIME), "second" if is_better else "first"
+        )
         if is_better:
             self._times = self._rival = None
         else:
@@ -344,7 +346,7 @@ class AutoOffload(StepMeasurement):
             for rank in ranks
         ]
         if self.guess is HostGuess.LATE:
-            models = list(assume_late_host(models))
+            models = list(assume_host(models, HostGuess.LATE))
         try:
             solution = solve_leaving_free(models, budget_bytes=self._budget_bytes, free_bytes=self._beyond_bytes)
         except OffloadError as error:

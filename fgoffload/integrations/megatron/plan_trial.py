@@ -8,20 +8,10 @@ beginning to that of the next, with whatever the training does between; the medi
 checkpoint came behind. The first step under a plan is not timed: memory finds its place in it.
 """
 
-import enum
 import statistics
-
-from fgoffload.planner import late_host
 
 TIMED_STEPS = 3
 """Of each plan, after its first. The fewest of which a median leaves one out: they run by the slower plan too."""
-
-
-class HostGuess(enum.Enum):
-    """What the plan in use takes the host for."""
-
-    IN_TIME = late_host.IN_TIME
-    LATE = late_host.LATE
 
 
 class StepTimes:

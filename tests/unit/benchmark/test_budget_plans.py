@@ -13,7 +13,7 @@ from fgoffload.benchmark.budget_plans import MOST_PLANS, BudgetPlans
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.planning import Planned
 from fgoffload.benchmark.settings import parse_setting
-from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN, Tried
+from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN, HostGuess, Tried, assume_host
 
 BUDGET_BYTES = 1000
 SETTING = parse_setting(f"budget:{BUDGET_BYTES}B")
@@ -116,6 +116,21 @@ def test_where_nothing_leaves_nobody_asks_for_the_host(planner, tmp_path, monkey
     assert planner.asked == [1]
 
 
+@pytest.mark.parametrize(("seconds", "layer"), [((1.0, 0.9), 2), ((0.9, 1.0), 1)])
+def test_where_the_host_is_known_to_be_late_one_in_time_is_tried_second(planner, tmp_path, monkeypatch, caplog, seconds, layer):
+    late = assume_host((make_toy_rank(),), HostGuess.LATE)
+    job = Job(source="x.sh", file_flags=(), warmup=1, steps=1, plan_folder=tmp_path)
+    plans = BudgetPlans(job, rank=0, build_ranks=lambda: late)
+    # Recompute alone: for a host that is known to be in time nobody would ask further.
+    assert planner.late_action is Action.RECOMPUTE
+    assert read_layer(plans.find(SETTING, take(950, seconds=seconds))) == layer
+    assert (planner.asked, planner.asked_late) == ([50], [0])
+    first, second = (f"{1e3 * one:.1f} ms at 950 B" for one in seconds)
+    assert (
+        f"a step takes {first} by the plan for a late host, and {second} by the one for a host that is in time" in caplog.text
+    )
+
+
 def test_where_no_plan_is_found_for_a_late_host_the_first_stays(planner, tmp_path, monkeypatch, caplog):
     def plan(ranks, **options):
         if ranks[0].link.compute_slowdown == LATE_HOST_SLOWDOWN:
@@ -124,7 +139,7 @@ def test_where_no_plan_is_found_for_a_late_host_the_first_stays(planner, tmp_pat
 
     monkeypatch.setattr(budget_plans, "plan_for_budget", plan)
     assert read_layer(make_plans(tmp_path).find(SETTING, take(BUDGET_BYTES))) == 1
-    assert "the first plan stays, since there is none for a late host. no plan" in caplog.text
+    assert "the first plan stays, since there is none for another host. no plan" in caplog.text
 
 
 def test_a_plan_for_a_late_host_leaves_free_what_the_first_one_took_more(planner, tmp_path):

@@ -13,8 +13,8 @@ from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, Plan
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations.megatron import auto, profiling
 from fgoffload.integrations.megatron.device_memory import MemoryReading
-from fgoffload.integrations.megatron.plan_trial import HostGuess, StepTimes
-from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN
+from fgoffload.integrations.megatron.plan_trial import StepTimes
+from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN, HostGuess
 from fgoffload.planner.solving import solver
 from fgoffload.units import GIB
 

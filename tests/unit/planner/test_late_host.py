@@ -4,7 +4,15 @@ import math
 
 from support.toy_ranks import make_toy_rank
 
-from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN, Tried, assume_late_host
+from fgoffload.planner.late_host import (
+    LATE_HOST_SLOWDOWN,
+    HostGuess,
+    Tried,
+    assume_host,
+    assume_other_host,
+    describe_trial,
+    find_guess,
+)
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.units import GIB
 
@@ -16,7 +24,7 @@ def make_rank(slowdown):
 
 def test_copies_slow_compute_more_and_nothing_else_is_different():
     ranks = (make_rank(0.01), make_rank(0.5))
-    late = assume_late_host(ranks)
+    late = assume_host(ranks, HostGuess.LATE)
     assert [rank.link.compute_slowdown for rank in late] == [LATE_HOST_SLOWDOWN, 0.5]
     assert late[0].link.d2h_bytes_per_s == 2.0
     assert late[0].chunks == ranks[0].chunks
@@ -34,3 +42,19 @@ def test_what_a_plan_took_is_said_with_what_is_known():
     assert Tried(peak_bytes=2 * GIB, step_s=0.5).describe() == "500.0 ms at 2.00 GiB"
     assert Tried(peak_bytes=0, step_s=0.5).describe() == "500.0 ms"
     assert Tried(peak_bytes=2 * GIB, step_s=math.inf).describe() == "more than 2.00 GiB"
+
+
+def test_a_plan_for_the_other_host_is_one_for_a_host_in_time_where_this_one_is_late():
+    for slowdown, guess in ((0.0, HostGuess.IN_TIME), (0.1, HostGuess.IN_TIME), (0.11, HostGuess.LATE), (0.4, HostGuess.LATE)):
+        ranks = (make_rank(0.0), make_rank(slowdown))
+        assert find_guess(ranks) is guess
+        other = [rank.link.compute_slowdown for rank in assume_other_host(ranks)]
+        assert other == ([LATE_HOST_SLOWDOWN] * 2 if guess is HostGuess.IN_TIME else [0.0, 0.01])
+
+
+def test_a_trial_is_described_with_what_each_plan_took_the_host_for():
+    tried = Tried(peak_bytes=0, step_s=0.5), Tried(peak_bytes=0, step_s=0.25)
+    words = "a step takes 500.0 ms by the plan for {}, and 250.0 ms by the one for {}"
+    in_time, late = (guess.value for guess in HostGuess)
+    assert describe_trial(*tried, guess=HostGuess.IN_TIME) == words.format(in_time, late)
+    assert describe_trial(*tried, guess=HostGuess.LATE) == words.format(late, in_time)
