@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting
@@ -77,7 +77,7 @@ class Summary:
     step_seconds: tuple[float, ...] = ()
     """Of all timed steps of all repeats; empty where it failed in all of them."""
     ratios: tuple[float, ...] = ()
-    """By repeat: the median step over that of `nothing`, as measured in the same process right before."""
+    """By repeat: the median step over that of `nothing`: see `find_reference_s`."""
     worst: Measurement | None = None
     """The most of each number over all repeats, but for `step_seconds`, which are the first one's."""
     failure: str = ""
@@ -133,19 +133,30 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
     )
 
 
-def find_reference(outcomes: Sequence[Outcome], index: int) -> Measurement | None:
-    """Return what `nothing` measured last in the process of the outcome at `index`, up to it; None where it did not run."""
-    outcome = outcomes[index]
-    for one in reversed(outcomes[: index + 1]):
-        if one.session == outcome.session and one.setting == NOTHING:
-            return one.measurement
-    return None
+def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
+    """Return the step of `nothing` that the outcome at `index` is compared with, or None where it has none.
+
+    That is what `nothing` measured last in its process, and where it ran once more behind the outcome in the same repeat, the
+    mean of both: what slows a machine from one minute to the next slows them alike.
+    """
+    own = outcomes[index]
+    before = next(_iterate_nothing(reversed(outcomes[: index + 1]), own.session), None)
+    if before is None or before.measurement is None:
+        return None
+    behind = next(_iterate_nothing(outcomes[index + 1 :], own.session), None)
+    if own.setting == NOTHING or behind is None or behind.repeat != own.repeat or behind.measurement is None:
+        return before.measurement.seconds
+    return statistics.fmean((before.measurement.seconds, behind.measurement.seconds))
+
+
+def _iterate_nothing(outcomes: Iterable[Outcome], session: int) -> Iterator[Outcome]:
+    return (one for one in outcomes if one.session == session and one.setting == NOTHING)
 
 
 def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
     """Return the step time of the outcome at `index` over that of `nothing`, or None where one of them has none."""
-    measurement, reference = outcomes[index].measurement, find_reference(outcomes, index)
-    return None if measurement is None or reference is None else measurement.seconds / reference.seconds
+    measurement, reference_s = outcomes[index].measurement, find_reference_s(outcomes, index)
+    return None if measurement is None or reference_s is None else measurement.seconds / reference_s
 
 
 def summarize(outcomes: Sequence[Outcome], processes: Sequence[ProcessKind]) -> tuple[Summary, ...]:

@@ -84,23 +84,40 @@ class Results:
             partial.replace(folder / name)
 
 
-def list_runs(settings: Iterable[Setting], kind: ProcessKind, *, purpose: Purpose, repeats: int) -> tuple[Run, ...]:
+def list_runs(
+    settings: Iterable[Setting],
+    kind: ProcessKind,
+    *,
+    purpose: Purpose,
+    repeats: int,
+    nothing_every: int | None = None,
+) -> tuple[Run, ...]:
     """Return what processes of one kind run, in order; nothing where none of the settings is theirs.
 
     The whole list comes again in each repeat, so that drifts of the machine show, and `nothing` begins each of them. Where bits
     are compared there is one repeat, and `nothing` comes twice. A profile is measured once.
+
+    Args:
+        settings: Of all kinds of processes.
+        kind: Of these.
+        purpose: Of the benchmark.
+        repeats: Of the whole list.
+        nothing_every: `nothing` comes again behind so many settings, and at the end of each repeat. None: never.
     """
     own = [setting for setting in settings if setting.process is kind and setting != NOTHING]
     if not own and kind is not ProcessKind.MAIN:
         return ()
     if purpose is Purpose.BITS:
         return tuple(Run(setting=setting, repeat=0) for setting in (NOTHING, NOTHING, *own))
-    return tuple(
-        Run(setting=setting, repeat=repeat)
-        for repeat in range(repeats)
-        for setting in (NOTHING, *own)
-        if setting != PROFILE or repeat == 0
-    )
+    runs = []
+    for repeat in range(repeats):
+        listed = [setting for setting in own if setting != PROFILE or repeat == 0]
+        size = nothing_every or max(1, len(listed))
+        for begin in range(0, max(1, len(listed)), size):
+            runs += [Run(setting=setting, repeat=repeat) for setting in (NOTHING, *listed[begin : begin + size])]
+        if nothing_every and listed:
+            runs.append(Run(setting=NOTHING, repeat=repeat))
+    return tuple(runs)
 
 
 def collect_results(
@@ -111,6 +128,7 @@ def collect_results(
     repeats: int,
     folder: Path,
     on_message: Callable[[Message], None],
+    nothing_every: int | None = None,
 ) -> None:
     """Run all settings, and let `results` and its files have what came of each as soon as it is known.
 
@@ -121,6 +139,7 @@ def collect_results(
         repeats: Of the whole list.
         folder: For the files, and the logs of the processes.
         on_message: Called with what rank 0 of each session says.
+        nothing_every: As `list_runs` takes it.
     """
 
     def hear(message: Message) -> None:
@@ -130,7 +149,7 @@ def collect_results(
             on_message(message)
 
     for kind in ProcessKind:
-        runs = list_runs(settings, kind, purpose=job.purpose, repeats=repeats)
+        runs = list_runs(settings, kind, purpose=job.purpose, repeats=repeats, nothing_every=nothing_every)
         first = len(results.processes)
         for outcome in run_sessions(job, runs, kind=kind, first_session=first, log_folder=folder, on_message=hear):
             results.add(outcome, kind)

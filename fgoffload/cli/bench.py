@@ -45,8 +45,8 @@ DESCRIPTION = (
 )
 USAGE = (
     "fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...] [--budgets SIZE ...] [--profile [FILE]] "
-    "[--search-megatron] [--search-limit N] [--steps N] [--warmup N] [--repeats N] [--check-bits] [--trace] [--out FOLDER] "
-    "[MEGATRON FLAGS]"
+    "[--search-megatron] [--search-limit N] [--steps N] [--warmup N] [--repeats N] [--nothing-every N] [--check-bits] "
+    "[--trace] [--out FOLDER] [MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload bench arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {
@@ -57,6 +57,7 @@ EXAMPLE_VALUES: Mapping[str, str] = {
     "--search-limit": "24",
     "--warmup": "3",
     "--repeats": "2",
+    "--nothing-every": "1",
     "--out": "bench_w2_moe",
 }
 RUNS_A_SCRIPT = False
@@ -95,6 +96,8 @@ class BenchOptions:
     steps: int
     warmup: int
     repeats: int
+    nothing_every: int | None
+    """Settings behind which `nothing` is measured again; None for never."""
     compares_bits: bool
     has_optimizer: bool
     writes_traces: bool
@@ -123,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
     add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP})")
     add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
+    add("--nothing-every", metavar="N", help="measure `nothing` again behind so many settings (default: once a repeat)")
     add("--check-bits", action="store_true", help="compare losses and gradients instead, with deterministic kernels")
     add("--optimizer", action=argparse.BooleanOptionalAction, default=False, help="update the parameters too (default: no)")
     add("--trace", action="store_true", help="write a Chrome trace of one step of each setting")
@@ -176,11 +180,20 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         measures_profile=options.profile == MEASURE_HERE,
         search_limit=_read_search_limit(options),
         **counts,
+        nothing_every=_read_nothing_every(options),
         compares_bits=compares_bits,
         has_optimizer=options.optimizer,
         writes_traces=options.trace,
         folder=Path(os.path.expanduser(options.out or f"bench_{arguments_file.stem}")),
     )
+
+
+def _read_nothing_every(options: argparse.Namespace) -> int | None:
+    if options.nothing_every is None:
+        return None
+    if options.check_bits:
+        raise ConfigError("--check-bits and --nothing-every exclude each other: bits need no second time. Give one of them.")
+    return read_count(options.nothing_every, flag="--nothing-every", example=1)
 
 
 def _read_search_limit(options: argparse.Namespace) -> int | None:
@@ -243,7 +256,15 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     if checked.search_limit is not None:
         settings = tuple(dict.fromkeys((*settings, *_search(checked, job, arguments.transformer, results, progress))))
     on_message = _show_messages(job, progress)
-    collect_results(results, job, settings, repeats=checked.repeats, folder=checked.folder, on_message=on_message)
+    collect_results(
+        results,
+        job,
+        settings,
+        repeats=checked.repeats,
+        nothing_every=checked.nothing_every,
+        folder=checked.folder,
+        on_message=on_message,
+    )
     return results
 
 

@@ -44,6 +44,8 @@ REFUSED = [
     ((ARGUMENTS, "--search-megatron", "--budgets", "1GiB", "--check-bits"), "--check-bits and --search-megatron exclude"),
     ((ARGUMENTS, "--search-megatron", "--budgets", "1GiB", "--search-limit", "0"), "--search-limit 0 is below 1."),
     ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),
+    ((ARGUMENTS, "--nothing-every", "1", "--check-bits"), "--check-bits and --nothing-every exclude each other"),
+    ((ARGUMENTS, "--nothing-every", "0"), "--nothing-every 0 is below 1. Give 1 or more."),
     ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits and --trace exclude each other"),
 ]
 REFUSED_AFTER_TORCH = [

@@ -28,6 +28,18 @@ def test_nothing_begins_every_repeat_and_settings_keep_their_order():
     assert list_order(ProcessKind.MAIN, repeats=2)[3:] == [(NOTHING, 1), (FULL, 1), (CORE, 1)]
 
 
+def test_nothing_comes_again_behind_some_settings_and_at_the_end_of_each_repeat():
+    order = list_order(ProcessKind.MAIN, repeats=2, nothing_every=1)
+    assert order[:5] == [(NOTHING, 0), (FULL, 0), (NOTHING, 0), (CORE, 0), (NOTHING, 0)]
+    assert order[5:] == [(setting, 1) for setting, _ in order[:5]]
+    assert list_order(ProcessKind.MAIN, nothing_every=2) == [(NOTHING, 0), (FULL, 0), (CORE, 0), (NOTHING, 0)]
+    assert list_order(ProcessKind.MAIN, nothing_every=9) == list_order(ProcessKind.MAIN, nothing_every=2)
+    assert list_order(ProcessKind.LAYERS, nothing_every=1) == []
+    assert [run.setting for run in list_runs((), ProcessKind.MAIN, purpose=Purpose.TIMES, repeats=1, nothing_every=1)] == [
+        NOTHING
+    ]
+
+
 def test_a_kind_of_process_without_settings_is_not_started():
     assert list_order(ProcessKind.MEGATRON) == [(NOTHING, 0), (MEGATRON, 0)]
     assert list_order(ProcessKind.LAYERS) == []
