@@ -4,8 +4,8 @@
 A profile has the device's times. Copies hardly slow a device, by 1% ([link_rates]), but they slow a host that is late already:
 its memory serves both, and what is launched late is on the clock. How much differs from machine to machine and nothing but a
 step of the training says it. So a profile has a few steps under plans, measured in turn with steps that keep all, and of what
-compute takes longer beside copies the simulator is given the part with which these steps take, on average, what they took. Of
-eleven runs of W2 on six machines it is between 0 and 0.2 (docs/planner/accuracy.md).
+compute takes longer beside copies the simulator is given the part with which these steps take, on average, what they took.
+What it is on eleven machines is in docs/planner/accuracy.md.
 
 [link_rates]: fgoffload/planner/timing/link_rates.py
 """

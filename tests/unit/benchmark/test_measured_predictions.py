@@ -1,5 +1,6 @@
 """What is predicted of settings that were measured: docs/results/predictions_h200_202611.md, and two pages of H100s."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,17 +9,28 @@ from fgoffload.benchmark.forecaster import Forecaster
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.prediction import Source
 from fgoffload.benchmark.settings import Setting, System, parse_setting
+from fgoffload.benchmark.simulation import make_plan, predict
 from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.planner.host_slowdown import fit_slowdown, slow_down
+from fgoffload.planner.timing.compared_step import ComparedStep
+from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 from fgoffload.planner.timing.profile import Profile
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
 PAGE, H100_PAGE = RESULTS / "predictions_h200_202611.md", RESULTS / "w2_moe_h100_202611.md"
+ACCURACY_PAGE = ROOT / "docs" / "planner" / "accuracy.md"
+PROBES = ("ours:core_attn+attn_proj+expert_fc1", "ours:core_attn+attn_proj")
+"""Settings of one run by which its host is judged: the first that it has."""
 TWO_STAGES_PAGE = RESULTS / "w2_1f1b_h100_202611.md"
 PLANS = RESULTS / "plans"
 PROFILES = RESULTS / "profiles"
-H100_RUNS = {"2026-11-24, H100": "w2_moe_h100", "2026-11-24, H100, second": "w2_moe_h100_second"}
-"""By run, its profile."""
+H100_RUNS = {
+    "2026-11-24, H100": "w2_moe_h100",
+    "2026-11-24, H100, second": "w2_moe_h100_second",
+    "2026-11-25, H100, third": "w2_moe_h100_third",
+}
+"""By run, its profile. That of the third has steps that were compared."""
 TWO_STAGES = ("2026-11-24, 1F1B", "2026-11-24, 1F1B, later", "2026-11-24, 1F1B, four runs")
 """Runs on two H100, on three machines, all but the first with the plan of the first."""
 GIB = 2**30
@@ -47,11 +59,13 @@ ABOVE_CUT_OFF = {
     Source.PROFILE: {"plan:w2_16.5GiB_second", "plan:w2_16.5GiB_seventh", "ours:core_attn+attn_proj+expert_fc1"},
 }
 """Settings that are predicted worse than the limits, since the host was later than the device in those runs."""
-_SECOND_H100_RUN = list(H100_RUNS)[1]
+_SECOND_H100_RUN, _THIRD_H100_RUN = list(H100_RUNS)[1:]
 ABOVE_ON_H100 = {
-    Source.TABLE: set(),
+    Source.TABLE: {(_THIRD_H100_RUN, "plan:w2_18.9GiB_h100_third")},
     Source.PROFILE: {
         *((next(iter(H100_RUNS)), f"plan:w2_{size}GiB_h100") for size in (14.6, 16.5)),
+        *((_THIRD_H100_RUN, f"plan:w2_{size}GiB_h100_third") for size in (16.5, 18.9)),
+        (_THIRD_H100_RUN, "ours:core_attn+attn_proj+expert_fc1"),
         *((_SECOND_H100_RUN, f"plan:w2_{size}GiB_h100_second") for size in (14.6, 16.5, 18.9, 20.2)),
         (_SECOND_H100_RUN, "ours:core_attn+attn_proj+expert_fc1"),
         (_SECOND_H100_RUN, "ours:qkv_linear+core_attn+attn_proj/layernorm+moe"),
@@ -153,7 +167,7 @@ def test_what_was_cut_off_is_there_with_what_is_above_the_limits(source, forecas
 
 @pytest.mark.parametrize("source", Source)
 def test_the_runs_on_an_h100_have_all_their_settings_with_what_is_above_the_limits(source, forecasters):
-    assert [sum(row[0] == run for row in H100_ROWS[source]) for run in H100_RUNS] == [11, 14]
+    assert [sum(row[0] == run for row in H100_ROWS[source]) for run in H100_RUNS] == [11, 14, 14]
     assert check_rows(H100_ROWS[source], source, forecasters) == ABOVE_ON_H100[source]
 
 
@@ -175,6 +189,38 @@ def test_three_models_have_four_settings_and_plans_among_them(source):
 def test_each_plan_that_is_kept_was_measured():
     measured = {row[3] for rows in ALL_ROWS for row in rows[Source.TABLE] if row[3].startswith("plan:")}
     assert measured == {f"plan:{path.stem}" for path in PLANS.glob("*.json")}
+
+
+def judge_host(key, rows, forecaster):
+    """Return the cells of a run in the table of hosts; None where it lacks one of the settings that are needed."""
+    taken_s = {row[3]: float(row[4]) / 1e3 for row in rows}
+    probe = next((name for name in PROBES if name in taken_s), None)
+    if probe is None:
+        return None
+    ranks = forecaster._make_profile_ranks()
+    ranks = [
+        dataclasses.replace(rank, link=dataclasses.replace(rank.link, compute_slowdown=COMPUTE_SLOWDOWN)) for rank in ranks
+    ]
+    plan = make_plan(ranks, find_setting(probe))
+    step = ComparedStep.from_plan(plan, step_s=taken_s[probe], keeping_step_s=taken_s["nothing"])
+    slowdown = fit_slowdown(ranks, [step])
+    others = [name for name in taken_s if name not in (probe, "nothing")]
+    errors = [
+        [predict(one, find_setting(name), like=forecaster._like).step_s / taken_s[name] - 1 for name in others]
+        for one in (ranks, slow_down(ranks, slowdown))
+    ]
+    worst = (f"{max(found, key=abs):+.1%}" for found in errors)
+    counts = (f"{sum(abs(error) > 0.04 for error in found)} of {len(found)}" for found in errors)
+    return (key[0], key[1], f"{slowdown:.1%}", *counts, *worst)
+
+
+def test_the_page_says_how_late_the_host_of_each_run_was_by_one_of_its_settings(forecasters):
+    rows = {}
+    for tables in ALL_ROWS:
+        for row in tables[Source.PROFILE]:
+            rows.setdefault(row[:3], []).append(row)
+    found = [judge_host(key, own, forecasters[key]) for key, own in rows.items()]
+    assert read_rows("## How late the host is", ACCURACY_PAGE) == sorted(cells for cells in found if cells is not None)
 
 
 def test_most_rows_are_not_those_that_the_efficiencies_were_set_by():
