@@ -26,7 +26,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
-"""Plans for the host that is known that are tried. The last one counts, whatever it takes."""
+"""Plans by what is known of the host that are tried. The last one counts, whatever it takes."""
 
 TryPlan = Callable[[Setting], Tried | None]
 """Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""

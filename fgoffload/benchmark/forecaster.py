@@ -61,6 +61,8 @@ class Forecaster:
     def __init__(self, job: Job, *, profile: Profile | None = None) -> None:
         self._job = job
         self._profile = profile
+        self._profile_ranks: Sequence[RankModel] | None = None
+        """What that makes of the ranks; None until somebody asks."""
         self._device: str | None = None
 
     def meet(self, device: str) -> None:
@@ -70,7 +72,7 @@ class Forecaster:
     def read_profile(self) -> None:
         """Take the profile that the benchmark has measured. One that cannot be read costs its predictions alone."""
         try:
-            self._profile = Profile.load(self._job.profile_path)
+            self._profile, self._profile_ranks = Profile.load(self._job.profile_path), None
         except ConfigError as error:
             logger.warning("Nothing is predicted from the profile: %s", error)
 
@@ -123,4 +125,6 @@ class Forecaster:
             return ()
         if profile.device != self._device:
             raise ConfigError(f"the profile is of {profile.device}, and this is {self._device}. Measure one here.")
-        return build_profile_ranks(self._job, profile)
+        if self._profile_ranks is None:
+            self._profile_ranks = build_profile_ranks(self._job, profile)  # which simulates its compared steps
+        return self._profile_ranks

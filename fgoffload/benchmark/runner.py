@@ -59,7 +59,7 @@ class Runner:
     Args:
         job: What is measured.
         on_step: Called after each step.
-        on_rehearsal: Called after each step of a plan that is tried.
+        on_rehearsal: Called after each step of a plan that is tried, and of a profile.
     """
 
     def __init__(self, job: Job, on_step: OnStep, *, on_rehearsal: Callable[[], None] = lambda: None) -> None:
@@ -147,6 +147,7 @@ class Runner:
                 link,
                 update=self._job.update,
                 plain_step_s=self._plain_step_s,
+                on_step=self._on_rehearsal,
             )
         empty_caches()
         # Each has timed its own link, and all have to plan alike.

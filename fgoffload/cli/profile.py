@@ -1,4 +1,4 @@
-"""`fgoffload profile`: measures the link of this machine and, with an argument file, one step of its model."""
+"""`fgoffload profile`: measures the link of this machine and, with an argument file, steps of its model."""
 
 import argparse
 import dataclasses
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from fgoffload.planner.timing.profile import Profile
 
 NAME = "profile"
-SUMMARY = "measure the link to the host, and one step of a model"
+SUMMARY = "measure the link to the host, and steps of a model"
 DESCRIPTION = (
     "Measures copies to the host and back, by size, both ways at once and beside a matrix product. With a Megatron argument "
     "file also one step of its model, after one that warms up: the time of each module forward and backward, and the bytes "
-    "that each saves; and before it a few steps as they are without measuring. Nothing is offloaded meanwhile."
+    "that each saves; before it a few steps as they are without measuring, and behind it, on a GPU, some under two plans that "
+    "offload, in turn with steps that keep all: what copies cost a host that is late."
 )
 USAGE = "fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile arguments/tiny_moe.sh"

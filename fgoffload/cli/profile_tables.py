@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from fgoffload.planner.host_slowdown import MOST_SLOWDOWN
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE, LinkProfile, Profile, RankProfile, merge_alike
 from fgoffload.units import format_bytes, format_ms
@@ -47,9 +48,10 @@ def describe_compared_steps(profile: Profile, slowdown: float) -> str:
     """
     ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
     many = "steps under plans" if len(profile.compared_steps) > 1 else "a step under a plan"
+    bound = ", the most that is planned with" if slowdown >= MOST_SLOWDOWN else ""
     return (
         f"{many}, in turn with steps that keep all, took {ratios} of these: compute is planned to be {slowdown:.1%} slower "
-        "beside copies"
+        f"beside copies{bound}"
     )
 
 

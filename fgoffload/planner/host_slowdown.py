@@ -21,6 +21,10 @@ from fgoffload.planner.timing.compared_step import ComparedStep
 MOST_SLOWDOWN = 0.5
 """What compute takes longer beside copies at most, as a part. What took longer than that says was late for other reasons."""
 
+LEAST_EFFECT = 0.05
+"""Of a step that keeps all: by how much at least a step grows from no slowdown to `MOST_SLOWDOWN`, if it is to say which it is.
+One that moves little would make a percent of noise a tenth of slowdown and more."""
+
 _PRECISION = 2e-3
 """Of what is found. A plan's step changes by about 0.1% with it."""
 
@@ -38,10 +42,10 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
 
     Args:
         ranks: The pipeline as it was measured, by number.
-        steps: Of it; at least one. One whose plan these ranks cannot do is a mistake of whoever made it.
+        steps: Of it. Those of plans that move too little to say anything are not looked at.
 
     Returns:
-        From what the link of `ranks` has to `MOST_SLOWDOWN`.
+        From what the link of `ranks` has, which it is too where no step says more, to `MOST_SLOWDOWN`.
 
     Raises:
         PlanError: A layer cannot do what the plan of a step says.
@@ -51,13 +55,20 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
     ranks = [dataclasses.replace(rank, turn=Turn.CALL_BACK) for rank in ranks]
     keeping_s = simulate(ranks, _NOTHING).step_s
 
-    def count_excess_s(slowdown: float) -> float:
-        """Return what `steps` are simulated to take more than they took, all together."""
-        slowed = slow_down(ranks, slowdown)
-        return sum(simulate(slowed, step.plan).step_s - keeping_s - step.added_s for step in steps)
-
     least = max(rank.link.compute_slowdown for rank in ranks)
-    if count_excess_s(least) >= 0:
+    slowest = slow_down(ranks, MOST_SLOWDOWN)
+    telling = [
+        step
+        for step in steps
+        if simulate(slowest, step.plan).step_s - simulate(ranks, step.plan).step_s >= LEAST_EFFECT * keeping_s
+    ]
+
+    def count_excess_s(slowdown: float) -> float:
+        """Return what `telling` steps are simulated to take more than they took, all together."""
+        slowed = slow_down(ranks, slowdown)
+        return sum(simulate(slowed, step.plan).step_s - keeping_s - step.added_s for step in telling)
+
+    if count_excess_s(least) >= 0:  # without any too
         return least
     if count_excess_s(MOST_SLOWDOWN) <= 0:
         return MOST_SLOWDOWN

@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import gc
 import statistics
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -56,6 +57,7 @@ def profile_training(
     update: Update = Update.ADAMW,
     plain_step_s: float | None = None,
     has_own_host: bool | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Return a profile of a training, on every process that takes part in it.
 
@@ -68,6 +70,7 @@ def profile_training(
         plain_step_s: Seconds of a step of the same training without offload and with nothing measured in it, where somebody has
             just timed it. None times some first.
         has_own_host: Whether the host is not the device, and can be late; None asks the device.
+        on_step: Called after each step but the plain ones.
 
     Raises:
         ConfigError: The arguments ask for what this version or machine does not have.
@@ -75,7 +78,12 @@ def profile_training(
     """
     numel = arguments.offload.min_offloaded_tensor_size if arguments.offload is not None else DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     # For its sites in all layers. Nothing leaves, since nobody plans.
-    config = OffloadConfig(offload_modules=(AUTO,), offload_memory_budget_bytes=TIB, min_offloaded_tensor_size=numel)
+    config = OffloadConfig(
+        offload_modules=(AUTO,),
+        offload_memory_budget_bytes=TIB,
+        offload_host_budget_bytes=None if arguments.offload is None else arguments.offload.offload_host_budget_bytes,
+        min_offloaded_tensor_size=numel,
+    )
     # As trainings run: deterministic kernels take longer, and some save other tensors.
     policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
     if plain_step_s is None:
@@ -87,8 +95,10 @@ def profile_training(
         integration.measurement = measurement
         with contextlib.closing(measurement):
             trainer.run_step(with_digests=False)
+            on_step()
             measurement.request()
             trainer.run_step(with_digests=False)
+            on_step()
             profile = dataclasses.replace(
                 _make_profile(link, merge_processes(gather(measurement.take_profile()))),
                 has_optimizer=update is not Update.NONE,
@@ -96,10 +106,11 @@ def profile_training(
             )
             if has_own_host is None:
                 has_own_host = device.type != "cpu"
-            # Where the batch grows, steps differ by that.
-            if has_own_host and arguments.rampup_batch_size is None:
+            # Where the batch grows, or sequences have other lengths in each step, steps differ by that.
+            are_alike = arguments.rampup_batch_size is None and not arguments.has_variable_lengths
+            if has_own_host and are_alike:
                 host_bytes = min(gather(integration.engine.arena.budget_bytes))
-                steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes)
+                steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
                 profile = dataclasses.replace(profile, compared_steps=steps)
     return profile
 

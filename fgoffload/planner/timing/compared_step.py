@@ -31,7 +31,7 @@ class ComparedStep:
     """Seconds of those that keep all, measured in the same way in between."""
 
     def __post_init__(self) -> None:
-        """Refuse steps that take no time, and a plan that does nothing.
+        """Refuse steps that take no time, and a plan by which nothing leaves.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -39,8 +39,8 @@ class ComparedStep:
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)} is no time of a step. Give seconds above 0.")
-        if not self.sites:
-            raise ConfigError("sites is empty: a plan that does nothing says nothing of the host. Leave the step out.")
+        if not any(row.action.offloads for row in self.sites):
+            raise ConfigError("sites has nothing that leaves: without copies no step says how late they make it. Leave it out.")
 
     @property
     def plan(self) -> OffloadPlan:

@@ -1,6 +1,7 @@
 """Steps under plans that a profile compares with those that keep all: which plans, and that each step runs by its own."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fgoffload.engine import CpuDevice
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron import collectives, compared_steps, profile_training
 from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.compared_steps import MOST_ROUNDS, TIMED_STEPS, choose_plans, compare_steps
+from fgoffload.integrations.megatron.compared_steps import FEWEST_ROUNDS, MOST_ROUNDS, TIMED_STEPS, choose_plans, compare_steps
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.training_policy import Update
@@ -53,7 +54,7 @@ def profile(parallel):
 
 
 def test_one_plan_moves_what_compute_hides_and_one_is_for_a_budget_in_the_middle(profile):
-    hidden, middle = choose_plans(profile, default_tags(), 2**40)
+    hidden, middle = choose_plans(profile, 2**40)
     ranks = make_rank_models(profile)
     keeping = simulate(ranks, NOTHING)
     assert hidden.offloaded_tags
@@ -68,20 +69,42 @@ def count_moved(profile, plan):
     return sum(rank.d2h_bytes for rank in simulate(make_rank_models(profile), plan).ranks)
 
 
-def test_a_slow_link_hides_less_and_without_host_memory_nothing_leaves(profile):
-    link = LinkProfile(copies=(dataclasses.replace(RATE, d2h_bytes_per_s=2e7),), compute_slowdown=0.0)
-    slow = dataclasses.replace(profile, link=link)
-    hidden = choose_plans(profile, default_tags(), 2**40)[0]
-    assert count_moved(slow, choose_plans(slow, default_tags(), 2**40)[0]) < count_moved(profile, hidden)
-    assert not any(plan.offloaded_tags for plan in choose_plans(profile, default_tags(), 0))
+@pytest.fixture
+def _no_middle(monkeypatch):
+    """No plan for a budget in the middle, which takes seconds to find."""
 
-
-def test_where_no_plan_keeps_to_the_middle_only_tags_are_compared(monkeypatch, profile):
     def solve(ranks, **options):
         raise BudgetError("no plan", least_bytes=1)
 
     monkeypatch.setattr("fgoffload.planner.solving.solver.solve", solve)
-    (plan,) = choose_plans(profile, default_tags(), 2**40)
+
+
+@pytest.mark.usefixtures("_no_middle")
+def test_a_slow_link_hides_less_and_without_host_memory_nothing_is_compared(profile):
+    (hidden,) = choose_plans(profile, 2**40)
+    # All of it would take twice as long as the step, forward and backward, whatever this machine takes for that.
+    rate = count_moved(profile, hidden) / (2 * simulate(make_rank_models(profile), NOTHING).step_s)
+    link = LinkProfile(copies=(dataclasses.replace(RATE, d2h_bytes_per_s=max(1e6, rate)),), compute_slowdown=0.0)
+    slow = dataclasses.replace(profile, link=link)
+    assert sum(count_moved(slow, less) for less in choose_plans(slow, 2**40)) < count_moved(profile, hidden)
+    assert choose_plans(profile, 0) == ()
+
+
+def test_a_plan_in_the_middle_that_only_recomputes_is_not_compared(monkeypatch, profile):
+    asked = []
+
+    def solve(ranks, **options):
+        asked.append(options)
+        return types.SimpleNamespace(plan=RUNS_AGAIN)
+
+    monkeypatch.setattr("fgoffload.planner.solving.solver.solve", solve)
+    assert choose_plans(profile, 7) == ()
+    assert asked[0]["host_budget_bytes"] == 7
+
+
+@pytest.mark.usefixtures("_no_middle")
+def test_where_no_plan_keeps_to_the_middle_only_tags_are_compared(profile):
+    (plan,) = choose_plans(profile, 2**40)
     assert plan.offloaded_tags
 
 
@@ -116,7 +139,7 @@ def test_plans_and_nothing_take_turns_each_step_runs_by_its_own_and_no_bit_chang
     monkeypatch.setattr(compared_steps, "MOST_ROUNDS", 2)
     with make_trainer(FLAGS, AUTO) as trainer:
         measurement, profile = start(trainer)
-        plans = hidden, middle = choose_plans(profile, default_tags(), 2**40)
+        plans = hidden, middle = choose_plans(profile, 2**40)
         spy = Spy(trainer, measurement)
         found = compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)
         assert spy.plans == [plan for plan in (NOTHING, hidden, middle) for _ in range(1 + TIMED_STEPS)] * 2
@@ -148,23 +171,28 @@ def test_what_runs_again_by_a_plan_runs_again_in_its_steps_alone():
     assert counts == [6, 10, 6]
 
 
-def test_the_medians_leave_out_what_is_not_timed_and_one_slow_step(monkeypatch):
+def test_the_medians_leave_out_what_is_not_timed_and_a_few_slow_steps(monkeypatch):
+    monkeypatch.setattr(compared_steps, "ENOUGH_S", 600.0)
+
     def seconds(plan, number):
-        if number % (1 + TIMED_STEPS) == 1 or number == 2:
-            return 99.0
-        return 1.25 if plan.actions else 1.0
+        # Of eight that are timed three are slow: with the four that are not it would be more than half.
+        is_timed = number % (1 + TIMED_STEPS) != 1
+        return 99.0 if not is_timed or number <= 8 else 1.25 if plan.actions else 1.0
 
     with make_trainer(FLAGS, AUTO) as trainer:
         measurement, profile = start(trainer)
         monkeypatch.setattr(compared_steps, "choose_plans", lambda *args: (OFFLOADS,))
-        spy = Spy(trainer, measurement, seconds=seconds)
-        (found,) = compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)
+        spy, stepped = Spy(trainer, measurement, seconds=seconds), []
+        (found,) = compare_steps(
+            trainer, measurement, profile, host_budget_bytes=2**40, on_step=lambda: stepped.append(len(spy.steps))
+        )
         measurement.close()
     assert (found.step_s, found.keeping_step_s) == (1.25, 1.0)
     assert len(spy.steps) == MOST_ROUNDS * 2 * (1 + TIMED_STEPS)
+    assert stepped == list(range(1, 1 + len(spy.steps)))
 
 
-def test_slow_trainings_take_one_round(monkeypatch):
+def test_slow_trainings_take_the_fewest_rounds(monkeypatch):
     monkeypatch.setattr(compared_steps, "ENOUGH_S", 0.0)
     monkeypatch.setattr(compared_steps, "choose_plans", lambda *args: (OFFLOADS,))
     with make_trainer(FLAGS, AUTO) as trainer:
@@ -172,7 +200,45 @@ def test_slow_trainings_take_one_round(monkeypatch):
         spy = Spy(trainer, measurement)
         assert len(compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)) == 1
         measurement.close()
-    assert len(spy.steps) == 2 * (1 + TIMED_STEPS)
+    assert len(spy.steps) == FEWEST_ROUNDS * 2 * (1 + TIMED_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("a fault"), "nothing is known of how late the host is: the first process: ValueError: a fault"),
+        (torch.OutOfMemoryError("no room"), "since one had no room on the device: no room"),
+    ],
+)
+def test_what_cannot_be_planned_or_has_no_room_costs_the_compared_steps_alone(monkeypatch, caplog, error, reason):
+    def fail(*args):
+        raise error
+
+    where = "choose_plans" if isinstance(error, ValueError) else "_take_turns"
+    monkeypatch.setattr(compared_steps, "choose_plans", lambda *args: (OFFLOADS,))
+    monkeypatch.setattr(compared_steps, where, fail)
+    with make_trainer(FLAGS, AUTO) as trainer:
+        measurement, profile = start(trainer)
+        measurement.apply(OFFLOADS)
+        assert compare_steps(trainer, measurement, profile, host_budget_bytes=2**40) == ()
+        trainer.run_step(with_digests=False)
+        assert trainer.integration.last_step.d2h_bytes == 0
+        measurement.close()
+    assert reason in caplog.text
+
+
+def test_where_others_are_in_the_middle_of_a_step_memory_that_runs_out_is_an_error(monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(compared_steps, "choose_plans", lambda *args: (OFFLOADS,))
+    monkeypatch.setattr(compared_steps, "_take_turns", fail)
+    with make_trainer(FLAGS, AUTO) as trainer:
+        measurement, profile = start(trainer)
+        monkeypatch.setattr(compared_steps, "is_alone", lambda: False)
+        with pytest.raises(torch.OutOfMemoryError):
+            compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)
+        measurement.close()
 
 
 def test_a_planner_that_fails_is_an_error_of_all_processes(monkeypatch):
@@ -192,11 +258,19 @@ def test_a_planner_that_fails_is_an_error_of_all_processes(monkeypatch):
 
 @pytest.mark.parametrize(
     ("has_own_host", "flags", "compared"),
-    [(True, "", True), (False, "", False), (None, "", False), (True, "--rampup-batch-size 2 2 64", False)],
+    [
+        (True, "", True),
+        (False, "", False),
+        (None, "", False),
+        (True, "--rampup-batch-size 2 2 64", False),
+        (True, "--variable-seq-lengths --moe-token-dispatcher-type alltoall", False),
+        (True, "--offload-host-budget 0.001MiB", False),
+    ],
 )
 def test_a_profile_has_compared_steps_where_the_host_is_not_the_device(monkeypatch, has_own_host, flags, compared):
     monkeypatch.setattr(compared_steps, "MOST_ROUNDS", 1)
-    arguments = parse_arguments(f"{FLAGS} {flags}".split(), source="test")
+    sizes = "--fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 64"
+    arguments = parse_arguments(f"{FLAGS} {sizes} {flags}".split(), source="test")
     link = measure_link(CpuDevice(), sizes=QUICK_SIZES)
     found = profile_training.profile_training(
         arguments, TextData.load(), link, update=Update.NONE, plain_step_s=1.0, has_own_host=has_own_host
@@ -204,4 +278,3 @@ def test_a_profile_has_compared_steps_where_the_host_is_not_the_device(monkeypat
     assert bool(found.compared_steps) is compared
     if compared:
         assert Profile.from_json(found.to_json(), source="text") == found
-        assert make_rank_models(found)[0].link.compute_slowdown >= 0

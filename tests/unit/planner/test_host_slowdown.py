@@ -17,17 +17,20 @@ from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.profile import CopyRate, LinkProfile, Profile, RankProfile
 
 NOTHING = OffloadPlan(actions={})
-LINK = LinkModel(d2h_bytes_per_s=4.0, h2d_bytes_per_s=4.0, duplex_bytes_per_s=3.0, compute_slowdown=0.01)
+LINK = LinkModel(d2h_bytes_per_s=2.0, h2d_bytes_per_s=2.0, duplex_bytes_per_s=1.5, compute_slowdown=0.01)
 RANKS = (make_toy_rank(layers=[[make_toy_layer()] * 3], pipeline=Pipeline(stages=1, microbatches=4), link=LINK),)
 OFFLOADS = OffloadPlan(
-    actions={Site(chunk=0, layer=layer, tag="core_attn"): Action.OFFLOAD for layer in (0, 1)}, loss_window_bytes=5
+    actions={Site(chunk=0, layer=layer, tag=tag): Action.OFFLOAD for layer in (0, 1) for tag in ("core_attn", "expert_fc1")},
+    loss_window_bytes=5,
 )
 MIXED = OffloadPlan(
     actions={
-        Site(chunk=0, layer=0, tag="expert_fc1"): Action.OFFLOAD,
-        Site(chunk=0, layer=0, tag="moe_act"): Action.RECOMPUTE,
+        Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD,
+        Site(chunk=0, layer=1, tag="core_attn"): Action.OFFLOAD,
+        Site(chunk=0, layer=2, tag="moe_act"): Action.RECOMPUTE,
     }
 )
+RECOMPUTES = OffloadPlan(actions={Site(chunk=0, layer=0, tag="moe_act"): Action.RECOMPUTE})
 
 
 def simulate_s(ranks, plan):
@@ -63,6 +66,16 @@ def test_a_host_in_time_leaves_what_the_link_has_and_a_hopeless_one_the_most():
     assert fit_slowdown(RANKS, [slow]) == MOST_SLOWDOWN
 
 
+def test_a_step_that_moves_little_does_not_make_noise_a_slowdown():
+    link = dataclasses.replace(LINK, d2h_bytes_per_s=400.0, h2d_bytes_per_s=400.0, duplex_bytes_per_s=300.0)
+    ranks = (dataclasses.replace(RANKS[0], link=link),)
+    little = compare(OFFLOADS, 0.01, ranks=ranks)
+    noisy = dataclasses.replace(little, step_s=1.01 * little.step_s)
+    assert fit_slowdown(ranks, [noisy]) == 0.01
+    assert fit_slowdown(RANKS, [compare(OFFLOADS, 0.2), dataclasses.replace(noisy, sites=noisy.sites[:1])]) > 0.19
+    assert fit_slowdown(RANKS, []) == 0.01
+
+
 def test_a_plan_of_other_layers_is_refused():
     other = OffloadPlan(actions={Site(chunk=0, layer=7, tag="core_attn"): Action.OFFLOAD})
     with pytest.raises(PlanError, match=r"names layers\.7"):
@@ -77,7 +90,10 @@ def test_a_plan_comes_back_out_of_a_compared_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": NOTHING}, "sites is empty: a plan that does nothing says nothing of the host. Leave the step out."),
+        (
+            {"plan": RECOMPUTES},
+            "sites has nothing that leaves: without copies no step says how late they make it. Leave it out.",
+        ),
         ({"step_s": 0.0}, "step_s 0.0 is no time of a step. Give seconds above 0."),
         ({"keeping_step_s": float("nan")}, "keeping_step_s nan is no time of a step. Give seconds above 0."),
     ],
@@ -93,7 +109,7 @@ def test_what_is_no_comparison_is_refused(options, message):
 
 
 def make_profile(*steps, stages=1):
-    rate = CopyRate(size_bytes=1, d2h_bytes_per_s=4e6, h2d_bytes_per_s=4e6, duplex_bytes_per_s=3e6)
+    rate = CopyRate(size_bytes=1, d2h_bytes_per_s=2e6, h2d_bytes_per_s=2e6, duplex_bytes_per_s=1.5e6)
     pipeline = Pipeline(stages=stages, microbatches=4)
     sizes = (1_000_000, 8_000_000, 6_000_000, 4_000_000, 2_000_000)
     models = [make_toy_layer(kind=f"toy (layer {number})", sizes=sizes) for number in range(3)]
