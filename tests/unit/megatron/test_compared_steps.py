@@ -1,10 +1,13 @@
 """Steps under plans that a profile compares with those that keep all: which plans, and that each step runs by its own."""
 
 import dataclasses
+import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
+from support.processes import run_processes
 from support.trainings import MOE, make_trainer, train
 
 from fgoffload import Action, BudgetError, OffloadConfig, OffloadError, OffloadPlan, Site
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 AUTO = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=2**50, min_offloaded_tensor_size=64)
 NOTHING = OffloadPlan(actions={})
+ROOT = Path(__file__).parents[3]
 RATE = CopyRate(size_bytes=2**20, d2h_bytes_per_s=50e9, h2d_bytes_per_s=50e9, duplex_bytes_per_s=33e9)
 FLAGS = f"{MOE} --num-layers 3"
 OFFLOADS = OffloadPlan(actions={Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD})
@@ -278,3 +282,21 @@ def test_a_profile_has_compared_steps_where_the_host_is_not_the_device(monkeypat
     assert bool(found.compared_steps) is compared
     if compared:
         assert Profile.from_json(found.to_json(), source="text") == found
+
+
+def test_all_processes_compare_the_same_plans_and_keep_the_same_times(tmp_path):
+    flags = (
+        f"{FLAGS.replace('--num-layers 3', '--num-layers 2')} --fine-grained-activation-offloading --offload-modules core_attn"
+    )
+    flags = f"{flags} --min-offloaded-tensor-size 64"
+    settings = [f"{flags} --pipeline-model-parallel-size 2", f"{flags} --expert-model-parallel-size 2 --global-batch-size 8"]
+    for number, setting in enumerate(settings):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "flags.txt").write_text(setting)
+        run_processes(str(ROOT / "tests" / "support" / "comparing.py"), folder, processes=2, timeout_seconds=120)
+        first, second = (json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(2))
+        assert first == second
+        assert first
+        layers = {row["site"]["layer"] for step in first for row in step["sites"]}
+        assert layers == {0, 1}
