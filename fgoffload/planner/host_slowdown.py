@@ -5,13 +5,14 @@ A profile has the device's times. Copies hardly slow a device, by 1% ([link_rate
 its memory serves both, and what is launched late is on the clock. How much differs from machine to machine and nothing but a
 step of the training says it. So a profile has a few steps under plans, measured in turn with steps that keep all, and of what
 compute takes longer beside copies the simulator is given the part with which these steps take, on average, what they took.
-What it is on eleven machines is in docs/planner/accuracy.md.
+What it is on eleven machines is in docs/planner/accuracy.md. Where a training plans for itself, steps that keep all may not
+fit: those under its first plan say it alone.
 
 [link_rates]: fgoffload/planner/timing/link_rates.py
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
@@ -50,25 +51,67 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
     Raises:
         PlanError: A layer cannot do what the plan of a step says.
     """
-    from scipy.optimize import brentq
-
-    ranks = [dataclasses.replace(rank, turn=Turn.CALL_BACK) for rank in ranks]
+    ranks = _call_back(ranks)
     keeping_s = simulate(ranks, _NOTHING).step_s
 
-    least = max(rank.link.compute_slowdown for rank in ranks)
-    slowest = slow_down(ranks, MOST_SLOWDOWN)
-    telling = [
-        step
-        for step in steps
-        if simulate(slowest, step.plan).step_s - simulate(ranks, step.plan).step_s >= LEAST_EFFECT * keeping_s
-    ]
+    telling = [step for step in steps if _is_telling(ranks, step.plan)]
 
     def count_excess_s(slowdown: float) -> float:
         """Return what `telling` steps are simulated to take more than they took, all together."""
         slowed = slow_down(ranks, slowdown)
         return sum(simulate(slowed, step.plan).step_s - keeping_s - step.added_s for step in telling)
 
-    if count_excess_s(least) >= 0:  # without any too
+    return _find_slowdown(ranks, count_excess_s)
+
+
+def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
+    """Return what compute takes longer beside copies, as a part, where all that is known is what steps under one plan took.
+
+    Whatever else is late in them counts as slowdown too: `fit_slowdown` leaves that out, and needs steps that keep all.
+
+    Args:
+        ranks: The pipeline as it was measured, by number.
+        plan: Of the steps. One that these ranks cannot do is a mistake of whoever made it.
+        step_s: Seconds of one.
+
+    Returns:
+        From what the link of `ranks` has to `MOST_SLOWDOWN`; the former where `plan` moves too little to say anything.
+
+    Raises:
+        PlanError: A layer cannot do what `plan` says.
+    """
+    ranks = _call_back(ranks)
+    if not _is_telling(ranks, plan):
+        return _get_least(ranks)
+    return _find_slowdown(ranks, lambda slowdown: simulate(slow_down(ranks, slowdown), plan).step_s - step_s)
+
+
+def _is_telling(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
+    """Return whether a step under `plan` is longer enough with the most slowdown to say which it is."""
+    grown_s = simulate(slow_down(ranks, MOST_SLOWDOWN), plan).step_s - simulate(ranks, plan).step_s
+    return grown_s >= LEAST_EFFECT * simulate(ranks, _NOTHING).step_s
+
+
+def _call_back(ranks: Sequence[RankModel]) -> list[RankModel]:
+    """Return `ranks` as they run: where a plan does not say what is called back at a loss, the last groups are."""
+    return [dataclasses.replace(rank, turn=Turn.CALL_BACK) for rank in ranks]
+
+
+def _get_least(ranks: Sequence[RankModel]) -> float:
+    return max(rank.link.compute_slowdown for rank in ranks)
+
+
+def _find_slowdown(ranks: Sequence[RankModel], count_excess_s: Callable[[float], float]) -> float:
+    """Return the slowdown, of those that can be, where what is simulated takes what was measured.
+
+    Args:
+        ranks: Whose link has the least one.
+        count_excess_s: Returns what steps are simulated to take more than they took with a slowdown, which adds to it.
+    """
+    from scipy.optimize import brentq
+
+    least = _get_least(ranks)
+    if count_excess_s(least) >= 0:  # where there is no step too
         return least
     if count_excess_s(MOST_SLOWDOWN) <= 0:
         return MOST_SLOWDOWN

@@ -59,8 +59,18 @@ def describe_trial(first: Tried, second: Tried, *, guess: HostGuess) -> str:
         second: Of the one for the other.
         guess: What the first took the host for.
     """
-    other = _OTHER[guess].value
-    return f"a step takes {first.describe()} by the plan for {guess.value}, and {second.describe()} by the one for {other}"
+    return describe_tried(first, second, made=(f"for {guess.value}", f"for {_OTHER[guess].value}"))
+
+
+def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str:
+    """Return what two plans took, for a log.
+
+    Args:
+        first: Of one.
+        second: Of the other.
+        made: What each was made for, or of: `for a late host`.
+    """
+    return f"a step takes {first.describe()} by the plan {made[0]}, and {second.describe()} by the one {made[1]}"
 
 
 def find_guess(ranks: Sequence[RankModel]) -> HostGuess:

@@ -11,7 +11,8 @@ microbatches only count more of the same, and the plan is made anew at once; lar
 A model that needs a budget may not fit while everything is kept. So a layer is kept only as long as the budget has room for it,
 with a part in reserve for what is not known yet. Else all its tags are offloaded while it is measured, as far as host memory
 allows: its bytes are the same, and its times count only where it was kept in no microbatch. Where that does not fit either, the
-first step fails as it would with every tag selected.
+first step fails as it would with every tag selected. A step that is measured again ([Note: Two plans] in `plan_trial`) need not
+fail, since there is a plan that fits: how much may stay is simulated first, and where nothing would fit it is not measured.
 
 [Note: A plan that takes more than was said]
 What operators have for a moment was measured in one step, in which other layers stayed than in those that follow. So the first
@@ -31,64 +32,44 @@ from fgoffload.config import OffloadConfig
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
-from fgoffload.integrations.megatron.collectives import broadcast, gather, is_first_process
+from fgoffload.integrations.megatron.collectives import ask_first, broadcast, gather, is_first_process
+from fgoffload.integrations.megatron.measured_plans import (
+    NOTHING,
+    Layers,
+    MeasuredStep,
+    PlannedStep,
+    ProcessMeasurement,
+    TriedStep,
+)
 from fgoffload.integrations.megatron.plan_trial import StepTimes
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
-from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.late_host import HostGuess, Tried, assume_host, describe_trial
-from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
-from fgoffload.units import format_bytes, format_ms
+from fgoffload.plan import OffloadPlan, Site
+from fgoffload.planner.late_host import Tried, describe_tried
+from fgoffload.planner.timing.profile import LinkProfile
+from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 KEPT_PART = 0.8
-"""Of the budget, that a measured step may fill before layers leave: the rest is for the loss, for gradients of activations and
-for the largest layer's temporary tensors, of which nothing is known yet."""
+"""Of the budget, that a step may fill before its layers leave, where none was measured before: the rest is for the loss, for
+gradients of activations and for the largest layer's temporary tensors, of which nothing is known yet."""
 
 MOST_CHECKS = 3
 """Plans in a row whose first step is looked at. See [Note: A plan that takes more than was said]."""
-
-_NOTHING = OffloadPlan(actions={})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """What one process measured."""
-
-    rank: RankProfile
-    link: LinkProfile
-    host_budget_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
     """What the first step under a plan took on one process, in device bytes."""
 
+    rank: int
+    """The process's pipeline rank."""
     peak_bytes: int
     """At its worst moment."""
     beyond_bytes: int
-    """Of them: more than was predicted of its pipeline rank."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
-    """The plan in use, and what is expected of it."""
-
-    plan: OffloadPlan
-    """For all ranks."""
-    call: ScheduleCall
-    """The largest step that it is for."""
-    peaks: Mapping[int, int]
-    """By pipeline rank: device bytes at its worst moment."""
-    step_s: float
-    """Of the step."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the highest peak of any rank."""
-        return max(self.peaks.values())
+    """Of them: more than was predicted of that rank."""
 
 
 class AutoOffload(StepMeasurement):
@@ -124,12 +105,17 @@ class AutoOffload(StepMeasurement):
         self._has_own_host = engine.device.type != "cpu" if has_own_host is None else has_own_host
         self.planned: PlannedStep | None = None
         """None before the first plan, and while a step is measured for another."""
-        self._measured: list[_Measured] = []
-        """Of all processes, of the last step that was measured."""
-        self._measured_call: ScheduleCall | None = None
+        self._measured: MeasuredStep | None = None
+        """The last step of which a plan was made."""
         self._link: LinkProfile | None = None
         self._kept_bytes = 0
         """Of parameters and gradients, where nobody counts device bytes."""
+        self._staying: Layers | None = None
+        """The layers that are to stay in a measured step; None where nobody knows what fits: as many as there is room for."""
+        self._step_end_s = 0.0
+        """Of the step that was measured last, on this process."""
+        self._steps = 0
+        """That have begun."""
         self._current: ScheduleCall | None = None
         """The step that runs, or ran last."""
         self._taken_bytes: int | None = None
@@ -137,15 +123,13 @@ class AutoOffload(StepMeasurement):
         self._left_checks = 0
         """Steps that will still be compared so."""
         self._beyond_bytes = 0
-        """How much more a step took than was predicted of its plan: what all later plans leave free."""
-        self.guess = HostGuess.IN_TIME
-        """What the plan in use takes the host for. See [Note: Two plans] in `plan_trial`."""
+        """How much more a step took than the measurement in use predicts of its plan: what all later plans leave free."""
         self._times: StepTimes | None = None
         """Of the steps under the plan in use; None where no other plan is to be compared with it."""
-        self._rival: tuple[PlannedStep, Tried] | None = None
-        """The plan for a host that is in time, and what its steps took, while the one for a late host is tried."""
-        self._checked_bytes = 0
-        """At peak on any process, of the first step under the plan in use; 0 where it was not compared."""
+        self._rival: TriedStep | None = None
+        """The first plan of a trial, from when its steps were timed: a step is measured again, or a second plan is tried."""
+        self._checked: Mapping[int, int] = {}
+        """By pipeline rank: the peak of the first step under the plan in use; empty where it was not compared."""
         self._is_leaving = False
         """Whether the layer that forward is in is offloaded while it is measured."""
         self.request()
@@ -155,21 +139,23 @@ class AutoOffload(StepMeasurement):
 
         Raises:
             PlanError: No plan fits the budget; all processes raise alike.
+            OffloadError: A process has no profile of the first step; all raise then.
         """
-        if self.state is MeasurementState.RECORDED:
-            self._measured_call = self.call
-            self._exchange()
+        self._steps += 1
+        rival = self._rival if self.planned is None else None  # where the last step was to be measured again
+        known = self.planned if rival is None else rival.planned
+        if known is not None and not call.is_within(known.call):
+            logger.info("a step of %s is beyond the plan for %s: planning again", call, known.call)
             self._plan(call)
-        elif self.planned is not None and not _is_within(call, self.planned.call):
-            logger.info("a step of %s is beyond the plan for %s: planning again", _say(call), _say(self.planned.call))
-            self._plan(call)
+        elif rival is not None:
+            self._plan_again(rival)
         elif self.planned is not None:
-            if self._times is not None:
-                self._times.note_end(self._clock(), is_full=self._current == self.planned.call)
-            if self._taken_bytes is not None:
-                self._check(self.planned, self._taken_bytes)
-            elif self._times is not None:
-                self._compare(self.planned, self._times)
+            self._look_at(self.planned, call)
+        elif self.state is MeasurementState.RECORDED:
+            failure = self._exchange()
+            if failure is not None:
+                raise failure
+            self._plan(call)
         if self.state is MeasurementState.WANTED:
             self._kept_bytes = self._count_bytes()
         self._current = call
@@ -183,7 +169,8 @@ class AutoOffload(StepMeasurement):
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None] | None:
         """Return a context that records a layer, which leaves where there is no room. See [Note: A step that does not fit]."""
         recorder = self._recorder
-        self._is_leaving = recorder is not None and not self._has_room(recorder)
+        may_stay = self._staying is None or (chunk, number) in self._staying
+        self._is_leaving = recorder is not None and not (may_stay and self._has_room(recorder))
         if recorder is None or not self._is_leaving:
             return super().find_layer(lane, chunk, number, hidden)
         watch = self._engine.watch(lane)
@@ -197,16 +184,43 @@ class AutoOffload(StepMeasurement):
 
     def _has_room(self, recorder: StepRecorder) -> bool:
         now_bytes = self._kept_bytes + recorder.live_bytes if self._memory is None else self._memory.count_allocated()
-        return now_bytes + recorder.largest_layer_bytes <= KEPT_PART * self._budget_bytes
+        # Where it was found what may stay, the budget is the limit if that was wrong.
+        part = KEPT_PART if self._staying is None else 1.0
+        return now_bytes + recorder.largest_layer_bytes <= part * self._budget_bytes
 
     # Planning.
 
-    def _exchange(self) -> None:
-        """Learn what all processes have measured."""
+    def _exchange(self) -> OffloadError | None:
+        """Learn what all processes have measured in the last step. Where one could not say, return why. All do alike."""
+        own: ProcessMeasurement | str
+        failure: OffloadError | None = None
+        try:
+            own = self._take_own()
+        except OffloadError as error:
+            own, failure = f"{type(error).__name__}: {error}", error
+        found = gather(own)
+        failed = next((one for one in found if isinstance(one, str)), None)
+        if failed is not None or self.call is None:
+            return failure or OffloadError(f"another process could not measure: {failed}")
+        self._measured = MeasuredStep(
+            processes=tuple(one for one in found if not isinstance(one, str)),
+            call=self.call,
+            number=self._steps - 1,
+            device_type=self._device.type,
+            policy=self._policy,
+        )
+        return None
+
+    def _take_own(self) -> ProcessMeasurement:
         if self._link is None:
             self._link = measure_link(self._device, sizes=QUICK_SIZES)
-        own = _Measured(rank=self.take_profile(), link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
-        self._measured = gather(own)
+        rank = self.take_profile()
+        if self._rival is not None:
+            # No evaluation and no checkpoint that came behind the step is a part of it: the median of the steps that it is
+            # compared with has none either. Plans do not change what comes behind the last pass.
+            rank = dataclasses.replace(rank, step_end_s=min(rank.step_end_s, self._step_end_s))
+        self._step_end_s = rank.step_end_s
+        return ProcessMeasurement(rank=rank, link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
 
     def _plan(self, call: ScheduleCall) -> None:
         """Plan for `call`, or have it measured where its microbatches are larger than the measured ones.
@@ -214,18 +228,24 @@ class AutoOffload(StepMeasurement):
         Raises:
             PlanError: No plan fits the budget.
         """
-        self.guess, self._rival = HostGuess.IN_TIME, None
-        measured = self._measured_call
-        if measured is None or call.tokens > measured.tokens:
-            self.apply(_NOTHING)
-            self.planned = None
-            self.request()
+        self.forget()
+        self._rival = None
+        measured = self._measured
+        if measured is None or call.tokens > measured.call.tokens:
+            self._measure(None)
             return
         self._left_checks = MOST_CHECKS
-        wanted = ScheduleCall(microbatches=max(call.microbatches, measured.microbatches), tokens=measured.tokens)
-        failure = self._try_to_plan(wanted)
+        microbatches = max(call.microbatches, measured.call.microbatches)
+        failure = self._try_to_plan(ScheduleCall(microbatches=microbatches, tokens=measured.call.tokens))
         if failure is not None:
             raise failure
+
+    def _measure(self, staying: Layers | None) -> None:
+        """Measure the step that begins now; of its layers these stay, or as many as there is room for."""
+        self._staying = staying
+        self.apply(NOTHING)
+        self.planned = self._times = self._taken_bytes = None
+        self.request()
 
     def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
         """Follow the fastest plan for `call` from now on; where there is none change nothing, and return why. All do alike."""
@@ -234,6 +254,8 @@ class AutoOffload(StepMeasurement):
         if is_first_process():
             try:
                 found = self._solve(call)
+            except PlanError as error:
+                found, cause = str(error), error
             except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
                 found, cause = f"the first process could not plan: {type(error).__name__}: {error}", error
         planned = broadcast(found)
@@ -242,74 +264,105 @@ class AutoOffload(StepMeasurement):
             failure.__cause__ = cause
             return failure
         self._follow(planned)
-        # Without copies nobody asks, but for the plan that is to be compared with one that has them.
-        if self._has_own_host and (planned.plan.offloaded_tags or self._rival is not None):
+        self._beyond_bytes = planned.free_bytes
+        if self._has_own_host:
             self._times = StepTimes(self._clock())
-        logger.info(
-            "plan for %s and %s: %d sites are offloaded and %d units run again; %s at peak of %s, %s a step expected",
-            _say(call),
-            self.guess.value,
-            planned.plan.count(Action.OFFLOAD) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
-            planned.plan.count(Action.RECOMPUTE) + planned.plan.count(Action.RECOMPUTE_AND_OFFLOAD),
-            format_bytes(planned.peak_bytes),
-            format_bytes(self._budget_bytes),
-            format_ms(planned.step_s),
-        )
+        logger.info("%s", planned.describe(self._budget_bytes))
         return None
 
     def _follow(self, planned: PlannedStep) -> None:
         """Do as a plan says from now on."""
         self.planned = planned
         self._times = self._taken_bytes = None
-        self._checked_bytes = 0
+        self._checked = {}
         self.apply(planned.plan)
         if self._memory is not None:
             self._memory.take_peak()  # the peak from now on is of this plan
 
-    def _compare(self, planned: PlannedStep, times: StepTimes) -> None:
-        """Go on to the plan for a late host where the other one has been timed, and to the faster one where both have."""
-        if times.median_s is None or (self._left_checks and self._memory is not None):
+    def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
+        """The step before `call`, for which there is a plan in use, is over."""
+        if self._times is not None:
+            self._times.note_end(self._clock(), is_full=self._current == planned.call)
+        if self._taken_bytes is not None:
+            self._check(planned, self._taken_bytes)
+        elif self._times is not None:
+            self._compare(planned, self._times.median_s, call)
+
+    def _compare(self, planned: PlannedStep, step_s: float | None, call: ScheduleCall) -> None:
+        """Measure again where the first plan has been timed, and go on to the faster one where both have."""
+        if step_s is None or (self._left_checks and self._memory is not None):
             return
+        if self._rival is None and call != planned.call:
+            return  # a step with fewer microbatches is not what the plan is for: the next one may be
         # All processes have timed the same steps: the slowest says what a step took.
-        tried = Tried(peak_bytes=self._checked_bytes, step_s=max(gather(times.median_s)))
+        tried = Tried(peak_bytes=max(self._checked.values(), default=0), step_s=max(gather(step_s)))
         if self._rival is None:
-            self._rival, self.guess, self._left_checks = (planned, tried), HostGuess.LATE, 1
-            failure = self._try_to_plan(planned.call)
-            if failure is not None:
-                logger.warning("nothing is tried for a late host, since no plan was found for one. %s", failure)
-                self._return()
-            elif self.planned is None or self.planned.plan.actions == planned.plan.actions:
-                self._return()
+            self._measure_again(TriedStep(planned=planned, tried=tried, peaks=self._checked))
             return
-        _, rival = self._rival
-        is_better = tried.score(self._budget_bytes) < rival.score(self._budget_bytes)
-        logger.info(
-            "%s: the %s stays", describe_trial(rival, tried, guess=HostGuess.IN_TIME), "second" if is_better else "first"
-        )
+        rival = self._rival
+        is_better = tried.score(self._budget_bytes) < rival.tried.score(self._budget_bytes)
+        made = (rival.planned.origin, f"{planned.origin}, measured when all was warm")
+        stays = "second" if is_better else "first"
+        logger.info("%s: the %s stays", describe_tried(rival.tried, tried, made=made), stays)
         if is_better:
             self._times = self._rival = None
         else:
-            self._return()
+            self._return(rival)
 
-    def _return(self) -> None:
-        """Follow the plan for a host that is in time again, for good."""
-        if self._rival is not None:
-            planned, _ = self._rival
-            self.guess, self._left_checks, self._rival = HostGuess.IN_TIME, 0, None
-            self._follow(planned)
+    def _measure_again(self, first: TriedStep) -> None:
+        """Have the step that begins measured, with all warm. Where that would be above the budget the first plan stays."""
+        measured, free_bytes = self._measured, self._beyond_bytes
+        self._times = None
+        if measured is None:
+            return
+        call = first.planned.call
+        try:
+            staying = ask_first(lambda: measured.find_staying(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes))
+        except OffloadError as error:
+            logger.warning("the plan %s stays: no step is measured with all warm. %s", first.planned.origin, error)
+            return
+        self._rival = first
+        self._measure(staying)
+
+    def _plan_again(self, first: TriedStep) -> None:
+        """Plan from the step that was measured with all warm, and try that plan. Where there is none the first one stays."""
+        former = self._measured
+        failure: OffloadError | None
+        if self.state is MeasurementState.RECORDED:
+            failure = self._exchange() or self._try_to_plan(first.planned.call)
+        else:
+            failure = OffloadError("The step did not end.")
+        if failure is not None:
+            # What the first plan was made of, and what its steps took beyond that, go together.
+            self._measured = former
+            words = "the plan %s stays: step %d was measured with all warm, and no plan came of it. %s"
+            logger.warning(words, first.planned.origin, self._steps - 1, failure)
+            self._return(first)
+        elif self.planned is not None and self.planned.plan.actions == first.planned.plan.actions:
+            logger.info("the plan %s does the same: the first stays", self.planned.origin)
+            self._return(first)
+        else:
+            self._left_checks = 1
+
+    def _return(self, first: TriedStep) -> None:
+        """Follow the first plan of a trial again, for good."""
+        self.forget()
+        self._left_checks, self._rival = 0, None
+        self._follow(first.planned)
 
     def _check(self, planned: PlannedStep, taken_bytes: int) -> None:
         """Plan again where the first step under a plan took more than the budget on any process. All know of all."""
         self._taken_bytes = None
         self._left_checks -= 1
         beyond_bytes = taken_bytes - planned.peaks[self._get_rank()]
-        taken = gather(_Taken(peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
-        self._checked_bytes = peak_bytes = max(one.peak_bytes for one in taken)
+        taken = gather(_Taken(rank=self._get_rank(), peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
+        peak_bytes = max(one.peak_bytes for one in taken)
+        self._checked = {rank: max(one.peak_bytes for one in taken if one.rank == rank) for rank in planned.peaks}
         # Within the budget too: the next plan may use all of it.
         self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
-        if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival[1].peak_bytes):
-            logger.info("a step by the plan for %s took %s: the first stays", HostGuess.LATE.value, format_bytes(peak_bytes))
-            self._return()
+        if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival.tried.peak_bytes):
+            logger.info("a step by the plan %s took %s: the first stays", planned.origin, format_bytes(peak_bytes))
+            self._return(self._rival)
             return
         if peak_bytes <= self._budget_bytes or self._rival is not None:
             self._left_checks = 0
@@ -324,40 +377,14 @@ class AutoOffload(StepMeasurement):
             self._left_checks = 0
             logger.warning("%s, and its plan stays: no other one was found. %s", above, failure)
 
-    def _solve(self, call: ScheduleCall) -> "PlannedStep | str":
-        """Return the plan for `call`, or why there is none."""
-        # Here: SciPy takes longer to load than all else, and one process plans.
-        from fgoffload.planner.solving.solver import solve_leaving_free
+    def _solve(self, call: ScheduleCall) -> PlannedStep:
+        """Return the plan for `call` by the last measurement.
 
-        # The slowest link of all: which process of a pipeline rank is late makes no difference to the step.
-        link = min((one.link for one in self._measured), key=lambda link: link.copies[-1].d2h_bytes_per_s)
-        ranks = merge_processes(one.rank for one in self._measured)
-        device = CPU if self._device.type == "cpu" else self._device.type
-        profile = Profile(device=device, versions={}, date="", link=link, ranks=ranks)
-        host_budget_bytes = min(one.host_budget_bytes for one in self._measured)
-        models = [
-            make_rank_model(
-                profile,
-                rank=rank.rank,
-                policy=self._policy,
-                microbatches=call.microbatches,
-                host_budget_bytes=host_budget_bytes,
-            )
-            for rank in ranks
-        ]
-        if self.guess is HostGuess.LATE:
-            models = list(assume_host(models, HostGuess.LATE))
-        try:
-            solution = solve_leaving_free(models, budget_bytes=self._budget_bytes, free_bytes=self._beyond_bytes)
-        except OffloadError as error:
-            return f"--offload-memory-budget {self._budget_bytes}: {error}"
-        peaks = {rank.rank: rank.peak_bytes for rank in solution.result.ranks}
-        return PlannedStep(plan=solution.plan, call=call, peaks=peaks, step_s=solution.result.step_s)
-
-
-def _is_within(call: ScheduleCall, planned: ScheduleCall) -> bool:
-    return call.microbatches <= planned.microbatches and call.tokens <= planned.tokens
-
-
-def _say(call: ScheduleCall) -> str:
-    return f"{call.microbatches} microbatches of {call.tokens} tokens"
+        Raises:
+            PlanError: There is none.
+        """
+        if self._measured is None:
+            raise PlanError("No step was measured.")
+        # After a trial's measurement what is left free is found anew. See [Note: What a plan leaves free].
+        free_bytes = self._beyond_bytes if self._rival is None else 0
+        return self._measured.plan(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes, known=self._rival)

@@ -1,11 +1,19 @@
 """Which of two plans for a budget is faster, by the training's own steps.
 
 [Note: Two plans]
-A plan is made for a host that launches in time, as a measured step has every stretch ([Note: A late host] in
-`fgoffload.planner.late_host`). Where something leaves by it, a few of its steps are timed, then a few by the plan for a late
-host, and the faster one stays. Every step counts for the training: both plans compute the same bits. A step takes from its
+The first step of a training is cold: kernels are loaded, the allocator grows, and host memory is locked while layers leave. Its
+plan has all that in its times, and applies from the second step on. A few of its steps are timed. Then one more step is
+measured, as the first one was, with all warm, and a second plan is made of that one: as late beside copies as the host was in
+the steps that were timed ([Note: What copies cost a late host] in `fgoffload.planner.host_slowdown`). A few steps by it are
+timed too, and the faster one stays. Every step counts for the training: all compute the same bits. A step takes from its
 beginning to that of the next, with whatever the training does between; the median leaves out one that an evaluation or a
 checkpoint came behind. The first step under a plan is not timed: memory finds its place in it.
+
+[Note: What ends a trial]
+More or larger microbatches than the plan is for end it wherever it is: what was measured again and not taken is dropped, and
+all begins anew with a plan for them. Smaller steps are neither timed nor measured: they run by the plan that is in use. The
+first plan stays where a step that is measured again would be above the budget, does not end or has no profile, where no plan
+comes of it or the same one, and where the second plan takes more than the budget and than the first.
 """
 
 import statistics

@@ -93,6 +93,10 @@ class StepMeasurement:
         """Measure no more: what times the parts of a layer is gone, and steps by plans take what they take without."""
         while self._hooks:
             self._hooks.pop().remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is being recorded or was, and look at no step until the next request."""
         self._recorder = None
         self.state = MeasurementState.IDLE
 

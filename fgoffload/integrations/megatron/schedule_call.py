@@ -24,3 +24,11 @@ class ScheduleCall:
             microbatches=int(arguments.get("num_microbatches", 1)),
             tokens=int(arguments.get("seq_length", 1)) * int(arguments.get("micro_batch_size", 1)),
         )
+
+    def is_within(self, other: "ScheduleCall") -> bool:
+        """Return whether it has no more microbatches than another step, and no larger ones."""
+        return self.microbatches <= other.microbatches and self.tokens <= other.tokens
+
+    def __str__(self) -> str:
+        """Return both numbers, for a log."""
+        return f"{self.microbatches} microbatches of {self.tokens} tokens"

@@ -7,15 +7,22 @@ import logging
 
 import pytest
 from support.pipeline import Training, run_pipeline, run_trainings
+from support.toy_ranks import make_toy_layer, make_toy_rank
 from support.trainings import DENSE, HIDDEN_BYTES, MIXED, MOE, SHARED, make_trainer, train
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
-from fgoffload.integrations.megatron import auto, profiling
+from fgoffload.integrations.megatron import auto, measured_plans, profiling
 from fgoffload.integrations.megatron.device_memory import MemoryReading
 from fgoffload.integrations.megatron.plan_trial import StepTimes
-from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN, HostGuess
+from fgoffload.integrations.megatron.profiling import MeasurementState
+from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.planner.host_slowdown import MOST_SLOWDOWN
+from fgoffload.planner.ranks.rank_model import Turn
+from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving import solver
+from fgoffload.planner.solving.megatron_flags import MegatronFlags
+from fgoffload.tags import default_tags
 from fgoffload.units import GIB
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -236,24 +243,27 @@ class CountedMemory:
         self.trainer = None
         self.beyond = []
         """By plan: bytes that its steps take beyond their prediction. The last one goes for all later plans."""
-        self.plans = 0
+        self.plans = []
+        self.allocated = None
+        """What is on the device in a step that is measured again, where that differs."""
 
     def count_allocated(self):
-        return self.static_bytes
+        return self.allocated if self.plans and self.allocated is not None else self.static_bytes
 
     def read(self):
         return MemoryReading(allocated_bytes=self.static_bytes, peak_bytes=self.static_bytes)
 
     def take_peak(self):
-        self.plans += 1  # once for the measured step, and once for each plan
         return self.static_bytes
 
     def count_peak(self):
         planned = self.trainer.integration.measurement.planned
-        return planned.peak_bytes + self.beyond[min(self.plans - 2, len(self.beyond) - 1)]
+        if planned not in self.plans:
+            self.plans.append(planned)
+        return planned.peak_bytes + self.beyond[min(self.plans.index(planned), len(self.beyond) - 1)]
 
 
-def run_counted(monkeypatch, caplog, beyond, *, part=0.7, steps=6, changes=None):
+def run_counted(monkeypatch, caplog, beyond, *, part=0.7, steps=6, changes=None, allocated_part=None):
     """Train where steps take `beyond` bytes more than predicted; return the steps, the budget and what was logged about it."""
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.megatron.auto")
     static_bytes = count_static(MIXED)
@@ -262,6 +272,7 @@ def run_counted(monkeypatch, caplog, beyond, *, part=0.7, steps=6, changes=None)
     monkeypatch.setattr(profiling, "find_device_memory", lambda device_type: memory)
     expected = run(MIXED, None, steps=steps, changes=changes)
     budget_bytes = static_bytes + int(part * max(expected.activation_bytes))
+    memory.allocated = None if allocated_part is None else int(allocated_part * budget_bytes)
     make = make_trainer
 
     @contextlib.contextmanager
@@ -381,50 +392,71 @@ def test_two_pipeline_ranks_raise_the_same():
         run_pipeline(argv, processes=2, steps=2, offload=True)
 
 
-class LateHost:
-    """A training whose host is not its device: each step takes what `seconds` say of the plan that it runs under."""
+class OwnHost:
+    """A training whose host is not its device: each step takes what `seconds` say of the first plan, or of the second.
 
-    def __init__(self, monkeypatch, caplog, seconds, *, late_actions):
+    A step of the model takes a few milliseconds by what is measured, and seconds by this clock.
+    """
+
+    def __init__(self, monkeypatch, caplog, seconds, *, first=None, second=None):
         self.asked = []
-        """What was to be left free, of each plan, and whether it was for a late host."""
+        """What was to be left free, of each plan, and what compute takes longer beside copies, as a part."""
+        self.measured = []
+        """The steps that were measured, from 0, and the layers that were to stay, by chunk and number, where it was known."""
+        self.steps = 0
         self._now_s = 0.0
-        self._seconds = dict(zip(HostGuess, seconds, strict=True))
-        self._late_actions = late_actions
+        self._seconds = seconds
+        self._first = first
+        """What the first plan does, where that is not what the solver finds."""
+        self._second = second
+        """What the second plan does, or why there is none; None where it does what the first does."""
         self._solve = solver.solve_leaving_free
         self._caplog = caplog
         self._monkeypatch = monkeypatch
-        self._integration = None
+        self._measurement = None
         options = {"clock": self._read_clock, "has_own_host": True}
         monkeypatch.setattr(auto, "AutoOffload", functools.partial(auto.AutoOffload, **options))
         monkeypatch.setattr(solver, "solve_leaving_free", self._plan)
 
     def _read_clock(self):
         """A step is over: it took its time."""
-        self._now_s += self._seconds[self._integration.measurement.guess] if self._integration else 0.0
+        planned = self._measurement.planned
+        self._now_s += self._seconds[int(self._has_second(planned))] if planned is not None else 0.0
         return self._now_s
 
-    def _plan(self, ranks, *, free_bytes, **options):
-        is_late = ranks[0].link.compute_slowdown == LATE_HOST_SLOWDOWN
-        self.asked.append((free_bytes, is_late))
-        if is_late and isinstance(self._late_actions, Exception):
-            raise self._late_actions
-        solution = self._solve(ranks, free_bytes=free_bytes, **options)
-        if not is_late:
-            self.actions = solution.plan.actions
-            return solution
-        actions = self.actions if self._late_actions is None else self._late_actions
-        return dataclasses.replace(solution, plan=OffloadPlan(actions=actions))
+    def _has_second(self, planned):
+        return planned.measured_step > 1
 
-    def run(self, *, beyond=(0,), steps=12, **options):
+    def _plan(self, ranks, *, free_bytes, **options):
+        self.asked.append((free_bytes, ranks[0].link.compute_slowdown))
+        is_second = self._measurement._rival is not None
+        if is_second and isinstance(self._second, Exception):
+            raise self._second
+        solution = self._solve(ranks, free_bytes=free_bytes, **options)
+        if not is_second:
+            self.actions = solution.plan.actions if self._first is None else self._first
+        actions = self._second if is_second and self._second is not None else self.actions
+        return dataclasses.replace(solution, plan=dataclasses.replace(solution.plan, actions=actions))
+
+    def run(self, *, beyond=(0,), steps=13, **options):
         """Train; return the steps, the plan of each, and what was logged of which plan stays."""
         make = make_trainer
+        run_step = Trainer.run_step
+
+        def count_step(trainer, *args, **kwargs):
+            result = run_step(trainer, *args, **kwargs)
+            if self._measurement is not None and self._measurement.state is MeasurementState.RECORDED:
+                self.measured.append((self.steps, self._measurement._staying))
+            self.steps += self._measurement is not None
+            return result
 
         @contextlib.contextmanager
         def make_and_keep(flags, config):
             with make(flags, config) as trainer:
-                self._integration = trainer.integration
+                self._measurement = trainer.integration and trainer.integration.measurement
                 yield trainer
 
+        self._monkeypatch.setattr(Trainer, "run_step", count_step)
         self._monkeypatch.setitem(globals(), "make_trainer", make_and_keep)
         found, _, _ = run_counted(self._monkeypatch, self._caplog, list(beyond), steps=steps, **options)
         return found, [record.message for record in self._caplog.records if "stays" in record.message]
@@ -434,89 +466,313 @@ ONE_LEAVES = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
 ONE_RUNS_AGAIN = {Site(chunk=0, layer=0, tag="core_attn"): Action.RECOMPUTE}
 
 
-@pytest.mark.parametrize(("late_s", "stays"), [(0.5, "second"), (1.0, "first")])
-def test_a_few_steps_say_which_of_two_plans_stays(monkeypatch, caplog, late_s, stays):
-    host = LateHost(monkeypatch, caplog, (1.0, late_s), late_actions=ONE_RUNS_AGAIN)
+@pytest.mark.parametrize(("second_s", "stays"), [(0.5, "second"), (1.0, "first")])
+def test_a_few_steps_say_which_of_two_plans_stays(monkeypatch, caplog, second_s, stays):
+    host = OwnHost(monkeypatch, caplog, (1.0, second_s), second=ONE_RUNS_AGAIN)
     found, lines = host.run()
-    # Measured; a first step and three timed ones by each plan; then the better one, for good.
-    in_time, late = found.planned[1], found.planned[5]
-    expected = [in_time] * 4 + [late] * 4 + [late if stays == "second" else in_time] * 3
+    # Measured; a first step and three timed ones by the plan; measured again; as many by another plan; then the better one.
+    first, second = found.planned[1], found.planned[6]
+    expected = [first] * 4 + [None] + [second] * 4 + [second if stays == "second" else first] * 3
     assert found.planned[1:] == expected
-    assert late.plan.actions == ONE_RUNS_AGAIN != in_time.plan.actions
-    # What the engine does is what the plan of the step says: nothing leaves by the second, and nothing runs again by the first.
-    assert [bool(moved) for moved in found.moved[1:]] == [planned is in_time for planned in expected]
-    assert [bool(again) for again in found.runs_again[1:]] == [planned is late for planned in expected]
+    assert [step for step, _ in host.measured] == [0, 5]
+    assert (first.measured_step, second.measured_step) == (1, 6)
+    assert second.plan.actions == ONE_RUNS_AGAIN != first.plan.actions
+    # What the engine does is what the plan of the step says: nothing leaves by the second, nothing runs again by the first or
+    # where it is measured, when what does not fit leaves.
+    moved = [bool(bytes_) for bytes_ in found.moved[1:]]
+    assert moved[:4] + moved[5:] == [planned is first for planned in expected if planned is not None]
+    assert [bool(again) for again in found.runs_again[1:]] == [planned is second for planned in expected]
     (line,) = lines
     assert line.startswith("a step takes 1000.0 ms at ")
-    assert f"{1e3 * late_s:.1f} ms at " in line
-    assert line.endswith(f"the {stays} stays")
+    assert f" by the plan of the first step, and {1e3 * second_s:.1f} ms at " in line
+    assert line.endswith(f" by the one of step 6, measured when all was warm: the {stays} stays")
 
 
-def test_a_plan_for_a_late_host_leaves_free_what_the_first_took_more_though_it_fitted(monkeypatch, caplog):
-    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
-    host.run(beyond=(10, 0), steps=6)
-    assert host.asked == [(0, False), (10, True)]
+def test_what_the_first_plan_runs_again_runs_once_in_the_step_that_is_measured(monkeypatch, caplog):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), first=ONE_RUNS_AGAIN, second=ONE_LEAVES)
+    found, _ = host.run(steps=7)
+    assert found.runs_again == [0, 1, 1, 1, 1, 0, 0]
 
 
-def test_a_plan_for_a_late_host_that_takes_more_than_the_budget_is_left_at_once(monkeypatch, caplog):
-    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
-    found, lines = host.run(beyond=(0, 10**9), steps=8)
-    assert found.planned[5].plan.actions == ONE_LEAVES
-    assert found.planned[6] is found.planned[7] is found.planned[1]
+@pytest.mark.parametrize(("first_s", "slowdown"), [(1000.0, MOST_SLOWDOWN), (1e-9, 0.0)], ids=["late", "in time"])
+def test_the_second_plan_is_for_a_host_as_late_as_the_steps_of_the_first_were(monkeypatch, caplog, first_s, slowdown):
+    host = OwnHost(monkeypatch, caplog, (first_s, 0.5), second=ONE_LEAVES)
+    host.run(steps=7)
+    (_, least), (_, fitted) = host.asked
+    assert fitted == max(least, slowdown)
+
+
+@pytest.mark.parametrize(("more_bytes", "free_bytes"), [(5000, 5010), (-5000, 0)], ids=["too much", "too little"])
+def test_what_the_first_plan_took_more_than_the_second_measurement_says_is_left_free(
+    monkeypatch, caplog, more_bytes, free_bytes
+):
+    # What the first measurement says of a step is wrong by so many bytes; the second says the same but for them.
+    make = functools.cache(measured_plans.MeasuredStep._make_models)
+    measured = []
+
+    def make_models(one, microbatches):
+        measured.append(one)
+        models = make(measured[0], microbatches)
+        wrong_bytes = more_bytes if one is measured[0] else 0
+        return tuple(dataclasses.replace(model, static_bytes=model.static_bytes + wrong_bytes) for model in models)
+
+    monkeypatch.setattr(measured_plans.MeasuredStep, "_make_models", make_models)
+    host = OwnHost(monkeypatch, caplog, (1e-9, 0.5), second=ONE_LEAVES)
+    found, _ = host.run(beyond=(10, 0), steps=9, changes={8: {"global_batch_size": 8}})
+    # Its steps took 10 bytes more than the first measurement says. A plan for more microbatches is of the second, too.
+    assert [asked_bytes for asked_bytes, _ in host.asked] == [0, free_bytes, free_bytes]
+    assert found.planned[6].free_bytes == free_bytes
+
+
+def test_a_second_plan_that_takes_more_than_the_budget_is_left_at_once(monkeypatch, caplog):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    found, lines = host.run(beyond=(0, 10**9), steps=9)
+    assert found.planned[6].plan.actions == ONE_LEAVES
+    assert found.planned[7] is found.planned[8] is found.planned[1]
     assert len(lines) == 1
-    assert lines[0].startswith("a step by the plan for a late host took")
+    assert lines[0].startswith("a step by the plan of step 6 took")
 
 
 def test_where_the_first_plan_is_above_the_budget_one_that_fits_stays_though_it_is_slower(monkeypatch, caplog):
-    host = LateHost(monkeypatch, caplog, (1.0, 1.5), late_actions=ONE_LEAVES)
-    # Three plans for a host that is in time take more than the budget, and the last one stayed.
-    found, lines = host.run(beyond=(60_000, 80_000, 100_000, -(10**9)), steps=13)
-    assert found.planned[12].plan.actions == ONE_LEAVES
+    host = OwnHost(monkeypatch, caplog, (1.0, 1.5), second=ONE_LEAVES)
+    # Three plans of the first step take more than the budget, and the last one stayed.
+    found, lines = host.run(beyond=(20_000, 30_000, 40_000, -(10**9)), steps=14, part=0.8)
+    assert found.planned[13].plan.actions == ONE_LEAVES
     assert lines[-1].endswith("the second stays")
 
 
-def test_where_a_late_host_gets_the_same_plan_nothing_is_tried(monkeypatch, caplog):
-    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=None)
-    found, lines = host.run(steps=8)
-    assert host.asked == [(0, False), (0, True)]
-    assert all(planned is found.planned[1] for planned in found.planned[1:])
-    assert lines == []
+def test_where_the_second_plan_does_the_same_the_first_stays(monkeypatch, caplog):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5))
+    found, lines = host.run(steps=9)
+    assert len(host.asked) == 2
+    assert found.planned == [None, *[found.planned[1]] * 4, None, *[found.planned[1]] * 3]
+    assert lines == ["the plan of step 6 does the same: the first stays"]
 
 
-def test_where_none_is_found_for_a_late_host_the_first_stays_and_the_log_says_why(monkeypatch, caplog):
-    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ValueError("bounds cross"))
-    found, _ = host.run(steps=8)
-    assert all(planned is found.planned[1] for planned in found.planned[1:])
-    assert "since no plan was found for one. the first process could not plan: ValueError: bounds cross" in caplog.text
+def test_where_no_second_plan_is_found_the_first_stays_and_the_log_says_why(monkeypatch, caplog):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ValueError("bounds cross"))
+    # More microbatches are planned for by the first step, as the plan that stayed was.
+    found, (line,) = host.run(steps=9, changes={8: {"global_batch_size": 8}})
+    assert found.planned[6] is found.planned[7] is found.planned[1]
+    assert all(found.moved[step] for step in (6, 7))
+    why = (
+        "step 6 was measured with all warm, and no plan came of it. the first process could not plan: ValueError: bounds cross"
+    )
+    assert line == f"the plan of the first step stays: {why}"
+    assert found.planned[8].measured_step == 1
+
+
+def test_where_one_process_has_no_second_measurement_the_first_plan_stays(monkeypatch, caplog):
+    def gather(own):
+        is_second = isinstance(own, measured_plans.ProcessMeasurement) and host.steps > 1
+        return [own, "StateError: no step was recorded"] if is_second else [own]
+
+    monkeypatch.setattr(auto, "gather", gather)
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    found, (line,) = host.run(steps=8)
+    assert found.planned[6] is found.planned[7] is found.planned[1]
+    assert line.endswith("no plan came of it. another process could not measure: StateError: no step was recorded")
+
+
+def test_where_this_process_has_no_second_measurement_all_are_told(monkeypatch, caplog):
+    take = auto.AutoOffload.take_profile
+    gathered = []
+
+    def take_first(measurement):
+        if host.steps > 1:
+            raise IntegrationError("a layer is gone")
+        return take(measurement)
+
+    monkeypatch.setattr(auto.AutoOffload, "take_profile", take_first)
+    monkeypatch.setattr(auto, "gather", lambda own: gathered.append(own) or [own])
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    found, (line,) = host.run(steps=8)
+    assert found.planned[6] is found.planned[7] is found.planned[1]
+    assert "IntegrationError: a layer is gone" in gathered
+    assert line.endswith("no plan came of it. a layer is gone")
+    assert [step for step, _ in host.measured] == [0, 5]  # what has no profile is dropped
 
 
 def test_smaller_steps_are_not_timed_and_larger_ones_begin_anew(monkeypatch, caplog):
-    changes = {4: {"global_batch_size": 2}, 5: {"global_batch_size": 4}, 9: {"global_batch_size": 8}}
-    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
-    found, lines = host.run(steps=11, changes=changes)
-    # One step more by the first plan; and in the middle of the trial a plan for more microbatches, for a host that is in time.
+    changes = {4: {"global_batch_size": 2}, 5: {"global_batch_size": 4}, 10: {"global_batch_size": 8}}
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    found, lines = host.run(steps=12, changes=changes)
+    # One step more by the first plan; and in the middle of the trial a plan for more microbatches.
     assert found.planned[5] is found.planned[1]
-    assert found.planned[6].plan.actions == ONE_LEAVES
-    assert found.planned[9].call.microbatches == 4
-    assert host.asked == [(0, False), (0, True), (0, False)]
+    assert found.planned[6] is None
+    assert found.planned[7].plan.actions == ONE_LEAVES
+    assert found.planned[10].call.microbatches == 4
+    # For no late host, and of what was measured last.
+    assert len(host.asked) == 3
+    assert host.asked[2][1] == host.asked[0][1] < host.asked[1][1]
+    assert found.planned[10].measured_step == 7
     assert lines == []
 
 
+def test_a_smaller_step_is_not_measured_again_but_the_next_that_is_none(monkeypatch, caplog):
+    changes = {5: {"global_batch_size": 2}, 7: {"global_batch_size": 4}}
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    found, _ = host.run(steps=9, changes=changes)
+    assert [step for step, _ in host.measured] == [0, 7]
+    assert found.planned[5] is found.planned[6] is found.planned[1]
+    assert found.planned[8].plan.actions == ONE_LEAVES
+
+
+@pytest.mark.parametrize("change", [{"global_batch_size": 8}, {"seq_length": 48}], ids=["more", "larger"])
+def test_a_step_beyond_the_plan_behind_the_second_measurement_ends_the_trial(monkeypatch, caplog, change):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    monkeypatch.setitem(globals(), "MIXED", f"{MIXED} --max-position-embeddings 64")
+    found, lines = host.run(steps=8, changes={6: change}, part=0.9)
+    beyond = [record.message for record in caplog.records if "is beyond the plan for 2 microbatches" in record.message]
+    assert len(beyond) == 1
+    assert lines == []
+    if "seq_length" in change:
+        assert [step for step, _ in host.measured] == [0, 5, 6]
+        assert found.planned[6] is None
+    else:
+        assert [step for step, _ in host.measured] == [0, 5]
+        assert (found.planned[6].measured_step, found.planned[6].call.microbatches) == (1, 4)
+
+
+def test_a_second_measurement_that_does_not_end_leaves_the_first_plan(monkeypatch, caplog):
+    finish = profiling.StepMeasurement.finish_step
+    monkeypatch.setattr(
+        profiling.StepMeasurement, "finish_step", lambda measurement: None if host.steps == 5 else finish(measurement)
+    )
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    found, (line,) = host.run(steps=8)
+    assert found.planned[6] is found.planned[7] is found.planned[1]
+    assert line.endswith("no plan came of it. The step did not end.")
+
+
+def test_an_evaluation_behind_the_second_measurement_is_no_part_of_a_step(monkeypatch, caplog):
+    taken = []
+    plan = measured_plans.MeasuredStep.plan
+    monkeypatch.setattr(
+        measured_plans.MeasuredStep,
+        "plan",
+        lambda measured, *args, **options: taken.append(measured.processes[0].rank) or plan(measured, *args, **options),
+    )
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    take = profiling.StepMeasurement.take_profile
+
+    def take_late(measurement):
+        profile = take(measurement)
+        return dataclasses.replace(profile, step_end_s=100.0) if host.steps > 1 else profile
+
+    monkeypatch.setattr(profiling.StepMeasurement, "take_profile", take_late)
+    host.run(steps=7)
+    assert [rank.step_end_s for rank in taken] == [taken[0].step_end_s] * 2
+    assert taken[0].step_end_s < 100.0
+
+
+def test_evaluations_in_between_change_nothing(monkeypatch, caplog):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    run_step = Trainer.run_step
+
+    def run_and_evaluate(trainer, *args, **options):
+        result = run_step(trainer, *args, **options)
+        trainer.evaluate()
+        return result
+
+    monkeypatch.setattr(Trainer, "run_step", run_and_evaluate)
+    found, (line,) = host.run()
+    assert [step for step, _ in host.measured] == [0, 5]
+    assert found.planned[12].plan.actions == ONE_LEAVES
+    assert line.endswith("the second stays")
+
+
 def test_the_slowest_process_says_what_a_step_took(monkeypatch, caplog):
-    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
     others = iter([0.9, 2.0])  # of another process, whose steps take longer by the second plan
     monkeypatch.setattr(auto, "gather", lambda own: [own, next(others)] if isinstance(own, float) else [own])
     found, lines = host.run()
-    assert found.planned[11] is found.planned[1]
+    assert found.planned[12] is found.planned[1]
     assert "1000.0 ms" in lines[0]
     assert "2000.0 ms" in lines[0]
 
 
-def test_where_nothing_leaves_nobody_asks_for_the_host(monkeypatch, caplog):
-    host = LateHost(monkeypatch, caplog, (1.0, 0.5), late_actions=ONE_LEAVES)
-    found, _ = host.run(steps=7, part=4)
-    assert found.moved == [0] * 7
-    assert host.asked == [(0, False)]
+def test_where_nothing_leaves_another_step_is_measured_too_and_the_host_is_in_time(monkeypatch, caplog):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    found, _ = host.run(steps=8, part=4)
+    assert [bool(moved) for moved in found.moved] == [False] * 6 + [True] * 2
+    assert len(host.asked) == 2
+    assert host.asked[0] == host.asked[1]
+    assert host.measured == [(0, None), (5, {(0, 0), (0, 1)})]  # all of it fits, as the plan says
+
+
+def test_on_a_device_that_is_its_host_nothing_is_measured_again(monkeypatch, caplog):
+    found, _, _ = run_counted(monkeypatch, caplog, [0], steps=8)
+    assert all(planned is found.planned[1] for planned in found.planned[1:])
+
+
+def find_peak(measured, staying):
+    """Return what a step takes in which all other layers leave."""
+    (model,) = measured._make_models(2)
+    plan = MegatronFlags(offload_modules=default_tags().names).make_plan([model])
+    actions = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) not in staying}
+    return simulate([dataclasses.replace(model, turn=Turn.CALL_BACK)], OffloadPlan(actions=actions)).peak_bytes
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("free_bytes", [0, 1000])
+def test_as_many_layers_stay_in_the_second_measurement_as_fit(monkeypatch, caplog, count, free_bytes):
+    found = []
+    find_staying = measured_plans.MeasuredStep.find_staying
+
+    def find(measured, call, **options):
+        budget_bytes = find_peak(measured, [(0, number) for number in range(count)]) + free_bytes
+        for missing_bytes in (0, 1):
+            try:
+                found.append(find_staying(measured, call, budget_bytes=budget_bytes - missing_bytes, free_bytes=free_bytes))
+            except PlanError as error:
+                found.append(str(error))
+        return find_staying(measured, call, **options)
+
+    monkeypatch.setattr(measured_plans.MeasuredStep, "find_staying", find)
+    OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES).run(steps=6)
+    fits, lacks_one = found
+    assert fits == {(0, number) for number in range(count)}
+    if count:
+        assert lacks_one == {(0, number) for number in range(count - 1)}
+    else:
+        assert lacks_one.startswith("Though all leaves that may, a step in which nothing runs again lacks 1 bytes")
+
+
+def test_one_layer_of_each_kind_stays_before_others_do():
+    dense, experts = (make_toy_layer(kind=kind) for kind in ("dense", "experts"))
+    model = make_toy_rank(layers=[[dense, dense], [dense, experts, experts]])
+    numbers = [number for _, number in measured_plans._order_layers(model)]
+    assert numbers[:2] == [0, 3]
+    assert sorted(numbers) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("staying", "allocated_part", "moves"), [(2, 0.5, False), (1, 0.5, True), (2, 1.0, True)])
+def test_other_layers_leave_in_the_second_measurement_and_where_the_budget_is_full_all_do(
+    monkeypatch, caplog, staying, allocated_part, moves
+):
+    layers = frozenset((0, number) for number in range(staying))
+    monkeypatch.setattr(measured_plans.MeasuredStep, "find_staying", lambda *args, **options: layers)
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_RUNS_AGAIN)
+    found, _ = host.run(steps=7, allocated_part=allocated_part)
+    assert found.planned[5] is None
+    assert (found.moved[5] > 0) == moves
+
+
+def test_a_step_is_not_measured_again_where_that_would_be_above_the_budget(monkeypatch, caplog):
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    find_staying = measured_plans.MeasuredStep.find_staying
+
+    def find(measured, call, *, budget_bytes, free_bytes):
+        """Find it with half of the budget."""
+        return find_staying(measured, call, budget_bytes=budget_bytes // 2, free_bytes=free_bytes)
+
+    monkeypatch.setattr(measured_plans.MeasuredStep, "find_staying", find)
+    found, (line,) = host.run(steps=8)
+    assert all(planned is found.planned[1] for planned in found.planned[1:])
+    assert line.startswith(
+        "the plan of the first step stays: no step is measured with all warm. the first process: PlanError: "
+    )
 
 
 def test_what_a_step_took_is_not_compared_with_the_plan_behind_it(monkeypatch, caplog):

@@ -8,7 +8,7 @@ import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
-from fgoffload.planner.host_slowdown import MOST_SLOWDOWN, fit_slowdown, slow_down
+from fgoffload.planner.host_slowdown import MOST_SLOWDOWN, fit_slowdown, fit_slowdown_to_step, slow_down
 from fgoffload.planner.profiled_ranks import find_host_slowdown, make_rank_models
 from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, Turn
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -80,6 +80,23 @@ def test_a_plan_of_other_layers_is_refused():
     other = OffloadPlan(actions={Site(chunk=0, layer=7, tag="core_attn"): Action.OFFLOAD})
     with pytest.raises(PlanError, match=r"names layers\.7"):
         fit_slowdown(RANKS, [ComparedStep.from_plan(other, step_s=2.0, keeping_step_s=1.0)])
+
+
+@hypothesis.given(st.floats(0.02, 0.45), st.sampled_from([OFFLOADS, MIXED]))
+@hypothesis.settings(deadline=None, max_examples=30)
+def test_a_slowdown_is_found_again_by_what_steps_under_one_plan_took(slowdown, plan):
+    step_s = simulate_s(slow_down(RANKS, slowdown), plan)
+    assert fit_slowdown_to_step(RANKS, plan, step_s=step_s) == pytest.approx(slowdown, abs=4e-3)
+
+
+def test_by_one_plan_too_it_is_from_what_the_link_has_to_the_most():
+    assert fit_slowdown_to_step(RANKS, OFFLOADS, step_s=1e-9) == 0.01
+    assert fit_slowdown_to_step(RANKS, OFFLOADS, step_s=1e9) == MOST_SLOWDOWN
+
+
+def test_steps_in_which_nothing_moves_say_nothing_of_copies():
+    plan = OffloadPlan(actions={Site(chunk=0, layer=0, tag="moe_act"): Action.RECOMPUTE})
+    assert fit_slowdown_to_step(RANKS, plan, step_s=1e9) == 0.01
 
 
 def test_a_plan_comes_back_out_of_a_compared_step():
