@@ -71,19 +71,24 @@ def compare_steps(
         on_step: Called after each.
     """
     measurement.stop_watching()
+    measurement.apply(_NOTHING)
     try:
         # By the first process's link: each has timed its own.
         plans = ask_first(lambda: choose_plans(profile, host_budget_bytes))
-        return _take_turns(trainer, measurement, plans, on_step) if plans else ()
-    except OffloadError as error:  # of the planner, on all processes alike
+    except OffloadError as error:  # on all processes alike
         logger.warning("no steps are compared, and nothing is known of how late the host is: %s", error)
+        return ()
+    if not plans:
+        return ()
+    try:
+        return _take_turns(trainer, measurement, plans, on_step)
     except torch.OutOfMemoryError as error:
         if not is_alone():
             raise  # the others are in the middle of a step
         logger.warning("no steps are compared, since one had no room on the device: %s", error)
+        return ()
     finally:
         measurement.apply(_NOTHING)
-    return ()
 
 
 def _take_turns(

@@ -10,7 +10,7 @@ import torch
 from support.processes import run_processes
 from support.trainings import MOE, make_trainer, train
 
-from fgoffload import Action, BudgetError, OffloadConfig, OffloadError, OffloadPlan, Site
+from fgoffload import Action, BudgetError, OffloadConfig, OffloadError, OffloadPlan, Site, StateError
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron import collectives, compared_steps, profile_training
@@ -223,12 +223,24 @@ def test_what_cannot_be_planned_or_has_no_room_costs_the_compared_steps_alone(mo
     monkeypatch.setattr(compared_steps, where, fail)
     with make_trainer(FLAGS, AUTO) as trainer:
         measurement, profile = start(trainer)
-        measurement.apply(OFFLOADS)
         assert compare_steps(trainer, measurement, profile, host_budget_bytes=2**40) == ()
         trainer.run_step(with_digests=False)
         assert trainer.integration.last_step.d2h_bytes == 0
         measurement.close()
     assert reason in caplog.text
+
+
+def test_a_step_that_raises_is_an_error_since_it_is_not_the_planners(monkeypatch):
+    def fail(*args):
+        raise StateError("a fault of a step")
+
+    monkeypatch.setattr(compared_steps, "choose_plans", lambda *args: (OFFLOADS,))
+    monkeypatch.setattr(compared_steps, "_take_turns", fail)
+    with make_trainer(FLAGS, AUTO) as trainer:
+        measurement, profile = start(trainer)
+        with pytest.raises(StateError, match="a fault of a step"):
+            compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)
+        measurement.close()
 
 
 def test_where_others_are_in_the_middle_of_a_step_memory_that_runs_out_is_an_error(monkeypatch):
