@@ -6,7 +6,8 @@ from rich.table import Table
 
 from fgoffload.planner.host_slowdown import MOST_SLOWDOWN
 from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE, LinkProfile, Profile, RankProfile, merge_alike
+from fgoffload.planner.timing.link_profile import LinkProfile
+from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE, Profile, RankProfile, merge_alike
 from fgoffload.units import format_bytes, format_ms
 
 

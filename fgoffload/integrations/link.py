@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fgoffload.engine import Device
-from fgoffload.planner.timing.profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.units import KIB, MIB
 
 SIZES = tuple(size * KIB for size in (64, 256)) + tuple(size * MIB for size in (1, 4, 16, 64, 256))

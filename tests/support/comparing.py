@@ -17,7 +17,7 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     from fgoffload.integrations.megatron.training import Trainer
     from fgoffload.integrations.megatron.training_policy import Update
     from fgoffload.planner.timing.json_fields import to_json_value
-    from fgoffload.planner.timing.profile import CopyRate, LinkProfile
+    from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 
     compared_steps.MOST_ROUNDS = compared_steps.FEWEST_ROUNDS
     # Each process has timed its own link, and the first one's counts: by the other's nothing is hidden.

@@ -12,7 +12,8 @@ from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
 from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model_file
 from fgoffload.planner.model_ranks import build_ranks
 from fgoffload.planner.timing.hardware import get_hardware
-from fgoffload.planner.timing.profile import CopyRate, LinkProfile, MeasuredTraining, Profile, RankProfile
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.profile import MeasuredTraining, Profile, RankProfile
 from fgoffload.units import MIB
 
 FLAGS = (

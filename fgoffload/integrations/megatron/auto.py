@@ -47,7 +47,7 @@ from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import OffloadPlan, Site
 from fgoffload.planner.late_host import Tried, describe_tried
-from fgoffload.planner.timing.profile import LinkProfile
+from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

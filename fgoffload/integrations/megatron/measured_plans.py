@@ -17,7 +17,8 @@ from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
-from fgoffload.planner.timing.profile import CPU, LinkProfile, Profile, RankProfile, make_rank_model, merge_processes
+from fgoffload.planner.timing.link_profile import LinkProfile
+from fgoffload.planner.timing.profile import CPU, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.policy import TransferPolicy
 from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes, format_ms

@@ -27,7 +27,8 @@ from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy, Update
-from fgoffload.planner.timing.profile import LinkProfile, Profile, RankProfile, merge_processes
+from fgoffload.planner.timing.link_profile import LinkProfile
+from fgoffload.planner.timing.profile import Profile, RankProfile, merge_processes
 from fgoffload.units import TIB
 
 T = TypeVar("T")

@@ -16,12 +16,10 @@ from pathlib import Path
 
 from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count, check_device_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import (
     ChunkModel,
     HostPace,
-    LinkModel,
     NumberedLayer,
     RankModel,
     find_host_pace,
@@ -30,7 +28,7 @@ from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_
 from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
-from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
+from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.policy import TransferPolicy
 from fgoffload.text_files import parse_json, read_text_file
 
@@ -44,77 +42,6 @@ DEFAULT_TOLERANCE = 0.1
 """Part by which backward and what each tag saves of two layers may differ and the layers still be of one kind. Times of one
 layer differ by a few percent from microbatch to microbatch, and the tokens of experts by more than the tolerance only where
 routing is far out of balance."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRate:
-    """Copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
-
-    size_bytes: int
-    """Of each copy."""
-    d2h_bytes_per_s: float
-    """To the host, with nothing the other way."""
-    h2d_bytes_per_s: float
-    """To the device, with nothing the other way."""
-    duplex_bytes_per_s: float
-    """Each way while both run: the slower of the two."""
-
-    def __post_init__(self) -> None:
-        """Refuse what is no size or no rate.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
-        check_count("size_bytes", self.size_bytes)
-        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name} None is no rate. Give what was measured.")
-            check_device_rate(name, getattr(self, name))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LinkProfile:
-    """The link between a device and its host, measured."""
-
-    copies: tuple[CopyRate, ...]
-    """From the smallest size to the largest."""
-    compute_slowdown: float
-    """What a matrix product takes longer while copies run both ways, as a part: 0.06 for 6%."""
-
-    def __post_init__(self) -> None:
-        """Refuse a link without copies, and sizes out of order.
-
-        Raises:
-            ConfigError: With the value and the fix.
-        """
-        if not self.copies:
-            raise ConfigError("copies is empty: nothing was measured of the link. Measure again.")
-        sizes = [copy.size_bytes for copy in self.copies]
-        if sizes != sorted(set(sizes)):
-            raise ConfigError(f"copies are of {sizes} bytes. Give each size once, from the smallest to the largest.")
-
-    def to_model(self) -> LinkModel:
-        """Return the link as the simulator has it: the rates of the largest copies, and what the smallest take longer.
-
-        A copy of n bytes takes latency + n / rate. Large copies hide the latency, and small ones are little else.
-        """
-        largest, smallest = self.copies[-1], self.copies[0]
-        size_bytes = smallest.size_bytes
-        latency_s = statistics.fmean(
-            size_bytes / small - size_bytes / large
-            for small, large in (
-                (smallest.d2h_bytes_per_s, largest.d2h_bytes_per_s),
-                (smallest.h2d_bytes_per_s, largest.h2d_bytes_per_s),
-            )
-        )
-        return LinkModel(
-            d2h_bytes_per_s=largest.d2h_bytes_per_s,
-            h2d_bytes_per_s=largest.h2d_bytes_per_s,
-            duplex_bytes_per_s=largest.duplex_bytes_per_s,
-            copy_latency_s=max(0.0, latency_s),
-            # Measured on a device that a matrix product fills for long, which the kernels of a step do not.
-            compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.training_policy import Update
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
-from fgoffload.planner.timing.profile import CopyRate, LinkProfile, Profile, RankProfile
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.profile import Profile, RankProfile
 
 ARGUMENTS = Path(__file__).parents[3] / "arguments"
 GIB = 2**30

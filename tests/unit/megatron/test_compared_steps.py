@@ -21,7 +21,8 @@ from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.training_policy import Update
 from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.timing.profile import CopyRate, LinkProfile, Profile, merge_processes
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.profile import Profile, merge_processes
 from fgoffload.tags import default_tags
 
 pytestmark = pytest.mark.usefixtures("parallel")

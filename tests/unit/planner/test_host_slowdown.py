@@ -14,7 +14,8 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLa
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.compared_step import ComparedStep
-from fgoffload.planner.timing.profile import CopyRate, LinkProfile, Profile, RankProfile
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.profile import Profile, RankProfile
 
 NOTHING = OffloadPlan(actions={})
 LINK = LinkModel(d2h_bytes_per_s=2.0, h2d_bytes_per_s=2.0, duplex_bytes_per_s=1.5, compute_slowdown=0.01)

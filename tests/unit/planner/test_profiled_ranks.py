@@ -10,7 +10,8 @@ from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.timing.profile import CopyRate, LinkProfile, Profile, RankProfile, make_rank_model
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.profile import Profile, RankProfile, make_rank_model
 from fgoffload.policy import TransferPolicy
 
 NOTHING = OffloadPlan(actions={})

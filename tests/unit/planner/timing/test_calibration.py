@@ -12,7 +12,8 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.program import count_step_s
-from fgoffload.planner.timing.profile import CopyRate, LinkProfile, Profile, RankProfile, make_rank_model
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.profile import Profile, RankProfile, make_rank_model
 
 NOTHING = OffloadPlan(actions={})
 FULL = OffloadPlan(actions={Site(chunk=0, layer=number, tag="layer"): Action.RECOMPUTE for number in (0, 1)})

@@ -13,10 +13,9 @@ from fgoffload import ConfigError, TransferPolicy
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import (
     CPU,
-    CopyRate,
-    LinkProfile,
     MeasuredTraining,
     Profile,
     RankProfile,
