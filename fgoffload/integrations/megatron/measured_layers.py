@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, keeps_bits
 from fgoffload.integrations.megatron.recorder import LAST, STALLED_MICROBATCHES, StepRecorder
@@ -78,11 +78,15 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
     layers = []
+    left: set[int] = set()
     for one in facts:
         own = [run for run in runs if run.number == one.number]
         if own:
             model = _LayerBuilder(recorder, storages, own, one).build()
             layers.append(NumberedLayer(number=one.number, model=model))
+            if all(run.is_leaving for run in own):
+                left.add(one.number)
+    layers = [_borrow_times(layer, layers, left) if layer.number in left else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
     first, last = segments[:1], segments[1:]
     # Logits are there for one microbatch at a time: its backward comes right after its forward, in every schedule.
@@ -90,6 +94,30 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
     last = tuple(_add_extra_bytes(segment, last_bytes) for segment in last)
     saved_bytes = _count_outer_bytes(runs, storages, is_last=False)
     return ChunkModel(layers=tuple(layers), first=first, last=last, saved_bytes=saved_bytes)
+
+
+def _borrow_times(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
+    """Return a layer that left in all microbatches with the times of those of its kind that stayed, where there are any.
+
+    Its own have waits for copies in them, which a plan counts by itself.
+    """
+    names = [segment.name for segment in layer.model.segments]
+    stayed = [
+        other.model.segments
+        for other in layers
+        if other.number not in left and [segment.name for segment in other.model.segments] == names
+    ]
+    if not stayed:
+        return layer
+    segments = tuple(
+        dataclasses.replace(
+            segment,
+            forward_s=statistics.fmean(one.forward_s for one in alike),
+            backward_s=statistics.fmean(one.backward_s for one in alike),
+        )
+        for segment, alike in zip(layer.model.segments, zip(*stayed, strict=True), strict=True)
+    )
+    return dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments))
 
 
 def _list_tags(record: SavedRecord) -> tuple[str, ...]:

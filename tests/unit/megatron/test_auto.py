@@ -792,3 +792,17 @@ def test_times_are_of_whole_steps_behind_the_first():
         seen.append(times.median_s)
     # The first took 9 and the third was smaller; 1, 3 and 2 count.
     assert seen == [None, None, None, None, 2.0]
+
+
+@pytest.mark.parametrize("staying", [{(0, 1)}, set()])
+def test_a_layer_that_left_takes_the_times_of_one_of_its_kind_that_stayed(staying):
+    with make_trainer(f"{MOE} --num-layers 3", make_auto(GIB)) as trainer:
+        measurement = trainer.integration.measurement
+        trainer.run_step()
+        measurement._measure(frozenset(staying))
+        trainer.run_step()
+        (chunk,) = measurement.take_profile().chunks
+    times = [[(one.forward_s, one.backward_s) for one in layer.model.segments] for layer in chunk.layers]
+    # Two that are measured never take the same to the last digit.
+    assert [own == times[1] for own in times] == [bool(staying), True, bool(staying)]
+    assert len({tuple(own) for own in times}) == (1 if staying else 3)
