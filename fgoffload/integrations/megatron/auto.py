@@ -10,9 +10,10 @@ microbatches only count more of the same, and the plan is made anew at once; lar
 [Note: A step that does not fit]
 A model that needs a budget may not fit while everything is kept. So a layer is kept only as long as the budget has room for it,
 with a part in reserve for what is not known yet. Else all its tags are offloaded while it is measured, as far as host memory
-allows: its bytes are the same, and its times, in which it waits for copies, count only where it was kept in no microbatch and no
-other layer of its kind was. Where that does not fit either, the first step fails as it would with every tag selected. A step that is measured again ([Note: Two plans] in `plan_trial`) need not
-fail, since there is a plan that fits: how much may stay is simulated first, and where nothing would fit it is not measured.
+allows: its bytes are the same, and its times, in which it waits for copies, count only where it was kept in no microbatch and
+no other layer of its kind was. Where that does not fit either, the first step fails as it would with every tag selected. A step
+that is measured again ([Note: Two plans] in `plan_trial`) need not fail, since there is a plan that fits: how much may stay is
+simulated first, and where nothing would fit it is not measured.
 
 [Note: A plan that takes more than was said]
 What operators have for a moment was measured in one step, in which other layers stayed than in those that follow. So the first
