@@ -83,9 +83,11 @@ class BudgetPlans:
         if self._ranks is None:
             self._ranks = self._build_ranks()
         first = self._fit(setting, self._ranks, try_plan)
+        if first.tried is None:
+            return self._write(setting, first.plan)
         guess = find_guess(self._ranks)
-        # A late host moves no more than one in time: where that moves nothing, and where nothing is tried, nobody asks.
-        if first.tried is None or (guess is HostGuess.IN_TIME and not first.plan.offloaded_tags):
+        # A late host moves no more than one in time: where that moves nothing nobody asks.
+        if guess is HostGuess.IN_TIME and not first.plan.offloaded_tags:
             return self._write(setting, first.plan)
         return self._write(setting, self._pick(setting, first, guess, try_plan).plan)
 

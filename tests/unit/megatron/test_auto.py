@@ -17,6 +17,7 @@ from fgoffload.integrations.megatron.device_memory import MemoryReading
 from fgoffload.integrations.megatron.plan_trial import StepTimes
 from fgoffload.integrations.megatron.profiling import MeasurementState
 from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.planner import host_slowdown
 from fgoffload.planner.host_slowdown import MOST_SLOWDOWN
 from fgoffload.planner.ranks.rank_model import Turn
 from fgoffload.planner.simulation.simulator import simulate
@@ -417,6 +418,8 @@ class OwnHost:
         options = {"clock": self._read_clock, "has_own_host": True}
         monkeypatch.setattr(auto, "AutoOffload", functools.partial(auto.AutoOffload, **options))
         monkeypatch.setattr(solver, "solve_leaving_free", self._plan)
+        # Copies of so small a model are short beside its compute on a CPU, and a clock that is no clock has no noise.
+        monkeypatch.setattr(host_slowdown, "LEAST_EFFECT", 1e-9)
 
     def _read_clock(self):
         """A step is over: it took its time."""
