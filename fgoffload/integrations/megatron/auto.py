@@ -10,10 +10,10 @@ microbatches only count more of the same, and the plan is made anew at once; lar
 [Note: A step that does not fit]
 A model that needs a budget may not fit while everything is kept. So a layer is kept only as long as the budget has room for it,
 with a part in reserve for what is not known yet. Else all its tags are offloaded while it is measured, as far as host memory
-allows: its bytes are the same, and its times, in which it waits for copies, count only where it was kept in no microbatch and
-no other layer of its kind was. Where that does not fit either, the first step fails as it would with every tag selected. A step
-that is measured again ([Note: Two plans] in `plan_trial`) need not fail, since there is a plan that fits: how much may stay is
-simulated first, and where nothing would fit it is not measured.
+allows: its bytes are the same, and its times, in which it waits for copies, count only where it was kept in no microbatch
+that is timed, and no other layer of its kind in its model chunk was. Where that does not fit either, the first step fails as it
+would with every tag selected. A step that is measured again ([Note: Two plans] in `plan_trial`) need not fail, since there is a
+plan that fits: how much may stay is simulated first, and where nothing would fit it is not measured.
 
 [Note: A plan that takes more than was said]
 What operators have for a moment was measured in one step, in which other layers stayed than in those that follow. So the first
@@ -119,6 +119,8 @@ class AutoOffload(StepMeasurement):
         """That have begun."""
         self._current: ScheduleCall | None = None
         """The step that runs, or ran last."""
+        self._ended_call: ScheduleCall | None = None
+        """That step, when it has ended; None where it raised."""
         self._taken_bytes: int | None = None
         """At peak, of the first step under the plan in use; None when it was compared, and where it will not be."""
         self._left_checks = 0
@@ -159,11 +161,12 @@ class AutoOffload(StepMeasurement):
             self._plan(call)
         if self.state is MeasurementState.WANTED:
             self._kept_bytes = self._count_bytes()
-        self._current = call
+        self._current, self._ended_call = call, None
         super().begin_step(call)
 
     def finish_step(self) -> None:  # noqa: D102
         super().finish_step()
+        self._ended_call = self._current
         if self.planned is not None and self._current == self.planned.call and self._left_checks and self._memory is not None:
             self._taken_bytes = self._memory.count_peak()
 
@@ -197,8 +200,10 @@ class AutoOffload(StepMeasurement):
         failure: OffloadError | None = None
         try:
             own = self._take_own()
-        except OffloadError as error:
-            own, failure = f"{type(error).__name__}: {error}", error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+            own = f"{type(error).__name__}: {error}"
+            failure = error if isinstance(error, OffloadError) else OffloadError(f"this process could not measure: {own}")
+            failure.__cause__ = None if failure is error else error
         found = gather(own)
         failed = next((one for one in found if isinstance(one, str)), None)
         if failed is not None or self.call is None:
@@ -213,9 +218,9 @@ class AutoOffload(StepMeasurement):
         return None
 
     def _take_own(self) -> ProcessMeasurement:
+        rank = self.take_profile()  # first, since what comes behind the step's last pass ends here
         if self._link is None:
             self._link = measure_link(self._device, sizes=QUICK_SIZES)
-        rank = self.take_profile()
         if self._rival is not None:
             # No evaluation and no checkpoint that came behind the step is a part of it: the median of the steps that it is
             # compared with has none either. Plans do not change what comes behind the last pass.
@@ -283,7 +288,7 @@ class AutoOffload(StepMeasurement):
     def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
         """The step before `call`, for which there is a plan in use, is over."""
         if self._times is not None:
-            self._times.note_end(self._clock(), is_full=self._current == planned.call)
+            self._times.note_end(self._clock(), is_full=self._ended_call == planned.call)
         if self._taken_bytes is not None:
             self._check(planned, self._taken_bytes)
         elif self._times is not None:
@@ -328,11 +333,8 @@ class AutoOffload(StepMeasurement):
     def _plan_again(self, first: TriedStep) -> None:
         """Plan from the step that was measured with all warm, and try that plan. Where there is none the first one stays."""
         former = self._measured
-        failure: OffloadError | None
-        if self.state is MeasurementState.RECORDED:
-            failure = self._exchange() or self._try_to_plan(first.planned.call)
-        else:
-            failure = OffloadError("The step did not end.")
+        # Of a process on which the step did not end the others learn so too.
+        failure = self._exchange() or self._try_to_plan(first.planned.call)
         if failure is not None:
             # What the first plan was made of, and what its steps took beyond that, go together.
             self._measured = former

@@ -9,6 +9,7 @@ from fgoffload.integrations.megatron.recorder import LAST, STALLED_MICROBATCHES,
 from fgoffload.integrations.megatron.step_records import Run, SavedRecord, Stretch
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
+from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
 
 LAYER_INPUT = "layer input"
 """The name of that tensor."""
@@ -84,7 +85,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
         if own:
             model = _LayerBuilder(recorder, storages, own, one).build()
             layers.append(NumberedLayer(number=one.number, model=model))
-            if all(run.is_leaving for run in own):
+            if all(run.is_leaving for run in _list_timed(own)):
                 left.add(one.number)
     layers = [_borrow_times(layer, layers, left) if layer.number in left else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
@@ -97,16 +98,16 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
 
 
 def _borrow_times(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
-    """Return a layer that left in all microbatches with the times of those of its kind that stayed, where there are any.
+    """Return a layer that left while it was timed, with the times of those of its kind that stayed, where there are any.
 
     Its own have waits for copies in them, which a plan counts by itself.
+
+    Args:
+        layer: The layer.
+        layers: All of its chunk.
+        left: The numbers of those that left.
     """
-    names = [segment.name for segment in layer.model.segments]
-    stayed = [
-        other.model.segments
-        for other in layers
-        if other.number not in left and [segment.name for segment in other.model.segments] == names
-    ]
+    stayed = [other.model.segments for other in layers if other.number not in left and _is_of_kind(other.model, layer.model)]
     if not stayed:
         return layer
     segments = tuple(
@@ -118,6 +119,14 @@ def _borrow_times(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: C
         for segment, alike in zip(layer.model.segments, zip(*stayed, strict=True), strict=True)
     )
     return dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments))
+
+
+def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
+    """Return whether layers have the same stretches, and save as much by the same tags: their times are not looked at."""
+    names = [[(segment.name, segment.host_wait) for segment in layer.segments] for layer in (first, other)]
+    tags = [[tensor.tags for tensor in layer.tensors] for layer in (first, other)]
+    least_bytes, most_bytes = sorted((first.saved_bytes, other.saved_bytes))
+    return names[0] == names[1] and tags[0] == tags[1] and least_bytes >= (1 - DEFAULT_TOLERANCE) * most_bytes
 
 
 def _list_tags(record: SavedRecord) -> tuple[str, ...]:
@@ -155,16 +164,21 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
     )
 
 
-def _build_segments(
-    recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
-) -> tuple[Segment, ...]:
-    """Return the stretches of some runs of the same place, with the median of their times."""
+def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
+    """Return those of some runs of the same place whose times count."""
     first = min((run.microbatch for run in runs), default=0)
     # The first microbatch of a process warms up, and device bytes are read in it.
     timed = [run for run in runs if run.microbatch > first] or runs
     timed = [run for run in timed if not run.is_leaving] or timed
     # In later ones the host may be late.
-    timed = [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
+    return [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
+
+
+def _build_segments(
+    recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
+) -> tuple[Segment, ...]:
+    """Return the stretches of some runs of the same place, with the median of their times."""
+    timed = _list_timed(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.stretches))
 
     def measure(get_spans: Callable[[Stretch], object], name: str) -> float:

@@ -19,7 +19,7 @@ from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import CPU, Profile, RankProfile, make_rank_model, merge_processes
-from fgoffload.policy import TransferPolicy
+from fgoffload.policy import TransferPolicy, count_planned_bytes
 from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes, format_ms
 
@@ -152,6 +152,7 @@ class MeasuredStep:
 
         # As it runs: by no plan.
         models = [dataclasses.replace(model, turn=Turn.CALL_BACK) for model in self._make_models(call.microbatches)]
+        planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
         leaving = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
         ordered = [_order_layers(model) for model in models]
 
@@ -162,7 +163,7 @@ class MeasuredStep:
             """Return the bytes that the budget lacks where so many layers of each rank stay."""
             staying = choose(count)
             actions = {site: action for site, action in leaving.items() if (site.chunk, site.layer) not in staying}
-            return simulate(models, OffloadPlan(actions=actions)).peak_bytes + free_bytes - budget_bytes
+            return simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
 
         if (missing_bytes := count_missing(0)) > 0:
             raise PlanError(

@@ -23,6 +23,7 @@ from fgoffload.planner.ranks.rank_model import Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving import solver
 from fgoffload.planner.solving.megatron_flags import MegatronFlags
+from fgoffload.policy import count_budget_bytes
 from fgoffload.tags import default_tags
 from fgoffload.units import GIB
 
@@ -577,13 +578,20 @@ def test_where_one_process_has_no_second_measurement_the_first_plan_stays(monkey
     assert line.endswith("no plan came of it. another process could not measure: StateError: no step was recorded")
 
 
-def test_where_this_process_has_no_second_measurement_all_are_told(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (IntegrationError("a layer is gone"), "a layer is gone"),
+        (ValueError("a fault"), "this process could not measure: ValueError: a fault"),
+    ],
+)
+def test_where_this_process_has_no_second_measurement_all_are_told(monkeypatch, caplog, error, reason):
     take = auto.AutoOffload.take_profile
     gathered = []
 
     def take_first(measurement):
         if host.steps > 1:
-            raise IntegrationError("a layer is gone")
+            raise error
         return take(measurement)
 
     monkeypatch.setattr(auto.AutoOffload, "take_profile", take_first)
@@ -591,8 +599,8 @@ def test_where_this_process_has_no_second_measurement_all_are_told(monkeypatch, 
     host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
     found, (line,) = host.run(steps=8)
     assert found.planned[6] is found.planned[7] is found.planned[1]
-    assert "IntegrationError: a layer is gone" in gathered
-    assert line.endswith("no plan came of it. a layer is gone")
+    assert f"{type(error).__name__}: {error}" in gathered
+    assert line.endswith(f"no plan came of it. {reason}")
     assert [step for step, _ in host.measured] == [0, 5]  # what has no profile is dropped
 
 
@@ -645,7 +653,16 @@ def test_a_second_measurement_that_does_not_end_leaves_the_first_plan(monkeypatc
     host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
     found, (line,) = host.run(steps=8)
     assert found.planned[6] is found.planned[7] is found.planned[1]
-    assert line.endswith("no plan came of it. The step did not end.")
+    assert "no plan came of it. no step was recorded. Call `request`" in line
+
+
+def test_a_step_that_raised_is_not_timed(monkeypatch, caplog):
+    finish = auto.AutoOffload.finish_step
+    # What a schedule that raises leaves: the step began and did not end.
+    monkeypatch.setattr(auto.AutoOffload, "finish_step", lambda measurement: None if host.steps == 3 else finish(measurement))
+    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    host.run(steps=9)
+    assert [step for step, _ in host.measured] == [0, 6]  # one later than else
 
 
 def test_an_evaluation_behind_the_second_measurement_is_no_part_of_a_step(monkeypatch, caplog):
@@ -724,7 +741,8 @@ def test_as_many_layers_stay_in_the_second_measurement_as_fit(monkeypatch, caplo
     find_staying = measured_plans.MeasuredStep.find_staying
 
     def find(measured, call, **options):
-        budget_bytes = find_peak(measured, [(0, number) for number in range(count)]) + free_bytes
+        peak_bytes = find_peak(measured, [(0, number) for number in range(count)])
+        budget_bytes = count_budget_bytes(peak_bytes, free_bytes=free_bytes)
         for missing_bytes in (0, 1):
             try:
                 found.append(find_staying(measured, call, budget_bytes=budget_bytes - missing_bytes, free_bytes=free_bytes))
