@@ -191,6 +191,10 @@ class OffloadPlan:
         return cls.from_json(text, source=source)
 
 
+NOTHING = OffloadPlan(actions={})
+"""The plan that keeps all."""
+
+
 def _is_below(actual: int | str, planned: int | str) -> bool:
     return isinstance(actual, int) and isinstance(planned, int) and actual < planned
 

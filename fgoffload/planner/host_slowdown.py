@@ -14,7 +14,7 @@ fit: those under its first plan say it alone.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fgoffload.plan import OffloadPlan
+from fgoffload.plan import NOTHING, OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.compared_step import ComparedStep
@@ -28,8 +28,6 @@ One that moves little would make a percent of noise a tenth of slowdown and more
 
 _PRECISION = 2e-3
 """Of what is found. A plan's step changes by about 0.1% with it."""
-
-_NOTHING = OffloadPlan(actions={})
 
 
 def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
@@ -52,7 +50,7 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
         PlanError: A layer cannot do what the plan of a step says.
     """
     ranks = _call_back(ranks)
-    keeping_s = simulate(ranks, _NOTHING).step_s
+    keeping_s = simulate(ranks, NOTHING).step_s
 
     telling = [step for step in steps if _is_telling(ranks, step.plan)]
 
@@ -89,7 +87,7 @@ def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_
 def _is_telling(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
     """Return whether a step under `plan` is longer enough with the most slowdown to say which it is."""
     grown_s = simulate(slow_down(ranks, MOST_SLOWDOWN), plan).step_s - simulate(ranks, plan).step_s
-    return grown_s >= LEAST_EFFECT * simulate(ranks, _NOTHING).step_s
+    return grown_s >= LEAST_EFFECT * simulate(ranks, NOTHING).step_s
 
 
 def _call_back(ranks: Sequence[RankModel]) -> list[RankModel]:

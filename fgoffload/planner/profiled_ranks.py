@@ -7,7 +7,7 @@ is that of all ranks, which wait for each other: how much it is longer, only a s
 
 import dataclasses
 
-from fgoffload.plan import OffloadPlan
+from fgoffload.plan import NOTHING
 from fgoffload.planner.host_slowdown import fit_slowdown, slow_down
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -67,7 +67,7 @@ def _find_late_s(profile: Profile, planned: Pipeline) -> float:
     pipeline = profile.get_rank(0).pipeline
     if profile.plain_step_s is None or pipeline.stages == 1:
         return 0.0
-    missing_s = profile.plain_step_s - simulate(_make_measured(profile), OffloadPlan(actions={})).step_s
+    missing_s = profile.plain_step_s - simulate(_make_measured(profile), NOTHING).step_s
     return max(0.0, missing_s) * _count_passes(planned) / _count_passes(pipeline)
 
 

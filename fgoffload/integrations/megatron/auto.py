@@ -35,7 +35,6 @@ from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.collectives import ask_first, broadcast, gather, is_first_process
 from fgoffload.integrations.megatron.measured_plans import (
-    NOTHING,
     Layers,
     MeasuredStep,
     PlannedStep,
@@ -46,7 +45,7 @@ from fgoffload.integrations.megatron.plan_trial import StepTimes
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
-from fgoffload.plan import OffloadPlan, Site
+from fgoffload.plan import NOTHING, OffloadPlan, Site
 from fgoffload.planner.late_host import Tried, describe_tried
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.units import format_bytes

@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.collectives import ask_first, broadcast, ga
 from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.timed_steps import settle
 from fgoffload.integrations.megatron.training import Trainer
-from fgoffload.plan import OffloadPlan
+from fgoffload.plan import NOTHING, OffloadPlan
 from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulator import simulate
@@ -48,8 +48,6 @@ ENOUGH_S = 30.0
 MOST_COMPARED_STEPS = 3 * MOST_ROUNDS * (1 + TIMED_STEPS)
 """Steps that two plans and nothing take together at most."""
 
-_NOTHING = OffloadPlan(actions={})
-
 
 def compare_steps(
     trainer: Trainer,
@@ -71,7 +69,7 @@ def compare_steps(
         on_step: Called after each.
     """
     measurement.stop_watching()
-    measurement.apply(_NOTHING)
+    measurement.apply(NOTHING)
     try:
         # By the first process's link: each has timed its own.
         plans = ask_first(lambda: choose_plans(profile, host_budget_bytes))
@@ -88,16 +86,16 @@ def compare_steps(
         logger.warning("no steps are compared, since one had no room on the device: %s", error)
         return ()
     finally:
-        measurement.apply(_NOTHING)
+        measurement.apply(NOTHING)
 
 
 def _take_turns(
     trainer: Trainer, measurement: StepMeasurement, plans: Sequence[OffloadPlan], on_step: Callable[[], None]
 ) -> tuple[ComparedStep, ...]:
     begun_s = time.perf_counter()
-    taken: list[list[float]] = [[] for _ in (_NOTHING, *plans)]
+    taken: list[list[float]] = [[] for _ in (NOTHING, *plans)]
     for number in range(MOST_ROUNDS):
-        for seconds, plan in zip(taken, (_NOTHING, *plans), strict=True):
+        for seconds, plan in zip(taken, (NOTHING, *plans), strict=True):
             measurement.apply(plan)
             seconds += _time_steps(trainer, on_step)
         if number + 1 >= FEWEST_ROUNDS and broadcast(time.perf_counter() - begun_s) > ENOUGH_S:
@@ -138,8 +136,8 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
     from fgoffload.planner.solving.megatron_flags import MegatronFlags
 
     tags = default_tags()
-    keeping_s = simulate(ranks, _NOTHING).step_s
-    best = _NOTHING
+    keeping_s = simulate(ranks, NOTHING).step_s
+    best = NOTHING
     chosen: tuple[str, ...] = ()
     for tag in _list_largest(ranks, tags.names):
         # Some save one storage with others, and free it only with them.
@@ -177,8 +175,8 @@ def _plan_for_middle(ranks: Sequence[RankModel], host_budget_bytes: int) -> Offl
     from fgoffload.planner.solving.megatron_flags import FULL_RECOMPUTE
     from fgoffload.planner.solving.solver import solve
 
-    keeping_bytes, least_bytes = (simulate(ranks, plan).peak_bytes for plan in (_NOTHING, FULL_RECOMPUTE.make_plan(ranks)))
+    keeping_bytes, least_bytes = (simulate(ranks, plan).peak_bytes for plan in (NOTHING, FULL_RECOMPUTE.make_plan(ranks)))
     try:
         return solve(ranks, budget_bytes=(keeping_bytes + least_bytes) // 2, host_budget_bytes=host_budget_bytes).plan
     except BudgetError:
-        return _NOTHING
+        return NOTHING

@@ -23,8 +23,6 @@ from fgoffload.policy import TransferPolicy, count_planned_bytes
 from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes, format_ms
 
-NOTHING = OffloadPlan(actions={})
-
 Layers = frozenset[tuple[int, int]]
 """Some, by chunk and number."""
 

@@ -10,7 +10,6 @@ import datetime
 import gc
 import statistics
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
@@ -30,8 +29,6 @@ from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPol
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile, merge_processes
 from fgoffload.units import TIB
-
-T = TypeVar("T")
 
 PLAIN_STEPS = 3
 """Steps that are timed with nothing measured in them, after one that warms up. The median of three forgives a slow one."""
@@ -78,7 +75,7 @@ def profile_training(
         IntegrationError: The model cannot be measured as it is.
     """
     numel = arguments.offload.min_offloaded_tensor_size if arguments.offload is not None else DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    # For its sites in all layers. Nothing leaves, since nobody plans.
+    # For its sites in all layers. In the step that warms up tags leave, and in the recorded one none does.
     config = OffloadConfig(
         offload_modules=(AUTO,),
         offload_memory_budget_bytes=TIB,
