@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting
@@ -136,21 +136,15 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
     """Return the step of `nothing` that the outcome at `index` is compared with, or None where it has none.
 
-    That is what `nothing` measured last in its process, and where it ran once more behind the outcome in the same repeat, the
-    mean of both: what slows a machine from one minute to the next slows them alike.
+    That is the median of all steps of `nothing` in its process and repeat. Each time that `nothing` is built its steps are
+    longer or shorter as a whole, and those before and behind a setting are no more like it than others are.
     """
     own = outcomes[index]
-    before = next(_iterate_nothing(reversed(outcomes[: index + 1]), own.session), None)
-    if before is None or before.measurement is None:
-        return None
-    behind = next(_iterate_nothing(outcomes[index + 1 :], own.session), None)
-    if own.setting == NOTHING or behind is None or behind.repeat != own.repeat or behind.measurement is None:
-        return before.measurement.seconds
-    return statistics.fmean((before.measurement.seconds, behind.measurement.seconds))
-
-
-def _iterate_nothing(outcomes: Iterable[Outcome], session: int) -> Iterator[Outcome]:
-    return (one for one in outcomes if one.session == session and one.setting == NOTHING)
+    if own.setting == NOTHING:
+        return None if own.measurement is None else own.measurement.seconds
+    beside = (one for one in outcomes if one.setting == NOTHING and (one.session, one.repeat) == (own.session, own.repeat))
+    seconds = [step for one in beside if one.measurement is not None for step in one.measurement.step_seconds]
+    return statistics.median(seconds) if seconds else None
 
 
 def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:

@@ -115,6 +115,8 @@ def build_workload(
         # Tokens are random, and reach all experts about alike.
         model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=1.0))
     fields = arguments.transformer
+    # Kernels as they run here, by Megatron-Core's defaults: Megatron-LM's, which `read_model` knows, fuse more.
+    model = dataclasses.replace(model, has_fused_rotary=bool(fields.get("apply_rope_fusion", False)))
     execution = Execution(
         has_fused_dropout_add=bool(fields.get("bias_dropout_fusion", False)),
         has_fused_gradient_accumulation=bool(fields.get("gradient_accumulation_fusion", False)),

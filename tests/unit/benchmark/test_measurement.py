@@ -58,40 +58,35 @@ def test_the_peak_is_the_allocators_where_it_counts():
     assert Measurement(step_seconds=(1.0,), activation_peak_bytes=3).peak_bytes == 3
 
 
-def test_a_ratio_is_over_the_nothing_that_ran_last_in_the_same_process():
+def test_a_ratio_is_over_the_nothing_of_the_same_process_and_repeat():
     outcomes = [
         outcome(NOTHING, 2.0),
         outcome(FULL, 3.0),
         outcome(NOTHING, 4.0, repeat=1),
         outcome(FULL, 3.0, repeat=1),
-        outcome(NOTHING, 8.0, session=1),
-        outcome(OURS, 10.0, session=1),
+        outcome(NOTHING, 8.0, repeat=1, session=1),
+        outcome(OURS, 10.0, repeat=1, session=1),
     ]
     assert [find_ratio(outcomes, index) for index in range(6)] == [1.0, 1.5, 1.0, 0.75, 1.0, 1.25]
 
 
-def test_a_ratio_is_over_the_mean_of_nothing_before_and_behind_in_the_same_repeat():
+def test_where_nothing_ran_several_times_a_ratio_is_over_the_median_of_all_its_steps():
     outcomes = [
-        outcome(NOTHING, 2.0),
-        outcome(FULL, 6.0),
-        outcome(NOTHING, 4.0),
-        outcome(OURS, 6.0),
-        outcome(OURS, 9.0, session=1),  # of a process in which nothing has not run
-        outcome(NOTHING, 8.0),
-        outcome(FULL, 16.0, repeat=1),  # behind it comes nothing of the same repeat that failed
-        outcome(NOTHING, repeat=1, failure="no"),
-        outcome(NOTHING, 1.0, repeat=2),
+        outcome(NOTHING, 2.0, 2.0, 9.0),
+        outcome(FULL, 6.0, 6.0, 8.0),
+        outcome(NOTHING, 3.0, 4.0, 5.0),
+        outcome(OURS, 7.0),
+        outcome(NOTHING, failure="no"),
+        outcome(NOTHING, 3.0),
     ]
-    ratios = [find_ratio(outcomes, index) for index in range(9)]
-    assert ratios == [1.0, 2.0, 1.0, 1.0, None, 1.0, 2.0, None, 1.0]
-    # Of the next repeat, minutes later, or of another process.
-    assert find_ratio([outcome(NOTHING, 2.0), outcome(FULL, 6.0), outcome(NOTHING, 4.0, repeat=1)], 1) == 3.0
-    assert find_ratio([outcome(NOTHING, 2.0), outcome(FULL, 6.0), outcome(NOTHING, 4.0, session=1)], 1) == 3.0
+    # Of seven steps, from 2 to 9, not of the medians of three models, and not of those around alone.
+    assert [find_ratio(outcomes, index) for index in (1, 3)] == [2.0, 7.0 / 3.0]
+    assert [find_ratio(outcomes, index) for index in (0, 2, 4, 5)] == [1.0, 1.0, None, 1.0]
 
 
-def test_a_setting_has_no_ratio_where_nothing_did_not_run_before_it_in_its_process():
-    outcomes = [outcome(NOTHING, 2.0), outcome(OURS, 3.0, session=1), outcome(NOTHING, 4.0, session=1)]
-    assert find_ratio(outcomes, 1) is None
+def test_a_setting_has_no_ratio_where_nothing_did_not_run_in_its_process_and_repeat():
+    outcomes = [outcome(NOTHING, 2.0), outcome(OURS, 3.0, session=1), outcome(OURS, 3.0, repeat=1)]
+    assert [find_ratio(outcomes, index) for index in (1, 2)] == [None, None]
 
 
 def test_a_setting_that_failed_or_whose_nothing_failed_has_no_ratio():

@@ -12,6 +12,7 @@ from fgoffload.benchmark.settings import NOTHING, parse_setting
 from fgoffload.benchmark.simulation import predict
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.training_policy import Update
+from fgoffload.planner.timing.efficiency import Efficiency
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.policy import TransferPolicy
 
@@ -51,6 +52,18 @@ def test_activations_are_fused_where_the_training_fuses_them():
     more = predict([unfused], NOTHING).peak_bytes - predict([fused], NOTHING).peak_bytes
     # 32768 rows of 2048 channels in bf16, three times in each layer.
     assert more == pytest.approx(6 * 3 * 128 * 2**20, rel=1e-3)
+
+
+def test_rotary_embeddings_are_fused_where_the_training_fuses_them():
+    (unfused,), (fused,) = build(), build("--rope-fusion")
+    ones = [predict([rank], NOTHING) for rank in (unfused, fused)]
+    # Query and key, 8192 tokens of 4096 channels in bf16 each, go 18 times through memory and not 4 times, in ten kernels and not
+    # in two: 6 layers and 4 microbatches, forward and backward.
+    hardware, parts = get_hardware("h100"), Efficiency()
+    moved_s = 7 * 2 * 8192 * 4096 * 2 / (parts.memory * hardware.device_memory_bytes_per_s)
+    assert ones[0].step_s - ones[1].step_s == pytest.approx(2 * 6 * 4 * (moved_s + 8 * parts.kernel_start_s), rel=1e-3)
+    # Cosine and sine of 4096 tokens and 128 channels in bf16, twice a layer, and not one table in fp32 for all.
+    assert ones[0].peak_bytes - ones[1].peak_bytes == (6 * 8 - 4) * 4096 * 128
 
 
 def test_window_and_prefetch_are_those_that_settings_run_with():
