@@ -6,8 +6,8 @@ what was missing left free, as `--offload-modules auto` does.
 
 How late the host is the table does not know either, and a profile knows it of the minute in which it was measured. So two plans
 are tried, one for the host that is known and one for the other kind, in time or late ([Note: A late host] in
-`fgoffload.planner.late_host`), and of those that keep to the budget the second is measured where its steps were faster by more than
-noise is, and else the first.
+`fgoffload.planner.late_host`), and of those that keep to the budget the second is measured where its steps were faster by more
+than noise is, and else the first.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ MOST_PLANS = 3
 """Plans by what is known of the host that are tried. The last one counts, whatever it takes."""
 
 LEAST_GAIN = 0.03
-"""Of a step: by how much the plan for the other host has to be faster when it is tried, or the one for the host that is known stays.
-Two models of one and the same setting differ by that. Source: fifteen of `nothing` in one process, whose medians of ten steps are
-2.7% around their mean (docs/results/w2_moe_h100_202611.md)."""
+"""Of a step: by how much the plan for the other host has to be faster when it is tried, or the one for the host that is known
+stays. Two models of one and the same setting differ by that. Source: fifteen of `nothing` in one process, whose medians of ten
+steps are 2.7% around their mean (docs/results/w2_moe_h100_202611.md)."""
 
 TryPlan = Callable[[Setting], Tried | None]
 """Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""

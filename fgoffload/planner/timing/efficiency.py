@@ -19,8 +19,8 @@ class Efficiency:
     """Of the bf16 rate, in large matrix products.
 
     Source: a step of 28 layers of Llama 3 8B on an H200, 1375 ms, of which these are 72%: with 0.66 it is predicted 0.2% higher
-    (docs/results/predictions_h200_202611.md), with 0.70 3.9% lower. At best, over many shapes, H100 and H200 reach 794.5 TFLOP/s,
-    0.80 (Stas Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS).
+    (docs/results/predictions_h200_202611.md), with 0.70 3.9% lower. At best, over many shapes, H100 and H200 reach 794.5
+    TFLOP/s, 0.80 (Stas Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS).
     """
     grouped_matmul: float = 0.62
     """Of the bf16 rate, in the matrix products of experts.

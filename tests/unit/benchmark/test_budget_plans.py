@@ -89,7 +89,9 @@ def test_of_two_plans_that_keep_to_a_budget_the_first_stays_where_they_are_alike
     ("seconds", "layer", "word"),
     [((1.0, 0.96), 2, "second"), ((1.0, 0.98), 1, "first"), ((0.9, 1.0), 1, "first")],
 )
-def test_the_second_plan_is_measured_where_its_steps_were_faster_by_more_than_noise_is(planner, tmp_path, caplog, seconds, layer, word):
+def test_the_second_plan_is_measured_where_its_steps_were_faster_by_more_than_noise_is(
+    planner, tmp_path, caplog, seconds, layer, word
+):
     found = make_plans(tmp_path).find(SETTING, take(BUDGET_BYTES, seconds=seconds))
     assert read_layer(found) == layer
     first, second = (f"{1e3 * one:.1f} ms at 1000 B" for one in seconds)

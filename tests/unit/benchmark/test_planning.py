@@ -57,8 +57,8 @@ def test_activations_are_fused_where_the_training_fuses_them():
 def test_rotary_embeddings_are_fused_where_the_training_fuses_them():
     (unfused,), (fused,) = build(), build("--rope-fusion")
     ones = [predict([rank], NOTHING) for rank in (unfused, fused)]
-    # Query and key, 8192 tokens of 4096 channels in bf16 each, go 18 times through memory and not 4 times, in ten kernels and not
-    # in two: 6 layers and 4 microbatches, forward and backward.
+    # Query and key, 8192 tokens of 4096 channels in bf16 each, go through memory nine times and not twice, in ten kernels and
+    # not in two: 6 layers and 4 microbatches, forward and backward.
     hardware, parts = get_hardware("h100"), Efficiency()
     moved_s = 7 * 2 * 8192 * 4096 * 2 / (parts.memory * hardware.device_memory_bytes_per_s)
     assert ones[0].step_s - ones[1].step_s == pytest.approx(2 * 6 * 4 * (moved_s + 8 * parts.kernel_start_s), rel=1e-3)
