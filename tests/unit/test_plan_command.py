@@ -114,9 +114,9 @@ def test_the_measured_table_of_the_page_can_be_planned_again(capsys):
     words = command.replace("\\\n", " ").split()
     code, out, _ = plan(capsys, str(ROOT / words[0]), *words[1:])
     assert code == 0
-    assert find_row(out, "nothing")[1:4] == ["20.09 GiB", "0", "515.5 ms"]
-    assert [find_row(out, "full recompute")[place] for place in (1, 4)] == ["14.17 GiB", "1.308"]
-    assert [find_row(out, "selective recompute")[place] for place in (1, 4)] == ["18.96 GiB", "1.012"]
+    assert find_row(out, "nothing")[1:4] == ["20.11 GiB", "0", "528.4 ms"]
+    assert [find_row(out, "full recompute")[place] for place in (1, 4)] == ["14.19 GiB", "1.314"]
+    assert [find_row(out, "selective recompute")[place] for place in (1, 4)] == ["18.98 GiB", "1.012"]
     assert find_row(out, "this plan")[-1] == "yes"
 
 
