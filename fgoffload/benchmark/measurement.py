@@ -137,7 +137,8 @@ def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
     """Return the step of `nothing` that the outcome at `index` is compared with, or None where it has none.
 
     That is the median of all steps of `nothing` in its process and repeat. Each time that `nothing` is built its steps are
-    longer or shorter as a whole, and those before and behind a setting are no more like it than others are.
+    longer or shorter as a whole, and those before and behind a setting are no more like it than others are. `nothing` itself
+    is compared with its own.
     """
     own = outcomes[index]
     if own.setting == NOTHING:
