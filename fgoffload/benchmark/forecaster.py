@@ -3,6 +3,7 @@
 It works in the process that shows results, beside the ones that measure: a simulation takes a core for milliseconds.
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -75,6 +76,20 @@ class Forecaster:
             self._profile, self._profile_ranks = Profile.load(self._job.profile_path), None
         except ConfigError as error:
             logger.warning("Nothing is predicted from the profile: %s", error)
+
+    def renew_plain_step(self, seconds: float) -> None:
+        """Let the profile that the benchmark has measured have a plain step that is known better, in its file too.
+
+        Args:
+            seconds: What that takes.
+        """
+        if self._profile is None:
+            return  # it could not be read, which was said then
+        self._profile, self._profile_ranks = dataclasses.replace(self._profile, plain_step_s=seconds), None
+        try:
+            self._profile.save(self._job.profile_path)
+        except ConfigError as error:
+            logger.warning("The profile keeps the plain step of its minute: %s", error)
 
     def predict(self, setting: Setting) -> Forecast:
         """Return what is predicted of a setting, and why a source has nothing to say of it."""

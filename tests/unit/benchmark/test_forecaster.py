@@ -134,6 +134,28 @@ def test_the_measured_profile_is_read_from_the_folder(tmp_path):
     assert Source.PROFILE in forecaster.predict(NOTHING).predictions
 
 
+def test_a_plain_step_that_is_known_better_is_what_nothing_is_predicted_to_take_and_is_in_the_file(tmp_path):
+    job = make_job(tmp_path)
+    forecaster = make_forecaster(job)
+    make_profile(plain_step_s=1000.0).save(job.profile_path)
+    forecaster.read_profile()
+    full = parse_setting("recompute:full")
+    before = [forecaster.predict(setting).predictions[Source.PROFILE].step_s for setting in (NOTHING, full)]
+    forecaster.renew_plain_step(1010.0)
+    after = [forecaster.predict(setting).predictions[Source.PROFILE].step_s for setting in (NOTHING, full)]
+    assert before[0] == pytest.approx(1000)
+    assert after == pytest.approx([1010, before[1] + 10])
+    assert Profile.load(job.profile_path) == make_profile(plain_step_s=1010.0)
+
+
+def test_a_profile_that_is_not_there_or_cannot_be_written_gets_no_other_plain_step(tmp_path, caplog):
+    make_forecaster(make_job(tmp_path)).renew_plain_step(1.0)
+    forecaster = make_forecaster(make_job(tmp_path / "gone"), profile=make_profile(plain_step_s=1000.0))
+    forecaster.renew_plain_step(1010.0)
+    assert "The profile keeps the plain step of its minute: profile" in caplog.text
+    assert forecaster.predict(NOTHING).predictions[Source.PROFILE].step_s == pytest.approx(1010)
+
+
 def test_a_measured_profile_that_cannot_be_read_costs_its_predictions_alone(tmp_path, caplog):
     forecaster = make_forecaster(make_job(tmp_path))
     forecaster.read_profile()

@@ -122,6 +122,9 @@ class Prophet:
     def read_profile(self):
         self.has_profile = True
 
+    def renew_plain_step(self, seconds):
+        self.asked.append(seconds)
+
     def predict(self, setting):
         self.asked.append(setting.name)
         prediction = Prediction(step_s=0.6, ratio=1.2, peak_bytes=9, static_bytes=3)
@@ -151,3 +154,44 @@ def test_what_was_measured_before_the_profile_is_predicted_from_it_too_and_failu
     assert rows[0]["peak_error_percent"] == -10.0
     with (tmp_path / "results.csv").open() as file:
         assert [row["profile_step_s"] for row in csv.DictReader(file)] == ["0.6", "", "0.6", "0.6", ""]
+
+
+def list_outcomes(*steps):
+    """Return outcomes of settings, sessions and what each of their steps took."""
+    return [
+        Outcome(setting=setting, repeat=0, session=session, measurement=Measurement(step_seconds=seconds))
+        for setting, session, seconds in steps
+    ]
+
+
+def renew(outcomes, *, tmp_path, monkeypatch, has_forecaster=True):
+    """Return what a forecaster is asked for when all of `outcomes` have been measured, the second session being Megatron's."""
+
+    def run_sessions(job, runs, *, kind, first_session, log_folder, on_message):
+        yield from (one for one in outcomes if kind is (ProcessKind.MEGATRON if one.session else ProcessKind.MAIN))
+
+    monkeypatch.setattr(results_module, "run_sessions", run_sessions)
+    results = Results(workload=WORKLOAD, about={}, forecaster=Prophet() if has_forecaster else None)
+    job = Job(source="x.sh", file_flags=(), warmup=1, steps=1, plan_folder=tmp_path)
+    collect_results(results, job, (FULL, MEGATRON), repeats=1, folder=tmp_path, on_message=lambda _: None)
+    return results.forecaster and results.forecaster.asked
+
+
+def test_a_profile_that_was_measured_gets_the_plain_step_of_all_of_its_processes_nothing(tmp_path, monkeypatch):
+    main = [(NOTHING, 0, (1.0, 2.0)), (PROFILE, 0, (9.0,)), (FULL, 0, (8.0,)), (NOTHING, 0, (4.0,))]
+    outcomes = list_outcomes(*main, (NOTHING, 1, (7.0, 7.0, 7.0)))
+    asked = renew(outcomes, tmp_path=tmp_path, monkeypatch=monkeypatch)
+    assert asked == ["nothing", "nothing", "recompute:full", 2.0, "nothing", "recompute:full"]
+
+
+def test_without_a_profile_of_its_own_a_benchmark_predicts_once(tmp_path, monkeypatch):
+    outcomes = list_outcomes((NOTHING, 0, (1.0,)), (FULL, 0, (8.0,)))
+    assert renew(outcomes, tmp_path=tmp_path, monkeypatch=monkeypatch) == ["nothing", "recompute:full"]
+    failed = [*outcomes, Outcome(setting=PROFILE, repeat=0, session=0, failure="refused")]
+    assert renew(failed, tmp_path=tmp_path, monkeypatch=monkeypatch) == ["nothing", "recompute:full"]
+    assert renew(outcomes, tmp_path=tmp_path, monkeypatch=monkeypatch, has_forecaster=False) is None
+
+
+def test_a_profile_without_any_nothing_keeps_its_plain_step(tmp_path, monkeypatch):
+    outcomes = [Outcome(setting=NOTHING, repeat=0, session=0, failure="refused"), *list_outcomes((PROFILE, 0, (9.0,)))]
+    assert renew(outcomes, tmp_path=tmp_path, monkeypatch=monkeypatch) == []
