@@ -44,12 +44,14 @@ def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
         IntegrationError: Megatron-Core has no such checkpoints.
     """
     wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_keep_outputs, get_offload))
-    wrap_symbol(patches, FUNCTION, "forward", save_inputs)
+    wrap_symbol(patches, FUNCTION, "forward", functools.partial(_save_what_may_leave, get_offload))
 
 
 def _keep_outputs(get_offload: GetOffload, original: Any) -> Any:
     def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
         outputs = original(self, run_function, *args)
+        if get_offload().is_idle:
+            return outputs
         tensors: Iterable[Any] = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         # Outputs that are inputs too are not emptied, where there are such (since 0.19).
         kept = {get_key(tensor) for tensor in args if isinstance(tensor, torch.Tensor)} if _retains_inputs(self) else set()
@@ -64,6 +66,15 @@ def _keep_outputs(get_offload: GetOffload, original: Any) -> Any:
 
 def _retains_inputs(checkpoint: Any) -> bool:
     return bool(getattr(checkpoint, "retain_input_tensors", False))
+
+
+def _save_what_may_leave(get_offload: GetOffload, original: Any) -> Any:
+    saving_inputs = save_inputs(original)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        return original(ctx, *args) if get_offload().is_idle else saving_inputs(ctx, *args)
+
+    return forward
 
 
 def save_inputs(original: Any) -> Any:

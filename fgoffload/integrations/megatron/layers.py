@@ -130,9 +130,9 @@ def _find_ending_block(model: Any) -> Any:
 
 def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inert():
-            return original(self, *args, **kwargs)
         offload = get_offload()
+        if offload.is_idle or is_inert():
+            return original(self, *args, **kwargs)
         offload.pass_layer(get_number(self))
         with offload.watch_attention():
             outputs = original(self, *args, **kwargs)
@@ -250,7 +250,10 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
             if not torch.is_grad_enabled():
                 offload.pass_layer(get_number(self))
             return original(self, *args, **kwargs)
-        lane, hidden = offload.enter_layer(get_number(self)), find_tensor(args, kwargs)
+        lane = offload.enter_layer(get_number(self))
+        if offload.is_idle:
+            return original(self, *args, **kwargs)
+        hidden = find_tensor(args, kwargs)
         try:
             watched = offload.watch_layer(lane, hidden, has_parts=hasattr(self, "_forward_attention"))
             with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), watched:

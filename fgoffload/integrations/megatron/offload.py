@@ -85,6 +85,15 @@ class MegatronOffload:
             self._lane = None
             self.engine.close()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing can leave and nobody looks, as with a plan that only runs modules again: nothing is to be followed.
+
+        Asked in each forward of each layer. What follows one for the engine costs the host as much as a small kernel's launch,
+        and a host that is late pays for it in the step.
+        """
+        return not self.selected and not self.engine.observers
+
     # Where forward is.
 
     def begin_microbatch(self, chunk: int) -> None:

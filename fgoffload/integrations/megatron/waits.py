@@ -161,7 +161,8 @@ def _list_held() -> list[WaitRow]:
 def _wrap_held_wait(get_offload: GetOffload, original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        get_offload().flush()
+        if not (offload := get_offload()).is_idle:
+            offload.flush()
         return result
 
     return run
