@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 
 from fgoffload import Action, ConfigError, OffloadPlan, Site
-from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
@@ -19,13 +19,19 @@ NOTHING = OffloadPlan(actions={})
 FULL = OffloadPlan(actions={Site(chunk=0, layer=number, tag="layer"): Action.RECOMPUTE for number in (0, 1)})
 
 
-def make_layer(kind, *forwards, backward_s=2.0):
-    """Return a layer with a stretch for each of `forwards`, which are seconds."""
+def make_layer(kind, *forwards, backward_s=2.0, host_wait=HostWait.KERNEL, extra_s=0.0):
+    """Return a layer with a stretch for each of `forwards`, which are seconds; the host waits before the last of them."""
     segments = tuple(
-        Segment(name=f"stretch {place}", forward_s=seconds, backward_s=backward_s) for place, seconds in enumerate(forwards)
+        Segment(
+            name=f"stretch {place}",
+            forward_s=seconds,
+            backward_s=backward_s,
+            host_wait=host_wait if place == len(forwards) - 1 else None,
+        )
+        for place, seconds in enumerate(forwards)
     )
     names = tuple(segment.name for segment in segments)
-    unit = UnitModel(name="layer", segments=names, drops=("output",), before=names[-1])
+    unit = UnitModel(name="layer", segments=names, drops=("output",), before=names[-1], extra_s=extra_s)
     output = SavedTensor(name="output", tags=("core_attn",), size_bytes=10)
     return LayerModel(kind=kind, segments=segments, tensors=(output,), units=(unit,))
 
@@ -90,6 +96,27 @@ def test_a_recompute_takes_the_forward_that_was_measured(plain_step_s):
     assert added_s == pytest.approx(4 * 2 * 4.0)
 
 
+def test_where_no_layer_lets_the_host_wait_all_compute_takes_longer_alike():
+    layers = [make_layer(kind, 1.0, 3.0, host_wait=None, extra_s=0.5) for kind in ("a", "b")]
+    profile = make_profile(*layers, plain_step_s=4 * 18.75 * 1.04 + 0.5)
+    found = make_rank_model(profile, rank=0)
+    assert found.step_end_s == 0.5
+    (chunk,) = found.chunks
+    first, second = (layer.model for layer in chunk.layers)
+    assert first is second
+    times = [(one.forward_pass_s, one.backward_s) for one in (*chunk.first, *first.segments, *chunk.last)]
+    assert times == [pytest.approx([part * 1.04 for part in one]) for one in ((0.5, 0.25), (1, 2), (3, 2), (1, 1))]
+    plain_s, full_s = (simulate([found], plan).step_s for plan in (NOTHING, FULL))
+    assert plain_s == pytest.approx(profile.plain_step_s)
+    assert full_s - plain_s == pytest.approx(4 * 2 * 4.5 * 1.04)
+
+
+def test_one_layer_that_lets_the_host_wait_makes_what_is_missing_the_hosts():
+    layers = [make_layer("a", 1.0, 3.0, host_wait=None), make_layer("b", 1.0, 3.0)]
+    found = make_rank_model(make_profile(*layers, plain_step_s=SIMULATED_S + 4), rank=0)
+    assert found.step_end_s == pytest.approx(4.5)
+
+
 def test_what_is_too_much_goes_where_the_host_can_have_been_the_cause():
     # A third of 2 s of backward is what a device needs at least: 1/3 and 7/3 s to spare in each layer.
     found = make_rank_model(make_profile(*LAYERS, plain_step_s=SIMULATED_S - 4 * 2 * 4 / 3), rank=0)
@@ -125,6 +152,11 @@ def test_layers_without_time_and_a_rank_without_layers_take_what_the_plain_step_
     assert run(NOTHING, make_layer("a", 0.0, 0.0), plain_step_s=100.0) == pytest.approx(100.0)
     empty = make_rank_model(make_profile(plain_step_s=100.0), rank=0)
     assert simulate([empty], NOTHING).step_s == pytest.approx(100.0)
+    profile = make_profile(make_layer("a", 0.0, backward_s=0.0, host_wait=None), plain_step_s=100.0)
+    (rank,) = profile.ranks
+    rank = dataclasses.replace(rank, chunks=(dataclasses.replace(rank.chunks[0], first=(), last=()),))
+    timeless = make_rank_model(dataclasses.replace(profile, ranks=(rank,)), rank=0)
+    assert simulate([timeless], NOTHING).step_s == pytest.approx(100.0)
 
 
 @hypothesis.given(
