@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 
-from fgoffload.benchmark.job import Crashed, Ended, Finished, Job, Message, Run, Task
+from fgoffload.benchmark.job import Crashed, Ended, Finished, Job, Message, Purpose, Run, Task
 from fgoffload.benchmark.measurement import Outcome
 from fgoffload.benchmark.settings import NOTHING, ProcessKind
 from fgoffload.benchmark.worker import run_worker
@@ -141,18 +141,25 @@ def run_sessions(
             return
         failed, *rest = pending[ended:]
         yield Outcome(setting=failed.setting, repeat=failed.repeat, session=session, failure=crash.reason)
-        if failed.setting == NOTHING:
+        if ended == 0:
+            # Its first `nothing`: no other session would come further. A later one has shown that it can run.
             for run in rest:
                 reason = f"not measured, since nothing failed: {crash.reason}"
                 yield Outcome(setting=run.setting, repeat=run.repeat, session=session, failure=reason)
             return
-        pending, session = plan_rest(failed, rest), session + 1
+        pending, session = plan_rest(failed, rest, purpose=job.purpose), session + 1
 
 
-def plan_rest(failed: Run, rest: Sequence[Run]) -> list[Run]:
-    """Return what a new session runs after `failed` has ended one: the rest without its setting, `nothing` first."""
-    left = [run for run in rest if run.setting != failed.setting]
-    if left and left[0].setting != NOTHING:
+def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TIMES) -> list[Run]:
+    """Return what a new session runs after `failed` has ended one: the rest without its setting, `nothing` first.
+
+    Where bits are compared `nothing` comes twice: it has to reproduce itself in each process that others are compared in.
+    """
+    left = [run for run in rest if run.setting == NOTHING or run.setting != failed.setting]
+    if all(run.setting == NOTHING for run in left):
+        return []  # they are there for others
+    first = 2 if purpose is Purpose.BITS else 1
+    while [run.setting for run in left[:first]].count(NOTHING) < first:
         left.insert(0, Run(setting=NOTHING, repeat=left[0].repeat))
     return left
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from support.trainings import MOE
 
-from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Job, Ready, Run
+from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Job, Purpose, Ready, Run
 from fgoffload.benchmark.measurement import Measurement
 from fgoffload.benchmark.processes import Session, plan_rest, run_sessions
+from fgoffload.benchmark.results import list_runs as list_benchmark_runs
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
 from fgoffload.errors import ConfigError, OffloadError
 
@@ -23,8 +24,11 @@ def make_job(flags: str = MOE, **options) -> Job:
     return Job(source="test.sh", file_flags=tuple(flags.split()), warmup=1, steps=1, **options)
 
 
-def run_scripted(tmp_path, runs, *, crash_at=(), refuse=(), heard=None):
-    """Return the outcomes of `runs`, and what each session was given; sessions crash at some settings and refuse others."""
+def run_scripted(tmp_path, runs, *, crash_at=(), crash_at_run=(), refuse=(), heard=None, purpose=Purpose.TIMES):
+    """Return the outcomes of `runs`, and what each session was given.
+
+    Sessions crash at some settings, the first at some runs too, and refuse others.
+    """
     given = []
 
     class Scripted:
@@ -32,9 +36,9 @@ def run_scripted(tmp_path, runs, *, crash_at=(), refuse=(), heard=None):
             self.runs = runs
 
         def listen(self):
-            for run in self.runs:
+            for index, run in enumerate(self.runs):
                 yield 0, Began(run)
-                if run.setting in crash_at:
+                if run.setting in crash_at or (len(given) == 1 and index in crash_at_run):
                     yield 0, Crashed("out of memory")
                     return
                 yield 1, Ended(run)  # another rank's counts for nothing
@@ -49,7 +53,7 @@ def run_scripted(tmp_path, runs, *, crash_at=(), refuse=(), heard=None):
     on_message = (lambda message: None) if heard is None else heard.append
     outcomes = list(
         run_sessions(
-            make_job(),
+            make_job(purpose=purpose),
             runs,
             kind=ProcessKind.MAIN,
             first_session=4,
@@ -102,6 +106,36 @@ def test_where_nothing_itself_crashes_the_rest_is_not_measured_and_says_why(tmp_
     assert len(given) == 1
     reason = "not measured, since nothing failed: out of memory"
     assert list_numbers(outcomes) == [(NOTHING, 4, "out of memory"), (ONE, 4, reason), (TWO, 4, reason)]
+
+
+def test_where_a_later_nothing_crashes_the_rest_runs_in_another_session(tmp_path):
+    runs = list_runs(NOTHING, ONE, NOTHING, TWO, NOTHING)
+    outcomes, given = run_scripted(tmp_path, runs, crash_at_run=[2])
+    assert list_numbers(outcomes) == [
+        (NOTHING, 4, ""),
+        (ONE, 4, ""),
+        (NOTHING, 4, "out of memory"),
+        (NOTHING, 5, ""),
+        (TWO, 5, ""),
+        (NOTHING, 5, ""),
+    ]
+    assert [run.setting for run in given[1]] == [NOTHING, TWO, NOTHING]
+
+
+def test_a_crash_behind_which_only_nothing_is_left_ends_it(tmp_path):
+    outcomes, given = run_scripted(tmp_path, list_runs(NOTHING, ONE, NOTHING), crash_at=[ONE])
+    assert len(given) == 1
+    assert list_numbers(outcomes) == [(NOTHING, 4, ""), (ONE, 4, "out of memory")]
+
+
+def test_where_bits_are_compared_each_session_begins_with_nothing_twice(tmp_path):
+    runs = list_benchmark_runs((ONE, TWO, THREE), ProcessKind.MAIN, purpose=Purpose.BITS, repeats=1)
+    assert list(runs) == list_runs(NOTHING, NOTHING, ONE, TWO, THREE)
+    assert plan_rest(runs[2], runs[3:], purpose=Purpose.BITS) == list_runs(NOTHING, NOTHING, TWO, THREE)
+    assert plan_rest(runs[1], runs[2:], purpose=Purpose.BITS) == list_runs(NOTHING, NOTHING, ONE, TWO, THREE)
+    assert plan_rest(runs[4], [], purpose=Purpose.BITS) == []
+    _, given = run_scripted(tmp_path, runs, crash_at=[TWO], purpose=Purpose.BITS)
+    assert given[1] == list_runs(NOTHING, NOTHING, THREE)
 
 
 def test_a_crash_of_the_last_setting_ends_it(tmp_path):
