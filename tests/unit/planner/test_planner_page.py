@@ -26,13 +26,21 @@ PAGES = {
         *(DOCS / "results" / "w2_moe_h100_202611.md", "w2_moe"),
         *("### From the hardware table of an H100", "### From the profile of the run on an H100"),
     ),
+    "mla_moe, on H100": (
+        *(DOCS / "results" / "w2_moe_h100_202611.md", "mla_moe"),
+        *("### From the hardware table of an H100", "### From the profile of the run on an H100"),
+    ),
+    "llama3_8b_layers, on H100": (
+        *(DOCS / "results" / "w2_moe_h100_202611.md", "llama3_8b_layers"),
+        *("### From the hardware table of an H100", "### From the profile of the run on an H100"),
+    ),
     "W2, 1F1B on two H100": (
         *(DOCS / "results" / "w2_1f1b_h100_202611.md", "w2_moe_1f1b"),
         *("### From the hardware table of two H100", "### From the profile of two stages"),
     ),
 }
 """By the first words of a row: where its measurements are."""
-NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
+NUMBERS = {"no": 0, "one": 1, "two": 2, "four": 4, "eight": 8}
 
 
 def read_rows(page, model, heading):
