@@ -185,9 +185,9 @@ class OffloadConfig:
         if not getattr(flags, "fine_grained_activation_offloading", False):
             return None
 
-        def find_size(name: str, *, needs_unit: bool = False) -> int | None:
+        def find_size(name: str) -> int | None:
             text = getattr(flags, name, None)
-            return None if text is None else parse_bytes(str(text), name="--" + name.replace("_", "-"), needs_unit=needs_unit)
+            return None if text is None else parse_bytes(str(text), name="--" + name.replace("_", "-"), needs_unit=True)
 
         window_bytes, prefetch_bytes = find_size("offload_window"), find_size("offload_prefetch")
         plan = getattr(flags, "offload_plan", None)
@@ -200,8 +200,8 @@ class OffloadConfig:
             delay_offload_until_cuda_graph=bool(getattr(flags, "delay_offload_until_cuda_graph", False)),
             delta_offload_bytes_across_pp_ranks=getattr(flags, "delta_offload_bytes_across_pp_ranks", None) or 0,
             offload_plan=None if plan is None else Path(plan),
-            offload_memory_budget_bytes=find_size("offload_memory_budget", needs_unit=True),
-            offload_host_budget_bytes=find_size("offload_host_budget", needs_unit=True),
+            offload_memory_budget_bytes=find_size("offload_memory_budget"),
+            offload_host_budget_bytes=find_size("offload_host_budget"),
             offload_window_bytes=DEFAULT_WINDOW_BYTES if window_bytes is None else window_bytes,
             offload_prefetch_bytes=DEFAULT_PREFETCH_BYTES if prefetch_bytes is None else prefetch_bytes,
             tags=default_tags() if tags is None else tags,

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
@@ -53,16 +54,19 @@ def say_why_no_file(name: str) -> str:
     return "is no regular file" if os.path.exists(name) else "does not exist"
 
 
-def check_output_file(name: str | None, *, flag: str, example: str) -> Path | None:
+def check_output_file(
+    name: str | None, *, flag: str, example: str, inputs: Mapping[str, str | os.PathLike[str] | None]
+) -> Path | None:
     """Return the path of a file that is to be written, or None where none is; before the work whose result it takes.
 
     Args:
         name: As typed.
         flag: That it was typed for.
         example: A name that would do.
+        inputs: Files that are read, or None where one is not, by what they are: `--profile`. They are not written over.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: It cannot be written, or is one that is read.
     """
     if name is None:
         return None
@@ -75,6 +79,9 @@ def check_output_file(name: str | None, *, flag: str, example: str) -> Path | No
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
         why = "may not be written"
     else:
+        read = {os.path.realpath(os.path.expanduser(given)): what for what, given in inputs.items() if given is not None}
+        if (what := read.get(os.path.realpath(path))) is not None:
+            raise ConfigError(f"{flag} {name!r} is {what}, and would be written over. Give another file, as in {example}.")
         return Path(path)
     raise ConfigError(f"{flag} {name!r} {why}. Give a file that can be written, as in {example}.")
 

@@ -139,7 +139,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     _check_device(options)
     _check_sweep(options)
     sizes = {name: _read_size(options, name) for name in ("offload_memory_budget", "offload_host_budget", "reserve")}
-    outputs = {name: _find_output(options, name) for name in _OUTPUTS}
+    outputs = {name: _find_output(options, name, path) for name in _OUTPUTS}
     _check_outputs_differ(outputs)
     short = []
     for flag, long in SHORT_FLAGS.items():
@@ -301,8 +301,9 @@ def _read_size(options: argparse.Namespace, name: str) -> int | None:
     return None if text is None else parse_bytes(text, name="--" + name.replace("_", "-"), needs_unit=True)
 
 
-def _find_output(options: argparse.Namespace, name: str) -> Path | None:
-    return check_output_file(getattr(options, name), flag=f"--{name}", example=EXAMPLE_VALUES[f"--{name}"])
+def _find_output(options: argparse.Namespace, name: str, model: Path) -> Path | None:
+    inputs = {"the model": model, "the file of --profile": options.profile, "the file of --hardware": options.hardware}
+    return check_output_file(getattr(options, name), flag=f"--{name}", example=EXAMPLE_VALUES[f"--{name}"], inputs=inputs)
 
 
 def _check_outputs_differ(outputs: Mapping[str, Path | None]) -> None:

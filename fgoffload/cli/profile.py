@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
+from fgoffload.cli.options import check_output_file
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     launch = find_launch()
     launch.silence_library()
     with launch.one_voice():
-        _check_options(options, megatron_flags)
+        json_file = _check_options(options, megatron_flags)
         from fgoffload.integrations.megatron.imports import require_torch
 
         require_torch()
@@ -57,15 +58,15 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
             _show(profile)
         finally:
             # Also when nobody reads the tables to their end, as after `| head -2`.
-            if options.json is not None:
-                profile.save(Path(options.json))
-        if options.json is not None:
-            print(f"Profile: {options.json}")
+            if json_file is not None:
+                profile.save(json_file)
+        if json_file is not None:
+            print(f"Profile: {json_file}")
     return 0
 
 
-def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> None:
-    """Refuse what cannot be, before anything heavy is imported.
+def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> Path | None:
+    """Refuse what cannot be, before anything heavy is imported, and return the file that is to be written, or None.
 
     Raises:
         ConfigError: With the option and the fix.
@@ -79,8 +80,8 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
     if name is not None and not os.path.isfile(name):
         why = "is a folder" if os.path.isdir(name) else "does not exist"
         raise ConfigError(f"argument file {name!r} {why}. Give a file, before any Megatron flag.")
-    if options.json is not None and (os.path.isdir(options.json) or not os.path.isdir(Path(options.json).absolute().parent)):
-        raise ConfigError(f"--json {options.json!r} is no file in a folder that exists. Give one, as in profile.json.")
+    inputs = {"the argument file": name, "the file of --data": options.data}
+    return check_output_file(options.json, flag="--json", example="profile.json", inputs=inputs)
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 
 _LIBRARY = "fgoffload"
-_SHOWN_INFO = "fgoffload.integrations.megatron.cpu_support"
-"""The logger whose INFO is shown too: it says that symbols of torch and Megatron-Core are replaced."""
+_SHOWN_INFO = ("fgoffload.integrations.megatron.cpu_support", "fgoffload.integrations.megatron.auto")
+"""The loggers whose INFO is shown too: what says that symbols of torch and Megatron-Core are replaced, and what
+`--offload-modules auto` has planned."""
 
 
 class LibraryLog(logging.Handler):
@@ -32,7 +33,7 @@ class LibraryLog(logging.Handler):
             return
         message = " ".join(record.getMessage().split())
         is_warning = record.levelno >= logging.WARNING
-        if self._is_silent or message in self._shown or not (is_warning or record.name == _SHOWN_INFO):
+        if self._is_silent or message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
             return
         self._shown.add(message)
         # `sys.stderr` at this moment: while bars are shown it is the progress console's, which prints above them.

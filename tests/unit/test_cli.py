@@ -8,6 +8,7 @@ from support.command import ARGUMENTS, OFF, assert_messages
 
 import fgoffload
 from fgoffload.cli import main
+from fgoffload.cli.streams import LibraryLog
 
 BEFORE_TORCH = [
     ((), "COMMAND is missing. Give one, as in: fgoffload train arguments/tiny_moe.sh."),
@@ -59,6 +60,8 @@ AFTER_TORCH = [
     (("--min-offloaded-tensor-size", "many"), "--min-offloaded-tensor-size 'many' is not a whole number."),
     (("--activation-offload-fraction", "1.5"), "--activation-offload-fraction 1.5 is outside 0 to 1."),
     (("--offload-window", "60GB"), "--offload-window '60GB' is not a size."),
+    (("--offload-window", "5"), "--offload-window '5' has no unit. Add one of B, KiB, MiB, GiB, TiB, as in 5GiB."),
+    (("--offload-prefetch", "5"), "--offload-prefetch '5' has no unit."),
     (("--offload-modules", "core_atn"), "--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'?"),
     (("--offload-modules", "attn_proj"), "--offload-modules 'attn_proj' needs 'core_attn' with it"),
     (("--offload-modules",), "--offload-modules is empty: nothing would leave. Name at least one of: layer_input attn_norm"),
@@ -331,3 +334,11 @@ def test_offload_can_be_switched_off_on_the_command_line(capsys):
     shown, said = capsys.readouterr()
     assert "Trained once: offload is off." in shown
     assert_messages(said, "training without offload: 1 step")
+
+
+def test_what_auto_has_planned_is_shown_and_other_news_is_not(capsys):
+    with LibraryLog().attached():
+        logging.getLogger("fgoffload.integrations.megatron.auto").info("2 of 9 sites leave")
+        logging.getLogger("fgoffload.integrations.megatron.site_actions").info("chunk 0")
+        logging.getLogger("fgoffload.engine.engine").warning("late")
+    assert capsys.readouterr().err.splitlines() == ["fgoffload: 2 of 9 sites leave", "fgoffload: warning: late"]

@@ -88,12 +88,18 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
         (["."], "argument file '.' is a folder. Give a file, before any Megatron flag."),
         (["--swiglu"], "is for a model, and there is none. Give an argument file first"),
         (["--data", "x"], "--data 'x' is for a model, and there is none. Give an argument file first"),
-        (["--json", "none/profile.json"], "--json 'none/profile.json' is no file in a folder that exists. Give one"),
-        (["--json", "."], "--json '.' is no file in a folder that exists. Give one"),
+        (
+            ["--json", "none/profile.json"],
+            "--json 'none/profile.json' is in 'none', which does not exist. Give a file that can be written",
+        ),
+        (["--json", "."], "--json '.' is a folder. Give a file that can be written, as in profile.json."),
+        (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be written over. Give another"),
+        ([ARGUMENTS, "--data", "text.txt", "--json", "text.txt"], "--json 'text.txt' is the file of --data"),
         (["--json"], "--json expected one argument. Give it after the flag, as in --json"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
+    Path("model.sh").write_text(Path(ARGUMENTS).read_text(encoding="utf-8"), encoding="utf-8")
     assert main(["profile", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -396,6 +396,29 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (
+            ("--gpu", "h100", "--json", "./model.sh"),
+            "--json './model.sh' is the model, and would be written over. Give another",
+        ),
+        (("--gpu", "h100", "--plot", "model.sh"), "--plot 'model.sh' is the model"),
+        (("--profile", "p.json", "--json", "p.json"), "--json 'p.json' is the file of --profile"),
+        (("--hardware", "h.json", "--timeline", "h.json"), "--timeline 'h.json' is the file of --hardware"),
+    ],
+)
+def test_a_file_that_is_read_is_not_written_over(capsys, monkeypatch, tmp_path, words, says):
+    monkeypatch.chdir(tmp_path)
+    texts = {"model.sh": Path(LLAMA).read_text(encoding="utf-8"), "p.json": "{}", "h.json": '{"base": "h100"}'}
+    for name, text in texts.items():
+        Path(name).write_text(text, encoding="utf-8")
+    code, out, err = plan(capsys, "model.sh", *words)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == texts
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
         (("--gpu", "h1000"), "--gpu 'h1000' is not known."),
         (("--gpu", "h100", "--offload-memory-budget", "81GiB"), "--offload-memory-budget 81.00 GiB is more than"),
         (("--gpu", "h100", "--tp", "3"), "--tensor-model-parallel-size 3 does not divide num_key_value_heads 8 of"),

@@ -132,7 +132,8 @@ class Pipeline:
         if 0 < left < self.stages:
             raise ConfigError(
                 f"microbatches {self.microbatches} leave a last group of {left} after groups of {size}, below stages "
-                f"{self.stages}. Give a multiple of {size} microbatches, or a group_size that leaves {self.stages} or more."
+                f"{self.stages}. Give a multiple of {size} microbatches, or a group_size "
+                f"(--microbatch-group-size-per-virtual-pipeline-stage) that leaves {self.stages} or more."
             )
 
 

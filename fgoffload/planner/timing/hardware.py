@@ -368,6 +368,9 @@ def _fill_from_base(document: Any, source: str) -> Any:
     base = get_hardware(name)
     own = {key: value for key, value in document.items() if key != "base"}
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    if isinstance(own.get("link"), dict):
+        # The rate of both ways at once is one of the link that was measured: with another rate it is another.
+        own["link"] = {**dataclasses.asdict(base.link), "duplex_bytes_per_s": None, **own["link"]}
     return {**fields, "source": f"{base.source} {', '.join(own) or 'nothing'}: {source}.", **own}
 
 

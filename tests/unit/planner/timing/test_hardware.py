@@ -144,9 +144,10 @@ def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
     assert found == dataclasses.replace(
         table, nvlink_gpus=4, gpus_per_node=4, source=f"{table.source} nvlink_gpus, gpus_per_node: mine.json."
     )
-    link = {"d2h_bytes_per_s": 20e9, "is_measured": True}
+    link = {"d2h_bytes_per_s": 20e9}
     changed = Hardware.from_json(json.dumps({"base": "h100", "link": link, "name": "mine"}), source="mine.json")
-    assert (changed.link, changed.name) == (Link(**link), "mine")
+    assert (changed.link, changed.name) == (Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=53e9, is_measured=True), "mine")
+    check_for_times(changed)
     assert changed.bf16_flop_per_s == get_hardware("h100").bf16_flop_per_s
 
 
