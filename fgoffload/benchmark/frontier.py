@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fgoffload.benchmark.measurement import Summary
-from fgoffload.benchmark.prediction import NO_FORECASTS, Forecast, Forecasts, Source
+from fgoffload.benchmark.prediction import NO_FORECASTS, Forecast, Forecasts, choose_source
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.units import GIB, MIB
 
@@ -69,8 +69,9 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
 def list_simulated(summaries: Sequence[Summary], forecasts: Forecasts, system: System) -> list[Point]:
     """Return what the simulator says that the plans of a system take, and `nothing`: none where it has none."""
     found: dict[Setting, Point] = {}
+    source = choose_source(forecasts)
     for one in summaries:
-        predicted = forecasts.get(one.setting, Forecast()).predictions.get(Source.TABLE)
+        predicted = forecasts.get(one.setting, Forecast()).predictions.get(source)
         if one.setting.system in (System.NOTHING, system) and one.worst is not None and predicted is not None:
             found[one.setting] = Point(predicted.find_peak(one.worst), predicted.ratio)
     return sorted(found.values()) if any(setting.system is system for setting in found) else []

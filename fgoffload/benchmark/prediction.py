@@ -72,6 +72,12 @@ NO_FORECASTS: Forecasts = types.MappingProxyType({})
 """Where nothing is predicted."""
 
 
+def choose_source(forecasts: Forecasts) -> Source:
+    """Return the source of what is shown beside measurements: a profile, which is of this training, where there is one."""
+    has_profile = any(Source.PROFILE in forecast.predictions for forecast in forecasts.values())
+    return Source.PROFILE if has_profile else Source.TABLE
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One setting: predicted beside measured."""

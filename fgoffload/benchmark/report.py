@@ -17,7 +17,8 @@ from fgoffload.benchmark.prediction import (
     PREDICTION_COLUMNS,
     Forecast,
     Forecasts,
-    Source,
+    Prediction,
+    choose_source,
     list_prediction_numbers,
 )
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, System
@@ -73,7 +74,9 @@ HEADINGS = (
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, forecasts: Forecasts = NO_FORECASTS) -> list[tuple[str, ...]]:
     """Return the cells of each setting, under `HEADINGS`; one that failed has its reason in the second cell."""
-    return [_list_cells(summary, workload, forecasts.get(summary.setting, Forecast())) for summary in summaries]
+    source = choose_source(forecasts)
+    predictions = (forecasts.get(summary.setting, Forecast()).predictions.get(source) for summary in summaries)
+    return [_list_cells(summary, workload, simulated) for summary, simulated in zip(summaries, predictions, strict=True)]
 
 
 def build_times_table(
@@ -272,10 +275,9 @@ def _start_table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 
-def _list_cells(summary: Summary, workload: Workload, forecast: Forecast) -> tuple[str, ...]:
+def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | None) -> tuple[str, ...]:
     name = name_row(summary.setting, summary.process)
     worst, seconds = summary.worst, summary.seconds
-    simulated = forecast.predictions.get(Source.TABLE)
     if worst is None or seconds is None:
         return name, f"not measured: {summary.failure}", *(ABSENT for _ in HEADINGS[2:])
     low, middle, high = (f"{1e3 * one:.1f}" for one in find_quantiles(summary.step_seconds))

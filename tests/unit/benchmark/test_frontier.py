@@ -27,9 +27,9 @@ def summary(name, peak_gib, ratio):
     )
 
 
-def forecast(peak_gib, ratio):
+def forecast(peak_gib, ratio, *, source=Source.TABLE):
     prediction = Prediction(step_s=ratio, ratio=ratio, peak_bytes=int(peak_gib * GIB), static_bytes=0)
-    return Forecast(predictions={Source.TABLE: prediction})
+    return Forecast(predictions={source: prediction})
 
 
 def failed(name):
@@ -144,6 +144,18 @@ def test_dashed_lines_go_through_what_is_predicted_of_plans_of_the_planner_apart
         (LINES[System.BUDGET][1], [(15.5, 1.125), (18.0, 1.05), (21.0, 1.0)]),
     ]
     assert list_simulated(found[:2], forecasts, System.BUDGET) == []
+
+
+def test_dashed_lines_are_of_the_profile_where_there_is_one():
+    found = [summary("nothing", 20, 1.0), summary("budget:18GiB", 18, 1.06), summary("budget:16GiB", 16, 1.2)]
+    nothing, higher, lower = (one.setting for one in found)
+    forecasts = {
+        nothing: forecast(21, 1.0, source=Source.PROFILE),
+        # The one that nothing is known of by the profile is not in a line of its numbers.
+        higher: forecast(18, 1.05),
+        lower: forecast(16, 1.125, source=Source.PROFILE),
+    }
+    assert list_simulated(found, forecasts, System.BUDGET) == [Point(16 * GIB, 1.125), Point(21 * GIB, 1.0)]
 
 
 def test_a_setting_far_beyond_the_others_does_not_squeeze_them(tmp_path, drawn):

@@ -96,9 +96,11 @@ def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
         *("21.00 GiB", "-", "-", "2000", "40.0%"),
     )
     assert ours == (
-        *("ours:core_attn", "550.0 (550.0 550.0)", "1.100", "1.062", "18.00 GiB", "17.00 GiB"),
+        *("ours:core_attn", "550.0 (550.0 550.0)", "1.100", "1.125", "18.00 GiB", "16.00 GiB"),
         *("-", "3.00 GiB", "2.00 GiB", "1818", "36.4%"),
     )
+    table_alone = {OURS: Forecast(predictions={Source.TABLE: FORECASTS[OURS].predictions[Source.TABLE]})}
+    assert list_rows(summarize(OUTCOMES, PROCESSES), WORKLOAD, table_alone)[1][3:6] == ("1.062", "18.00 GiB", "17.00 GiB")
     assert full == ("recompute:full", "not measured: refused [bold]", *"---------")
     assert again[0] == "nothing (megatron)"
     assert megatron[:3] == ("megatron:core_attn", "750.0 (750.0 750.0)", "1.500")
