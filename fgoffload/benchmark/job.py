@@ -18,9 +18,10 @@ def make_file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "_", name)
 
 
-def name_trace(setting: Setting) -> str:
-    """Return the name of the file that a setting's trace goes to."""
-    return f"trace_{make_file_name(setting.name)}.json.gz"
+def name_trace(setting: Setting, *, rank: int = 0) -> str:
+    """Return the name of the file that a rank's trace of a setting goes to."""
+    own = f"_rank{rank}" if rank else ""
+    return f"trace_{make_file_name(setting.name)}{own}.json.gz"
 
 
 class Purpose(enum.Enum):

@@ -14,7 +14,6 @@ import math
 import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,7 +89,9 @@ class Runner:
             if needs_cpu_support() and setting.system in _SEEN_BY_LEDGER:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
-                _write_trace(trainer, self._job.trace_folder / name_trace(run.setting))
+                # Each rank its own: they run the step together, and where one waits another says for what.
+                name = name_trace(run.setting, rank=torch.distributed.get_rank())
+                write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.trace_folder / name)
         merged = merge_ranks(gather(measurement))
         if setting == NOTHING:
             self._plain_step_s = merged.seconds
@@ -275,12 +276,3 @@ def _add_activation_peak(measurement: Measurement, trainer: Trainer) -> Measurem
     with trainer.observe(ledger):
         trainer.run_step(with_digests=False)
     return dataclasses.replace(measurement, activation_peak_bytes=ledger.peak_bytes)
-
-
-def _write_trace(trainer: Trainer, path: Path) -> None:
-    """Run one more step and write its trace: of rank 0, while all ranks run it."""
-    run = functools.partial(trainer.run_step, with_digests=False)
-    if torch.distributed.get_rank() == 0:
-        write_trace(run, path)
-    else:
-        run()

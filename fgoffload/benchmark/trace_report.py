@@ -32,22 +32,24 @@ before kernels that had been launched. Copies run beside kernels."""
 NO_KERNEL = "No kernel was traced: this device is no GPU."
 
 
-def read_traces(folder: Path, settings: Iterable[Setting]) -> Mapping[str, tuple[str, ...]]:
-    """Return the cells under `HEADINGS`, but for the first, of each setting that left a trace with kernels.
+def read_traces(folder: Path, settings: Iterable[Setting], *, ranks: int = 1) -> Mapping[str, tuple[str, ...]]:
+    """Return the cells under `HEADINGS`, but for the first, of each rank and setting that left a trace with kernels.
 
     Args:
         folder: Where the traces are.
         settings: In the order of the table.
+        ranks: Processes of the training, each of which leaves a trace.
     """
     rows: dict[str, tuple[str, ...]] = {}
-    for setting in settings:
-        path = folder / name_trace(setting)
-        if setting.name in rows or not path.exists():
-            continue
-        events = read_events(path)
-        idle = find_idle_time(events)
-        if idle is not None:
-            rows[setting.name] = _list_cells(events, idle)
+    for setting in dict.fromkeys(settings):
+        for rank in range(ranks):
+            path = folder / name_trace(setting, rank=rank)
+            if not path.exists():
+                continue
+            events = read_events(path)
+            idle = find_idle_time(events)
+            if idle is not None:
+                rows[f"{setting.name}, rank {rank}" if rank else setting.name] = _list_cells(events, idle)
     return rows
 
 

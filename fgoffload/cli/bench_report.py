@@ -61,7 +61,8 @@ def show_times(
     }
     if results.search is not None:
         pages[SEARCH_NAME] = format_search(results.search, summaries)
-    traces = read_traces(folder, (one.setting for one in summaries)) if has_traces else {}
+    ranks = results.workload.world_size
+    traces = read_traces(folder, (one.setting for one in summaries), ranks=ranks) if has_traces else {}
     if has_traces:
         pages[TRACES_NAME] = format_traces(traces)
     for name, page in pages.items():

@@ -20,6 +20,7 @@ from fgoffload.benchmark.measurement import Measurement, Outcome
 from fgoffload.benchmark.settings import System
 from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
+from fgoffload.benchmark.traces import read_events
 from fgoffload.cli import main
 
 REFUSED = [
@@ -186,6 +187,18 @@ def test_bits_are_compared_and_the_pipeline_has_its_processes_started(capsys):
         ["recompute:full", "yes", ""],
         ["ours:core_attn+attn_proj", "yes", ""],
     ]
+
+
+@pytest.mark.timeout(300)
+def test_each_process_of_a_pipeline_writes_a_trace(capsys):
+    words = ["--trace", "--settings", "nothing", "--steps", "1", "--warmup", "1", "--pipeline-model-parallel-size", "2"]
+    assert main(["bench", ARGUMENTS, *words, "--out", "traced"]) == 0
+    traces = [Path("traced") / name for name in ("trace_nothing.json.gz", "trace_nothing_rank1.json.gz")]
+    # The first stage has the embedding, and the last the loss.
+    ops = [{event["name"] for event in read_events(path)} for path in traces]
+    assert ["aten::embedding" in names for names in ops] == [True, False]
+    assert ["_VocabParallelCrossEntropy" in names for names in ops] == [False, True]
+    assert {path.name for path in Path("traced").glob("trace_*")} == {path.name for path in traces}
 
 
 def answer(monkeypatch, make_outcome):

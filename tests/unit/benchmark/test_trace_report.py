@@ -12,13 +12,13 @@ from fgoffload.benchmark.trace_report import HEADINGS, build_trace_table, format
 OURS = parse_setting("ours:expert_fc1")
 
 
-def write(folder, setting, *rows):
+def write(folder, setting, *rows, rank=0):
     """Write a trace of rows of category, name, begin, end and correlation, in microseconds."""
     events = [
         {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "args": {"correlation": correlation}}
         for cat, name, begin, end, correlation in rows
     ]
-    (folder / name_trace(setting)).write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    (folder / name_trace(setting, rank=rank)).write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
 
 
 @pytest.fixture
@@ -45,6 +45,14 @@ def test_each_setting_that_left_a_trace_has_its_times(folder):
         "nothing": ("9.0", "9.0", "0.0", "0.00", "0.0", "0.00", "0.0", "0.0"),
         "ours:expert_fc1": ("10.0", "9.2", "0.5", "0.50", "0.2", "0.25", "2.0", "1.0"),
     }
+
+
+def test_each_rank_has_a_row_and_what_more_ranks_left_another_time_has_none(folder):
+    for rank, end in ((1, 8000), (2, 7000)):
+        write(folder, OURS, ("kernel", "a", 0, end, 1), rank=rank)
+    rows = read_traces(folder, (NOTHING, OURS), ranks=2)
+    assert list(rows) == ["nothing", "ours:expert_fc1", "ours:expert_fc1, rank 1"]
+    assert rows["ours:expert_fc1, rank 1"][0] == "8.0"
 
 
 def test_the_page_and_the_table_have_a_row_for_each(folder):
