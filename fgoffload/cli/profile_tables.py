@@ -35,9 +35,12 @@ def describe_rank(rank: RankProfile) -> str:
 
 def describe_plain_step(profile: Profile, plain_step_s: float) -> str:
     """Return what a step takes without measuring, and what plans make of that."""
-    is_alone = len(profile.ranks) == 1
-    use = "; what is left of it is the host's, and " + ("forward passes take it" if is_alone else "comes on top of the step")
-    return f"plain step, with nothing measured in it: {format_ms(plain_step_s)}{use}"
+    segments = (segment for rank in profile.ranks for layer in rank.layers for segment in layer.model.segments)
+    if len(profile.ranks) == 1 and not any(segment.host_wait for segment in segments):
+        use = "where it takes more than measured, all compute is taken to be as much longer"
+    else:
+        use = "what it takes more than measured is the host's, and comes on top of the step"
+    return f"plain step, with nothing measured in it: {format_ms(plain_step_s)}; {use}"
 
 
 def describe_compared_steps(profile: Profile, slowdown: float) -> str:

@@ -72,6 +72,20 @@ def test_steps_that_were_compared_are_shown(capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("tiny_moe.sh", "is the host's, and comes on top of the step"),
+        ("tiny_dense.sh", "all compute is taken to be as much longer"),
+    ],
+)
+def test_what_a_plain_step_takes_more_is_the_hosts_only_where_it_waits(name, use, capsys):
+    assert main(["profile", str(Path(ARGUMENTS).with_name(name)), "--num-layers", "2"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("plain step"))
+    assert line.endswith(use)
+
+
 def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     words = ["--profile", "profile.json", "--offload-memory-budget", "1GiB"]

@@ -293,6 +293,8 @@ def test_a_profile_has_compared_steps_where_the_host_is_not_the_device(monkeypat
         arguments, TextData.load(), link, update=Update.NONE, plain_step_s=1.0, has_own_host=has_own_host
     )
     assert bool(found.compared_steps) is compared
+    models = [1.0, *(step.keeping_step_s for step in found.compared_steps[:1])]
+    assert found.plain_step_s == pytest.approx(sum(models) / len(models))
     if compared:
         assert Profile.from_json(found.to_json(), source="text") == found
 
