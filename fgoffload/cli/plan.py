@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
+from fgoffload.cli.plan_host import find_host
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
 from fgoffload.policy import HOST_SHARE
 from fgoffload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from fgoffload.planner.late_host import HostGuess
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
@@ -30,8 +32,9 @@ DESCRIPTION = (
 )
 USAGE = (
     "fgoffload plan MODEL --gpu NAME [--offload-memory-budget SIZE] [--offload-host-budget SIZE] [--json FILE] [--plot FILE] "
-    "[--timeline FILE] [--thorough] [--late-host] [MEGATRON FLAGS]\n"
-    "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [--late-host] [MEGATRON FLAGS]"
+    "[--timeline FILE] [--thorough] [--late-host | --host-in-time] [MEGATRON FLAGS]\n"
+    "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [--late-host | --host-in-time] "
+    "[MEGATRON FLAGS]"
 )
 EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
 EXAMPLE_VALUES: Mapping[str, str] = {
@@ -62,7 +65,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 }
 """What people call the parallel sizes, and Megatron's flag for each."""
 
-OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep", "--thorough", "--late-host")
+OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep", "--thorough", "--late-host", "--host-in-time")
 """All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
 
 SWEEP_POINTS = 12
@@ -89,7 +92,8 @@ class PlanOptions:
     """None takes what was measured, and Adam where nothing was."""
     sweeps: bool
     is_thorough: bool
-    has_late_host: bool
+    host: "HostGuess | None"
+    """None takes the one that was measured, and one in time where nothing was."""
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -109,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", action=argparse.BooleanOptionalAction, help="with Adam's states (default: yes)")
     add("--thorough", action="store_true", help="look about ten times as long for a faster plan")
     add("--late-host", action="store_true", help="plan for a host that launches late: copies cost more, recompute does not")
+    add("--host-in-time", action="store_true", help="with --profile, plan for a host in time, however late it was measured")
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")
     add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
@@ -157,7 +162,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         has_optimizer=options.optimizer,
         sweeps=options.sweep,
         is_thorough=options.thorough,
-        has_late_host=options.late_host,
+        host=find_host(options),
         **outputs,
     )
 
@@ -178,7 +183,7 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
-    from fgoffload.planner.late_host import HostGuess, assume_host
+    from fgoffload.planner.late_host import assume_host
     from fgoffload.planner.model_ranks import build_ranks
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
@@ -204,8 +209,8 @@ def _plan(checked: PlanOptions) -> int:
         )
         profile, ranks = build_profiled_ranks(checked.profile, planned, reserve_bytes=reserve_bytes)
         device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
-    if checked.has_late_host:
-        device, ranks = f"{device}, late host", assume_host(ranks, HostGuess.LATE)
+    if checked.host is not None:
+        device, ranks = f"{device}, {checked.host.value.removeprefix('a ')}", assume_host(ranks, checked.host)
     host_budget_bytes, host_words = _choose_host_budget(checked, hardware, parallelism.world_size)
     subject = Subject(
         model=model,

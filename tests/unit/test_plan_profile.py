@@ -10,12 +10,14 @@ import pytest
 from fgoffload.cli import main
 from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
 from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model_file
+from fgoffload.plan import OffloadPlan
 from fgoffload.planner.model_ranks import build_ranks
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile, RankProfile
 from fgoffload.units import MIB
 
+ROOT = Path(__file__).parents[2]
 FLAGS = (
     "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 --seq-length 2048 --bf16 --swiglu "
     "--max-position-embeddings 2048 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-layer-freq [0]+[1]*3 "
@@ -98,6 +100,20 @@ def test_microbatches_may_be_others_than_the_measured_ones(capsys, arguments, pr
     code, out, _ = plan(capsys, arguments, "--profile", str(profile), *BUDGET, "--global-batch-size", "32")
     assert code == 0
     assert "32 microbatches of 1 x 2048" in out
+
+
+def test_a_host_that_was_measured_late_may_be_taken_for_one_in_time(capsys, tmp_path):
+    profile = ROOT / "docs" / "results" / "profiles" / "w2_moe_h100_fifth.json.gz"
+    flags = ("--no-bias-swiglu-fusion", "--moe-permute-fusion", "--rope-fusion", "--reserve", "0")
+    words = (str(ROOT / "arguments" / "w2_moe.sh"), "--profile", str(profile), *flags, "--offload-memory-budget", "18.9GiB")
+    moved = []
+    for host in ((), ("--host-in-time",)):
+        code, out, _ = plan(capsys, *words, *host, "--json", str(tmp_path / "plan.json"))
+        assert code == 0
+        assert ("an optimizer, host that is in time;" in " ".join(out.split())) is bool(host)
+        moved.append(sum(action.offloads for action in OffloadPlan.load(tmp_path / "plan.json").actions.values()))
+    # Copies slow a late host, as the compared steps of that profile say.
+    assert moved[0] < moved[1] / 2
 
 
 def test_the_gate_of_the_model_may_be_another_than_the_measured_one(capsys, arguments, profile):
