@@ -143,8 +143,13 @@ def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
     own = outcomes[index]
     if own.setting == NOTHING:
         return None if own.measurement is None else own.measurement.seconds
-    beside = (one for one in outcomes if one.setting == NOTHING and (one.session, one.repeat) == (own.session, own.repeat))
-    seconds = [step for one in beside if one.measurement is not None for step in one.measurement.step_seconds]
+    return find_nothing_s(one for one in outcomes if (one.session, one.repeat) == (own.session, own.repeat))
+
+
+def find_nothing_s(outcomes: Iterable[Outcome]) -> float | None:
+    """Return the median of all steps of `nothing` among `outcomes`, or None without any."""
+    measured = (one.measurement for one in outcomes if one.setting == NOTHING and one.measurement is not None)
+    seconds = [step for measurement in measured for step in measurement.step_seconds]
     return statistics.median(seconds) if seconds else None
 
 

@@ -8,13 +8,12 @@ Plans were made before; what they are made of, the times of layers and copies, s
 """
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fgoffload.benchmark.job import Ended, Job, Message, Purpose, Ready, Run
-from fgoffload.benchmark.measurement import Outcome, Summary, summarize
+from fgoffload.benchmark.measurement import Outcome, Summary, find_nothing_s, summarize
 from fgoffload.benchmark.prediction import Forecast, Source, compare
 from fgoffload.benchmark.processes import run_sessions
 from fgoffload.benchmark.report import Workload, format_csv, format_json
@@ -60,7 +59,7 @@ class Results:
             return
         if outcome.setting == PROFILE:
             self.forecaster.read_profile()
-            self.forecasts = {setting: self.forecaster.predict(setting) for setting in self.forecasts}
+            self._predict_again(self.forecaster)
         elif outcome.setting not in self.forecasts:
             self.forecasts[outcome.setting] = self.forecaster.predict(outcome.setting)
 
@@ -68,15 +67,13 @@ class Results:
         """Predict again from a profile that was measured here, when all has run. See [Note: The plain step of a benchmark]."""
         if self.forecaster is None or not any(one.setting == PROFILE and one.measurement for one in self.outcomes):
             return
-        plain = [
-            one.measurement
-            for one in self.outcomes
-            if one.setting == NOTHING and self.processes[one.session] is PROFILE.process and one.measurement is not None
-        ]
-        if not plain:
-            return
-        self.forecaster.renew_plain_step(statistics.median(seconds for one in plain for seconds in one.step_seconds))
-        self.forecasts = {setting: self.forecaster.predict(setting) for setting in self.forecasts}
+        plain_step_s = find_nothing_s(one for one in self.outcomes if self.processes[one.session] is PROFILE.process)
+        if plain_step_s is not None:
+            self.forecaster.renew_plain_step(plain_step_s)
+            self._predict_again(self.forecaster)
+
+    def _predict_again(self, forecaster: "Forecaster") -> None:
+        self.forecasts = {setting: forecaster.predict(setting) for setting in self.forecasts}
 
     def meet(self, surroundings: Surroundings) -> None:
         """Take note of what the benchmark runs on, as its first process found it."""

@@ -15,6 +15,7 @@ from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.selected_tags import list_selected_tags
 from fgoffload.integrations.megatron.site_actions import SiteActions
 from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan, Site
 from fgoffload.units import format_bytes
@@ -47,7 +48,7 @@ class MegatronOffload:
         """Measures steps, in which nothing leaves; None where nothing is to be measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
-        self.selected = _list_named_tags(config) if plan is None else _list_planned_tags(config, plan)
+        self.selected = list_selected_tags(config, plan)
         """The tags whose tensors may leave: those that users named, or those of the plan."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
         """What is done about each site."""
@@ -381,28 +382,3 @@ class _Holding:
             self.flush()
         else:
             self.is_on = False  # what is held is nobody's any more
-
-
-def _list_named_tags(config: OffloadConfig) -> tuple[str, ...]:
-    """Return the tags that users named; for `auto` all that may have a site of their own in any layer."""
-    if not config.is_auto:
-        return config.offload_modules
-    return tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO)
-
-
-_NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Modules of which no run compared the bits."""
-
-
-def _list_planned_tags(config: OffloadConfig, plan: OffloadPlan) -> tuple[str, ...]:
-    """Return the tags that a plan lets leave. It decides for all: files of flags name others, for trainings without a plan.
-
-    Raises:
-        ConfigError: The plan offloads an unknown tag, or one without what it requires.
-    """
-    planned = plan.offloaded_tags
-    config.tags.check(planned, flag="--offload-plan")
-    others = [tag for tag in config.offload_modules if tag not in planned]
-    if others:
-        logger.info("--offload-plan %s decides what leaves: nothing of %s does", config.offload_plan, " ".join(others))
-    return planned
