@@ -1,7 +1,9 @@
-"""What Megatron's checkpoints without output save: their inputs may leave, and their outputs must stay.
+"""Megatron's checkpoints without output: their inputs may leave, their outputs must stay, and a plan's run for one graph.
 
 `CheckpointWithoutOutput` runs a norm, an activation or an up-projection again: it empties the storages of what they return,
-and fills them in backward.
+and fills them in backward. Where a plan lets them run again, `reruns.py` does so, with the bits of a training without
+recompute. Where Megatron's own flags let them, Megatron does, with the bits of the same flags without offload; and where FP8 is
+on, whose scaling Megatron's checkpoint restores.
 
 [Note: Inputs of a checkpoint without output]
 It saves detached copies of its inputs. Such a copy needs a gradient and no node has computed it: it is a leaf. With a saved
@@ -19,15 +21,17 @@ Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from fgoffload.engine import is_inert
 from fgoffload.engine.identity import get_key
+from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload
+from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
 
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction"
@@ -43,38 +47,66 @@ def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
     Raises:
         IntegrationError: Megatron-Core has no such checkpoints.
     """
-    wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_keep_outputs, get_offload))
-    wrap_symbol(patches, FUNCTION, "forward", functools.partial(_save_what_may_leave, get_offload))
+    wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_run, get_offload))
+    wrap_symbol(patches, CHECKPOINT, "discard_output_and_register_recompute", _discard_outputs)
+    wrap_symbol(patches, FUNCTION, "forward", save_inputs)
 
 
-def _keep_outputs(get_offload: GetOffload, original: Any) -> Any:
+def _run(get_offload: GetOffload, original: Any) -> Any:
     def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
-        outputs = original(self, run_function, *args)
-        if get_offload().is_idle:
-            return outputs
-        tensors: Iterable[Any] = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        # Outputs that are inputs too are not emptied, where there are such (since 0.19).
-        kept = {get_key(tensor) for tensor in args if isinstance(tensor, torch.Tensor)} if _retains_inputs(self) else set()
-        # Before anything can save them: Megatron empties these storages after their last use in forward.
-        get_offload().engine.keep_recomputed(
-            tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and get_key(tensor) not in kept
-        )
+        offload = get_offload()
+        if offload.actions.recomputes and not is_inert() and not _needs_megatron(self):
+            rerun = Rerun(run_function, args, name=_name(run_function))
+            with rerun:
+                outputs = run_function(*args)
+            emptied = rerun.note_outputs(outputs)
+            setattr(self, _RERUN, rerun)
+        else:
+            outputs = original(self, run_function, *args)
+            # Outputs that are inputs too are not emptied, where there are such (since 0.19).
+            kept = {get_key(one) for one in args if isinstance(one, torch.Tensor)} if _retains_inputs(self) else set()
+            emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
+        if not offload.is_idle:
+            # Before anything can save them: their storages are emptied after their last use in forward.
+            offload.engine.keep_recomputed(emptied)
         return outputs
 
     return checkpoint
 
 
+def _discard_outputs(original: Any) -> Any:
+    def discard_output_and_register_recompute(self: Any, hook_tensor: torch.Tensor) -> None:
+        rerun: Rerun | None = vars(self).pop(_RERUN, None)
+        if rerun is None:
+            original(self, hook_tensor)
+            return
+        rerun.empty_outputs()
+        if hook_tensor.requires_grad:
+            hook_tensor.register_hook(lambda gradient: rerun.run())  # type: ignore[no-untyped-call]
+
+    return discard_output_and_register_recompute
+
+
+_RERUN = "_fgoffload_rerun"
+"""What runs again for a checkpoint, as an attribute of it."""
+
+
+def _needs_megatron(checkpoint: Any) -> bool:
+    """Return whether a checkpoint is one of several that run again together, or FP8 is on, or a CUDA graph is being made."""
+    if getattr(checkpoint, "ckpt_manager", None) is not None:
+        return True
+    if checkpoint.fp8 and load_module("megatron.core.tensor_parallel.random").FP8GlobalStateManager.is_fp8_enabled():
+        return True
+    graphs = load_module("megatron.core.transformer.cuda_graphs")
+    return bool(graphs.is_graph_warmup() or graphs.is_graph_capturing())
+
+
+def _name(function: Any) -> str:
+    return type(function).__name__ if isinstance(function, torch.nn.Module) else getattr(function, "__name__", repr(function))
+
+
 def _retains_inputs(checkpoint: Any) -> bool:
     return bool(getattr(checkpoint, "retain_input_tensors", False))
-
-
-def _save_what_may_leave(get_offload: GetOffload, original: Any) -> Any:
-    saving_inputs = save_inputs(original)
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        return original(ctx, *args) if get_offload().is_idle else saving_inputs(ctx, *args)
-
-    return forward
 
 
 def save_inputs(original: Any) -> Any:

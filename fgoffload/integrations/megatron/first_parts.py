@@ -1,11 +1,10 @@
 """Running the first part of a module's forward again in backward: up to the submodule that saves what that part made.
 
-    forward     first part, without grad  ->  checkpoint  ->  submodule  ->  rest
-    backward    rest  ->  first part again, with grad  ->  submodule  ->  first part
+    forward     first part, which saves its input alone  ->  submodule  ->  rest
+    backward    rest  ->  first part again  ->  submodule  ->  first part
 
-The checkpoint is Megatron's `CheckpointWithoutOutput`: it saves what the module was given, and empties what the first part made
-as soon as the submodule is through with it. Before the submodule's backward that is filled again. So nothing stays of the first
-part but its input, and the submodule runs once.
+What the first part made is emptied as soon as the submodule is through with it, and filled again before the submodule's
+backward (`reruns.py`). So nothing stays of the first part but its input, and the submodule runs once.
 
 | unit | module | up to |
 |---|---|---|
@@ -13,11 +12,11 @@ part but its input, and the submodule runs once.
 | `mlp_fc1` | `MLP` | `linear_fc2` |
 | `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
 
-[Note: What has no gradient]
-The first part runs without grad, and what it hands to the submodule gets its gradient from the checkpoint. Whatever else it
-handed on to the rest of forward would have none, without a word. So a unit is there where the module's forward is Megatron's
-own and hands on nothing else: not with an output gate, which is made together with query and key, and not where biases of the
-experts' second linear are multiplied by probabilities that the first part has reshaped.
+[Note: What else is handed on]
+What the first part hands to the submodule is emptied and filled again. Whatever else the rest of forward uses of it would stay,
+and no plan would count it. So a unit is there where the module's forward is Megatron's own and hands on nothing else: not with
+an output gate, which is made together with query and key, and not where biases of the experts' second linear are multiplied by
+probabilities that the first part has reshaped.
 """
 
 import contextlib
@@ -36,6 +35,7 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor, run_in_site
+from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
 from fgoffload.integrations.megatron.sites import has_op_fuser
 
 
@@ -129,7 +129,7 @@ class _Arguments:
     def find_made(self, given: "_Arguments") -> dict[Any, torch.Tensor]:
         """Return the tensors that were computed from `given`: those that could have a gradient, and are not among these.
 
-        Parameters were computed by nobody: a checkpoint that returned one would empty it.
+        Parameters were computed by nobody, and are not to be emptied.
         """
         known = {id(one) for one in given.values.values()}
         tensors = {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and id(one) not in known}
@@ -161,25 +161,26 @@ class _Runs:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             given = _Arguments.of(args, kwargs)
             inputs = given.find_inputs()
-            # The checkpoint is reentrant: without a gradient of its input, the parameters would have none.
+            # Where nothing that it is given has a gradient, the first part saves little, and has no site.
             if is_inert() or not inputs:
                 return original(module, *args, **kwargs)
-            # It lives as long as the checkpoint, and must not hold the input, which may leave.
+            # It lives as long as the graph, and must not hold the input, which may leave.
             kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
 
             def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
 
-            # Before the first part, which may draw random numbers: an adapter's dropout, for one.
-            states = load_module("megatron.core.tensor_parallel.random")._get_all_rng_states()  # noqa: SLF001 - the only name
-            self._take_over = functools.partial(self._checkpoint, given, states, run_again)
-            torch.set_grad_enabled(False)
-            try:
-                result = original(module, *args, **kwargs)
-                self._check_reached()
-            finally:
-                torch.set_grad_enabled(True)
-                self._take_over = None
+            offload, tensors = self._get_offload(), tuple(inputs.values())
+            name = f"{self._part.unit} of {type(module).__name__}"
+            rerun = run_in_site(offload, self._part.unit, tensors[0], lambda: Rerun(run_again, tensors, name=name))
+            with contextlib.ExitStack() as dropping:
+                dropping.enter_context(rerun)
+                self._take_over = functools.partial(self._end, offload, given, rerun, dropping)
+                try:
+                    result = original(module, *args, **kwargs)
+                    self._check_reached()
+                finally:
+                    self._take_over = None
             return result
 
         return forward
@@ -195,42 +196,41 @@ class _Runs:
 
         return forward
 
-    def _checkpoint(
+    def _end(
         self,
+        offload: Any,
         given: _Arguments,
-        states: Any,
-        run_again: Callable[..., tuple[torch.Tensor, ...]],
+        rerun: Rerun,
+        dropping: contextlib.ExitStack,
         original: Any,
         submodule: Any,
         reached: _Arguments,
     ) -> Any:
-        """Run the submodule on what the first part made of `given`, behind a checkpoint; the rest of forward has grad again.
+        """End the first part, and run the submodule on what it made of `given`.
 
         Args:
+            offload: Whose engine is told of what the first part made.
             given: What the module was called with.
-            states: Of all random generators before the first part.
-            run_again: Makes of the inputs what the first part made of them.
+            rerun: That of the first part.
+            dropping: Drops what is saved, until it is closed.
             original: The forward of the submodule.
             submodule: That of the module that runs, which may be a copy of the part's.
             reached: What the first part calls the submodule with.
         """
         made = reached.find_made(given)
-        first = [self._separate(made.values())]
-        torch.set_grad_enabled(True)
-
-        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            # In forward it has run already.
-            return first.pop() if first else run_again(*tensors)
-
-        parallel = load_module("megatron.core.tensor_parallel")
-        checkpoint = parallel.CheckpointWithoutOutput(fp8=None)
-        inputs = tuple(given.find_inputs().values())
-        offload = self._get_offload()
-        outputs = run_in_site(offload, self._part.unit, inputs[0], lambda: checkpoint.checkpoint(run, *inputs))
+        outputs = self._separate(made.values())
+        dropping.close()
+        emptied = rerun.note_outputs(outputs)
+        if not offload.is_idle:
+            offload.engine.keep_recomputed(emptied)
         arguments = reached.replace(dict(zip(made, outputs, strict=True)))
         result = run_in_site(offload, self._part.until_tag, outputs[0], lambda: arguments.call(original, submodule))
-        checkpoint.rng_states = states
-        checkpoint.discard_output_and_register_recompute(_BeforeBackward(find_tensor(_as_tuple(result), {})))
+        rerun.empty_outputs()
+        # Before the backward of what made the submodule's output, and behind all hooks of that output: the norm before a dense
+        # MLP may run again too, by a hook of the MLP's output, which is that of `linear_fc2`. It is put there later, and has
+        # to fill what the first part of the MLP is given before that runs again.
+        node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
+        node.register_prehook(lambda gradients: rerun.run())
         return result
 
     def _run_again(self, original: Any, module: Any, given: _Arguments) -> tuple[torch.Tensor, ...]:
@@ -285,27 +285,6 @@ class _Runs:
 
 def _has_own_storage(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-def _as_tuple(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
-
-
-class _BeforeBackward:
-    """The backward of what made a tensor, in place of the tensor: its hooks run after all of the tensor's own.
-
-    The norm before a dense MLP may run again too, by a hook of the MLP's output, which is that of `linear_fc2`. It was put
-    there later, and has to fill what the first part of the MLP is given before that runs again.
-    """
-
-    requires_grad = True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._node = torch.autograd.graph.get_gradient_edge(tensor).node
-
-    def register_hook(self, hook: Callable[[None], None]) -> None:
-        """Let `hook` run before that backward."""
-        self._node.register_prehook(lambda gradients: hook(None))
 
 
 @contextlib.contextmanager

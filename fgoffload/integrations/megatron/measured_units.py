@@ -1,11 +1,11 @@
 """What of a layer could run again, found out while it runs once: which modules, what goes in and out, and whether bits stay.
 
 [Note: Units that keep every bit]
-A unit that runs again computes what it computed before. But a recompute sums the gradients of its input by itself, and hands on
-their sum. Where others use that input too, the sum without recompute may take their gradients in between, and sums of three or
-more floating-point numbers depend on their order. So a unit is offered where its graph reaches its input once, or where nobody
-else uses the input. A norm of one kernel is offered, one that is made of plain ops is not: Megatron's local RMSNorm uses its
-input twice, and the residual uses it too.
+A unit that runs again computes what it computed before. But a checkpoint sums the gradients of its input by itself, and hands
+on their sum. Where others use that input too, the sum without recompute may take their gradients in between, and sums of three
+or more floating-point numbers depend on their order. So such a unit is offered where its graph reaches its input once, or where
+nobody else uses the input. What runs again for the graph of its forward keeps every bit, whatever it is made of: a norm of
+plain ops too, which uses its input twice, beside a residual that uses it once more.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ GetRecorder = Callable[[], StepRecorder | None]
 
 
 class UnitForm(enum.Enum):
-    """How Megatron runs a unit again."""
+    """How a unit runs again."""
 
     CHECKPOINT = "its input is kept, and all that it saved inside is not"  # `tensor_parallel.checkpoint`
-    REFILL = "its output is emptied too, and filled again before it is needed"  # `CheckpointWithoutOutput`
+    REFILL = "its output is emptied too, and filled again before it is needed"  # `reruns.py`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[A
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
     """Return whether a step has the same bits when `unit` runs again. See [Note: Units that keep every bit]."""
-    return not unit.has_shared_input or record.input_edges == 1
+    return unit.form is UnitForm.REFILL or not unit.has_shared_input or record.input_edges == 1
 
 
 def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., None], Callable[..., None]]:

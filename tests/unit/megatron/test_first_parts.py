@@ -20,8 +20,6 @@ grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGrouped
 pytestmark = pytest.mark.usefixtures("parallel")
 
 R, B = Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD
-# A layer norm: around the local RMS norm, which is made of plain ops, its own recompute sums gradients in another order.
-NORMED = DENSE.replace("--normalization RMSNorm", "")
 UNITS = {"qkv_linear": ("self_attention", "linear_qkv", "core_attention"), "mlp_fc1": ("mlp", "linear_fc1", "linear_fc2")}
 
 
@@ -34,7 +32,7 @@ def make_planned_trainer(flags, plan, tmp_path):
 def test_the_first_part_runs_twice_and_what_is_behind_it_once(unit, tmp_path):
     calls = []
     owner, first, behind = UNITS[unit]
-    with make_planned_trainer(NORMED, {(0, unit): R}, tmp_path) as trainer:
+    with make_planned_trainer(DENSE, {(0, unit): R}, tmp_path) as trainer:
         for number, layer in enumerate(trainer.chunks[0].decoder.layers):
             for name in (first, behind):
                 module = getattr(getattr(layer, owner), name)
@@ -49,7 +47,7 @@ def test_the_first_part_runs_twice_and_what_is_behind_it_once(unit, tmp_path):
 def test_what_the_first_part_made_is_empty_until_backward(unit, tmp_path):
     owner, _, behind = UNITS[unit]
     made, sizes = [], []
-    with make_planned_trainer(NORMED, {(0, unit): R}, tmp_path) as trainer:
+    with make_planned_trainer(DENSE, {(0, unit): R}, tmp_path) as trainer:
         model = trainer.chunks[0]
         module = getattr(getattr(model.decoder.layers[0], owner), behind)
 
@@ -68,8 +66,8 @@ def test_what_the_first_part_made_is_empty_until_backward(unit, tmp_path):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
-    expected, _ = train(NORMED, steps=1)
-    with make_planned_trainer(NORMED, {(0, unit): B, (1, unit): R}, tmp_path) as trainer:
+    expected, _ = train(DENSE, steps=1)
+    with make_planned_trainer(DENSE, {(0, unit): B, (1, unit): R}, tmp_path) as trainer:
         result = trainer.run_step()
         tags = trainer.integration.last_step.tags
     assert [(result.losses, result.gradient_digests)] == expected
@@ -80,7 +78,7 @@ def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_input_of_the_first_part_is_one_group(unit, tmp_path):
-    with make_planned_trainer(NORMED, {(0, unit): B, (1, unit): B}, tmp_path) as trainer:
+    with make_planned_trainer(DENSE, {(0, unit): B, (1, unit): B}, tmp_path) as trainer:
         trainer.run_step()  # what is to be wrapped is known from the first forward on
         engine, opened = trainer.integration.engine, []
         open_group = engine.open_group
@@ -91,9 +89,9 @@ def test_the_input_of_the_first_part_is_one_group(unit, tmp_path):
 
 def test_attention_that_leaves_takes_only_what_it_made_itself(tmp_path):
     # Query, key and value run again: what is left of the tag is the output, and what the softmax keeps.
-    expected, whole = train(NORMED, make_config("core_attn", "qkv_linear"), steps=1)
+    expected, whole = train(DENSE, make_config("core_attn", "qkv_linear"), steps=1)
     plan = {(layer, tag): action for layer in (0, 1) for tag, action in (("qkv_linear", B), ("core_attn", Action.OFFLOAD))}
-    with make_planned_trainer(NORMED, plan, tmp_path) as trainer:
+    with make_planned_trainer(DENSE, plan, tmp_path) as trainer:
         result = trainer.run_step()
         moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
     assert [(result.losses, result.gradient_digests)] == expected
@@ -102,7 +100,7 @@ def test_attention_that_leaves_takes_only_what_it_made_itself(tmp_path):
 
 
 def test_biases_of_the_first_linear_get_their_gradients(tmp_path):
-    flags = NORMED.replace("--disable-bias-linear", "")
+    flags = DENSE.replace("--disable-bias-linear", "")
     expected, _ = train(flags, steps=1)
     with make_planned_trainer(flags, {(0, "mlp_fc1"): R, (1, "qkv_linear"): R}, tmp_path) as trainer:
         result = trainer.run_step()
@@ -111,7 +109,7 @@ def test_biases_of_the_first_linear_get_their_gradients(tmp_path):
 
 def test_a_layer_whose_input_needs_no_gradient_runs_once_and_trains(tmp_path):
     def train_frozen(plan):
-        with make_planned_trainer(NORMED, plan, tmp_path) if plan else make_trainer(NORMED, None) as trainer:
+        with make_planned_trainer(DENSE, plan, tmp_path) if plan else make_trainer(DENSE, None) as trainer:
             model = trainer.chunks[0]
             model.embedding.requires_grad_(requires_grad=False)
             # Of the norm in front too: else its output needs a gradient.
@@ -127,7 +125,7 @@ def test_ranges_of_the_profiler_are_closed_where_forward_is_left_early(monkeypat
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", open_ranges.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: open_ranges.pop())
     monkeypatch.setattr(utils, "_nvtx_enabled", True)
-    with make_planned_trainer(NORMED, {(0, "qkv_linear"): R, (1, "mlp_fc1"): R}, tmp_path) as trainer:
+    with make_planned_trainer(DENSE, {(0, "qkv_linear"): R, (1, "mlp_fc1"): R}, tmp_path) as trainer:
         trainer.run_step()
     assert open_ranges == utils._nvtx_range_messages == []
 
@@ -160,7 +158,7 @@ class Experts(torch.nn.Module):
         self.config = make_experts(self.linear_fc1, is_fused=False).config
 
 
-NOBODY = types.SimpleNamespace(find_region=lambda tag: None)
+NOBODY = types.SimpleNamespace(find_region=lambda tag: None, is_idle=True)
 
 
 def run_experts(experts, tokens=(5, 11)):
@@ -281,7 +279,7 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
 
 
 def test_an_error_on_the_way_leaves_grad_mode_as_it_was(tmp_path):
-    with make_planned_trainer(NORMED, {(0, "qkv_linear"): R}, tmp_path) as trainer:
+    with make_planned_trainer(DENSE, {(0, "qkv_linear"): R}, tmp_path) as trainer:
         attention = trainer.chunks[0].decoder.layers[0].self_attention
         handle = attention.linear_qkv.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

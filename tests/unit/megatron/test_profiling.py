@@ -10,9 +10,10 @@ from fgoffload import OffloadConfig, Site, StateError
 from fgoffload.engine import CpuDevice, Lane
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
-from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, count_edges, watch_units
+from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, count_edges, keeps_bits, watch_units
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
+from fgoffload.integrations.megatron.step_records import ModuleRecord
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.timing.profile import Profile, count_tag_bytes, make_rank_model, merge_alike
 
@@ -276,11 +277,27 @@ def list_units(profile, number):
     return {unit.name: unit for unit in get_layer(profile, number).units}
 
 
-def test_a_norm_of_plain_ops_is_not_offered_and_one_kernel_is(mixed, normed):
-    # The local RMS norm changes the order of sums when it runs again: test_recompute.py shows that its bits differ.
-    for number in range(2):
-        assert not {"attn_norm", "mlp_norm"} & list_units(mixed[1], number).keys()
-        assert {"attn_norm", "mlp_norm"} <= list_units(normed[1], number).keys()
+def test_norms_are_offered_whatever_they_are_made_of(mixed, normed):
+    # The local RMS norm, of plain ops, and a layer norm, of one kernel: test_recompute.py shows that bits stay with both.
+    for profile in (mixed[1], normed[1]):
+        for number in range(2):
+            assert {"attn_norm", "mlp_norm"} <= list_units(profile, number).keys()
+
+
+@pytest.mark.parametrize(
+    ("form", "has_shared_input", "input_edges", "is_kept"),
+    [
+        (UnitForm.REFILL, True, 2, True),
+        (UnitForm.CHECKPOINT, True, 2, False),
+        (UnitForm.CHECKPOINT, True, 1, True),
+        (UnitForm.CHECKPOINT, False, 2, True),
+    ],
+)
+def test_a_checkpoint_whose_input_others_use_is_offered_where_its_graph_reaches_that_once(
+    form, has_shared_input, input_edges, is_kept
+):
+    unit = WatchedUnit("unit", torch.nn.Identity(), form, has_shared_input)
+    assert keeps_bits(unit, ModuleRecord(input_edges=input_edges)) is is_kept
 
 
 def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):

@@ -41,9 +41,8 @@ checkpoints = pytest.importorskip("megatron.core.tensor_parallel.random")
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
-# Of a layer norm: the local RMS norm is made of plain ops, and around such a norm Megatron's own recompute sums gradients in
-# another order. Dropout is on, as Megatron has it by default: what runs again has to draw the same masks.
-NORMED = MIXED.replace("--normalization RMSNorm", "")
+# With local RMS norms, which are made of plain ops: around such a norm Megatron's own recompute sums gradients in another
+# order, and a plan's does not. Dropout is on, as Megatron has it by default: what runs again has to draw the same masks.
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
@@ -62,17 +61,11 @@ EXPERT_LAYER = make_layer(ATTENTION, WHOLE_MOE, MOE_PARTS)
 GROUPED_LAYER = make_layer(ATTENTION, WHOLE_MOE, GROUPED_MOE_PARTS)[1:]
 LATENT_DENSE_LAYER = make_layer(LATENT_ATTENTION, WHOLE_MLP, MLP_PARTS)[1:]
 LATENT_EXPERT_LAYER = make_layer(LATENT_ATTENTION, WHOLE_MOE, MOE_PARTS)[1:]
-# Latent attention's config has an RMS norm by default.
-LATENT = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
-    "--normalization LayerNorm"
-)
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 MODELS = {
-    "dense, experts": Model(NORMED, (DENSE_LAYER, EXPERT_LAYER)),
-    "grouped experts, dense": Model(
-        NORMED.replace("[0]*1+[1]*1", "[1]*1+[0]*1"), (GROUPED_LAYER, DENSE_LAYER), grouped_experts
-    ),
-    "latent attention": Model(f"{NORMED} {LATENT}", (LATENT_DENSE_LAYER, LATENT_EXPERT_LAYER), reference_attention),
+    "dense, experts": Model(MIXED, (DENSE_LAYER, EXPERT_LAYER)),
+    "grouped experts, dense": Model(MIXED.replace("[0]*1+[1]*1", "[1]*1+[0]*1"), (GROUPED_LAYER, DENSE_LAYER), grouped_experts),
+    "latent attention": Model(f"{MIXED} {LATENT}", (LATENT_DENSE_LAYER, LATENT_EXPERT_LAYER), reference_attention),
 }
 PLANS = {name: design(model.layers) for name, model in MODELS.items()}
 
@@ -171,23 +164,22 @@ def test_neighbours_follow_each_other_in_forward_and_over_the_end_of_a_layer():
 @pytest.mark.parametrize("inputs", [K, O])
 def test_a_whole_layer_runs_again_beside_choices_further_on(neighbour, inputs, expected, tmp_path):
     plan = {(0, "layer"): R, (0, "layer_input"): inputs, **neighbour}
-    found, moved = train_with_plan(NORMED, plan, tmp_path)
+    found, moved = train_with_plan(MIXED, plan, tmp_path)
     assert found == expected
     assert (moved.get("layer_input", 0) > 0) == (inputs is O)
 
 
-def test_a_plan_recomputes_as_megatrons_own_flags_do_where_it_names_all_layers(tmp_path):
+def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons_flags_change(tmp_path):
     plan = {(layer, unit): R for layer in range(2) for unit in ("attn_norm", "mlp_norm", "core_attn")}
-    # The local RMS norm tells: recomputing it changes the order of sums, so only the same recompute gives the same bits.
-    with_flags, _ = train(f"{MOE} {SELECTIVE} layernorm core_attn", steps=1)
-    assert train_with_plan(MOE, plan, tmp_path)[0] == with_flags
-    assert train(MOE, steps=1)[0] != with_flags
+    expected = train(MOE, steps=1)[0]
+    assert train_with_plan(MOE, plan, tmp_path)[0] == expected
+    assert train(f"{MOE} {SELECTIVE} layernorm core_attn", steps=1)[0] != expected
 
 
 def test_a_layer_that_runs_again_keeps_its_input_alone(tmp_path):
     # One layer of two: the other saves as always. What the recomputed layer keeps is its input, which may leave.
     path = write_plan(tmp_path / "plan.json", {(1, "layer"): R, (1, "layer_input"): O})
-    flags = NORMED.replace("--position-embedding-type rope", "")
+    flags = MIXED.replace("--position-embedding-type rope", "")
     _, moved = train(flags, make_config(offload_plan=path, min_offloaded_tensor_size=2048))
     assert moved == {"layer_input": HIDDEN_BYTES * 2}
 
@@ -307,7 +299,7 @@ def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_togeth
 
 def test_remove_lets_the_layers_run_once_again(tmp_path):
     path = write_plan(tmp_path / "plan.json", {(0, "layer"): R, (1, "attn_norm"): R})
-    with make_trainer(NORMED, make_config(offload_plan=path)) as trainer:
+    with make_trainer(MIXED, make_config(offload_plan=path)) as trainer:
         layer = trainer.chunks[0].decoder.layers[1]
         trainer.run_step()
         assert layer.recompute_input_layernorm
@@ -319,7 +311,7 @@ def test_remove_lets_the_layers_run_once_again(tmp_path):
 def test_checkpoints_inside_of_layers_are_no_layers():
     # Megatron checkpoints its MLP, its attention and its shared experts with the function that it checkpoints layers with.
     modules = "core_attn mlp shared_experts"
-    with make_trainer(f"{NORMED} {SELECTIVE} {modules}", make_config("attn_norm", "mlp_norm", "expert_fc1")) as trainer:
+    with make_trainer(f"{MIXED} {SELECTIVE} {modules}", make_config("attn_norm", "mlp_norm", "expert_fc1")) as trainer:
         trainer.run_step()
         sites = trainer.integration.list_sites()
     assert {site.layer for site in sites} == {0, 1}

@@ -1,0 +1,261 @@
+"""Running a function again in backward, for the graph that its forward has built.
+
+    forward     the function; what its ops save is dropped; what it returns is used, and then emptied
+    backward    the function again: what was dropped and emptied is there once more; then the graph of forward, as without
+
+[Note: One graph]
+Megatron's checkpoint without output runs the function without a graph, builds one when it runs again, and goes through that by
+a backward within the backward. Here the graph is the one of forward, and only what it saved comes from the second run. So
+gradients are summed in the order of a training without recompute, whatever the function is made of, and the bits are the same.
+The host has less to do: no custom function, no second graph, no backward within the backward, each of which a late host pays
+for in the step. What is kept is the same: the inputs of the function.
+
+What `torch.utils.checkpoint` does without reentrance is this for what a function saves. Here what it returns, and others save,
+goes too, and its inputs may leave for the host.
+
+[Note: Who holds what]
+The graph holds what stands for dropped tensors, these hold the rerun, and the rerun holds them weakly, the inputs packed, and
+the storages of the outputs, which have no graph. So there is no cycle, and what drops the graph frees all of it.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from fgoffload.engine.handles import KeptHandle, hold
+from fgoffload.engine.identity import get_key, is_of_leaf
+from fgoffload.engine.place import Place
+from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron.imports import load_module
+
+_swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], object] | None = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", None
+)
+"""Exchanges the memory of two storages, where torch can: https://github.com/pytorch/pytorch/pull/177449."""
+
+
+class Rerun:
+    """One run of a function in forward, and the one in backward. As a context it drops what is saved inside.
+
+    What the function is given is saved at once, as autograd would save it here: it may leave with the region around.
+
+    Args:
+        function: Computes tensors from tensors, always the same from the same and with the same random states.
+        args: What it is given.
+        name: What runs again, for errors.
+    """
+
+    __slots__ = ("__weakref__", "_dropped", "_function", "_given", "_inputs", "_outputs", "_place", "_states")
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], *, name: str) -> None:
+        self._function: Callable[..., Any] | None = function
+        self._place = place = Place(None, f"a recompute of {name}")
+        self._states = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
+        self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
+        self._inputs = [_save(arg, place) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._dropped: list[_Dropped | None] = []
+        """What the function saved, in its order; None for leaves, which stay, since their owner holds them anyway."""
+        self._outputs: list[_Output | None] = []
+        """What it returned, in its order; None for what is not emptied."""
+
+    # Forward.
+
+    def __enter__(self) -> "Rerun":
+        """Drop what autograd saves from here on."""
+        _push_hooks(self._drop, _take)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Drop no more, after an exception too."""
+        _pop_hooks()
+
+    def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
+        """Take note of what the function returned, and return what of it will be emptied: not what it was given."""
+        emptied = []
+        for output in as_tuple(outputs):
+            if isinstance(output, torch.Tensor) and get_key(output) not in self._given:
+                storage = output.untyped_storage()
+                self._outputs.append(_Output(storage, storage.nbytes()))
+                emptied.append(output)
+            else:
+                self._outputs.append(None)
+        return emptied
+
+    def empty_outputs(self) -> None:
+        """Give back the memory of the outputs, which forward needs no longer.
+
+        As with Megatron's checkpoints the storages of all who saved them are emptied, and filled before they are asked for.
+        """
+        for output in self._outputs:
+            if output is not None:
+                output.storage.resize_(0)
+
+    def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
+        if type(tensor) is torch.nn.Parameter or is_of_leaf(tensor):
+            self._dropped.append(None)
+            return hold(tensor, self._place)
+        packed = _Packed(self)
+        self._dropped.append(_Dropped(weakref.ref(packed), tensor.shape, tensor.dtype))
+        return packed
+
+    # Backward.
+
+    def run(self) -> None:
+        """Run the function again, once: fill what was emptied, and find what was dropped.
+
+        Raises:
+            StateError: It has saved or returned something else than in forward, or an input was changed in place.
+        """
+        function, self._function = self._function, None
+        if function is None:
+            return
+        inputs = [arg.take() if isinstance(arg, _Input) else arg for arg in self._inputs]
+        found: list[torch.Tensor | None] = []
+
+        def find(tensor: torch.Tensor) -> None:
+            index = len(found)
+            dropped = self._dropped[index] if index < len(self._dropped) else None
+            if dropped is not None:
+                dropped.check(tensor, self._place)
+            found.append(None if dropped is None else tensor.detach())
+
+        random = _get_random()
+        with random._fork_rng(), torch.enable_grad():  # noqa: SLF001 - the only name
+            random._set_all_rng_states(*self._states)  # noqa: SLF001 - the only name
+            _push_hooks(find, _refuse)
+            try:
+                outputs = as_tuple(function(*inputs))
+            finally:
+                _pop_hooks()
+        if len(found) != len(self._dropped) or len(outputs) != len(self._outputs):
+            raise StateError(
+                f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, where forward saved "
+                f"{len(self._dropped)} and returned {len(self._outputs)}. It must do the same twice: keep it in the plan."
+            )
+        shared = {get_key(tensor) for tensor in found if tensor is not None}
+        for output, again in zip(self._outputs, outputs, strict=True):
+            if output is not None:
+                output.fill(again, is_shared=get_key(again) in shared)
+        for dropped, tensor in zip(self._dropped, found, strict=True):
+            if dropped is not None and tensor is not None:
+                dropped.give_back(tensor)
+        # What hooks of the graph hold of this lives as long as the graph does, and must not hold the inputs.
+        self._inputs, self._outputs, self._dropped = [], [], []
+
+
+class _Packed:
+    """What stands in the graph for a tensor that was dropped."""
+
+    __slots__ = ("__weakref__", "_rerun", "tensor")
+
+    def __init__(self, rerun: Rerun) -> None:
+        self._rerun: Rerun | None = rerun
+        self.tensor: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor of the second run, which is run now if backward has not come by its end."""
+        rerun, self._rerun = self._rerun, None
+        if rerun is not None:
+            rerun.run()
+        if self.tensor is None:
+            raise StateError("a recompute ended before it came to what backward asks for. See the error before this one.")
+        return self.tensor
+
+
+class _Dropped(NamedTuple):
+    """What is known of a dropped tensor."""
+
+    packed: "weakref.ref[_Packed]"
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def check(self, tensor: torch.Tensor, place: Place) -> None:
+        """Refuse what the second run has saved in its place, if that is of another kind.
+
+        Raises:
+            StateError: With both.
+        """
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise StateError(
+                f"{place} saved {list(tensor.shape)} of {tensor.dtype} where forward saved {list(self.shape)} of {self.dtype}. "
+                "It must do the same twice: keep it in the plan."
+            )
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Let the graph have `tensor`, for as long as it wants it."""
+        packed = self.packed()
+        if packed is not None:
+            packed.tensor = tensor
+
+
+class _Input(NamedTuple):
+    """A saved input of the function."""
+
+    unpack: Callable[[], torch.Tensor]
+    requires_grad: bool
+
+    def take(self) -> torch.Tensor:
+        """Return it for the second run."""
+        return self.unpack().detach().requires_grad_(self.requires_grad)
+
+
+class _Output(NamedTuple):
+    """The storage of an output of the function, without its graph."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+
+    def fill(self, again: torch.Tensor, *, is_shared: bool) -> None:
+        """Fill it with what the second run returned.
+
+        Args:
+            again: Is of no use behind this, where nobody else has its storage.
+            is_shared: Whether somebody has.
+
+        Raises:
+            StateError: It has not as many bytes.
+        """
+        storage, other = self.storage, again.untyped_storage()
+        if storage.nbytes():
+            return  # with another output, which looks at the same storage
+        if other.nbytes() != self.nbytes:
+            raise StateError(
+                f"a recompute returned a tensor over {other.nbytes()} bytes where forward returned one over {self.nbytes}. It "
+                "must do the same twice: keep it in the plan."
+            )
+        if _swap_memory is not None and not is_shared:
+            _swap_memory(storage, other)
+            return
+        storage.resize_(self.nbytes)
+        storage.copy_(other)
+
+
+def _save(tensor: torch.Tensor, place: Place) -> _Input:
+    """Save `tensor` as autograd would: through the innermost hooks, where there are any."""
+    hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+    if hooks is None:
+        return _Input(hold(tensor, place).take, tensor.requires_grad)
+    pack, unpack = hooks
+    return _Input(functools.partial(unpack, pack(tensor)), tensor.requires_grad)
+
+
+def _take(packed: _Packed | KeptHandle) -> torch.Tensor:
+    return packed.take()
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise StateError("the graph of a second run has no backward of its own. Please report it.")
+
+
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    """Return what a function returned, one thing or several, as several."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _get_random() -> Any:
+    return load_module("megatron.core.tensor_parallel.random")

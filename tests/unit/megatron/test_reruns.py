@@ -1,0 +1,377 @@
+"""Functions that run again in backward for the graph of their forward: the same bits, nothing held, and errors that say so."""
+
+import contextlib
+import gc
+import types
+
+import pytest
+import torch
+from support.tensors import assert_same_bits, leaf
+
+from fgoffload import StateError
+from fgoffload.engine import is_inert
+from fgoffload.engine.identity import StorageRef
+from fgoffload.integrations.megatron import reruns
+from fgoffload.integrations.megatron.checkpoints import follow_checkpoints
+from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.reruns import Rerun
+
+random = pytest.importorskip("megatron.core.tensor_parallel.random")
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    with apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext():
+        yield
+
+
+def normalize(hidden):
+    """Is a norm of plain ops, which uses its input twice."""
+    return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def run(function, *inputs, weight, before_backward=lambda output: None):
+    """Run `function` again in backward of a product with `weight`, beside which the first input is used twice more."""
+    inputs = tuple(one * 1 for one in inputs)
+    rerun = Rerun(function, inputs, name="it")
+    with rerun:
+        outputs = function(*inputs)
+    rerun.note_outputs(outputs)
+    output = reruns.as_tuple(outputs)[0] @ weight
+    rerun.empty_outputs()
+    output.register_hook(lambda gradient: rerun.run())
+    output = output.sum() + (inputs[0].sin() * inputs[0].cos()).sum()
+    before_backward(output)
+    torch.rand(3)  # as others draw between forward and backward
+    output.backward()
+    return output.detach()
+
+
+def run_plainly(function, *inputs, weight):
+    inputs = tuple(one * 1 for one in inputs)
+    output = reruns.as_tuple(function(*inputs))[0] @ weight
+    output = output.sum() + (inputs[0].sin() * inputs[0].cos()).sum()
+    torch.rand(3)
+    output.backward()
+    return output.detach()
+
+
+def scale_and_activate(hidden, probabilities):
+    gate, up = hidden.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up * probabilities
+
+
+def return_what_it_saves(hidden):
+    return hidden.exp()  # its backward wants its own output
+
+
+def return_views(hidden):
+    both = hidden.exp() * 2
+    return both[:, :8], both[:, 8:]
+
+
+def drop_some(hidden):
+    return torch.nn.functional.dropout(hidden, 0.5) * hidden
+
+
+FUNCTIONS = {
+    "a norm of plain ops": (normalize, [(6, 16)], (16, 4)),
+    "an activation": (scale_and_activate, [(6, 16), (6, 1)], (8, 4)),
+    "its output is saved inside": (return_what_it_saves, [(6, 16)], (16, 4)),
+    "views of one storage": (return_views, [(6, 16)], (8, 4)),
+    "random numbers": (drop_some, [(6, 16)], (16, 4)),
+    "no rows": (normalize, [(0, 16)], (16, 4)),
+}
+
+
+@pytest.fixture(params=["swapped", "copied"])
+def filling(request, monkeypatch):
+    if request.param == "copied":
+        monkeypatch.setattr(reruns, "_swap_memory", None)
+    elif reruns._swap_memory is None:
+        pytest.skip("this torch cannot exchange the memory of storages")
+
+
+@pytest.mark.usefixtures("filling")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bits_are_those_of_a_training_without(name):
+    function, shapes, weights = FUNCTIONS[name]
+    results = []
+    for train in (run_plainly, run):
+        torch.manual_seed(1)
+        inputs, weight = [leaf(*shape, seed=seed) for seed, shape in enumerate(shapes)], leaf(*weights, seed=9)
+        output = train(function, *inputs, weight=weight)
+        # What is drawn behind it is as without, too.
+        results.append([output, weight.grad, *(one.grad for one in inputs), torch.rand(3)])
+    assert_same_bits(*results)
+
+
+@pytest.mark.usefixtures("filling")
+def test_between_forward_and_backward_only_the_inputs_are_there():
+    saved = []
+
+    def watched(hidden, probabilities):
+        gate, up = hidden.chunk(2, -1)
+        active = torch.nn.functional.silu(gate)
+        product = active * up
+        result = product * probabilities
+        saved.extend(StorageRef(one) for one in (active, product))
+        results.append(result.detach())
+        return result
+
+    results, seen = [], []
+
+    def look(output):
+        gc.collect()
+        seen.extend([[one.is_freed for one in saved], [one.untyped_storage().nbytes() for one in results]])
+
+    run(watched, leaf(6, 16), leaf(6, 1), weight=leaf(8, 4), before_backward=look)
+    assert seen == [[True, True], [0]]
+
+
+@pytest.mark.usefixtures("filling")
+def test_what_ran_again_is_there_once(monkeypatch):
+    made = []
+
+    def watched(hidden):
+        result = normalize(hidden)
+        made.append(StorageRef(result))
+        return result
+
+    weight, states = leaf(16, 4), []
+    hidden = leaf(6, 16) * 1
+    # Of the norm's input, whose gradient comes behind the norm's own backward and before the graph is gone.
+    hidden.register_hook(lambda gradient: states.append([one.find_nbytes() for one in made]))
+    rerun = Rerun(watched, (hidden,), name="it")
+    with rerun:
+        output = watched(hidden)
+    rerun.note_outputs(output)
+    product = output @ weight
+    rerun.empty_outputs()
+    product.register_hook(lambda gradient: rerun.run())
+    product.sum().backward()
+    # The output of forward is full again. That of the second run is gone.
+    assert states == [[6 * 16 * 4, None]]
+
+
+@pytest.mark.skipif(reruns._swap_memory is None, reason="this torch cannot exchange the memory of storages")
+def test_where_torch_can_exchange_memory_nothing_is_copied():
+    addresses = []
+
+    def watched(hidden):
+        result = normalize(hidden)
+        addresses.append(result.data_ptr())
+        return result
+
+    hidden = leaf(6, 16) * 1
+    rerun = Rerun(watched, (hidden,), name="it")
+    with rerun:
+        output = watched(hidden)
+    rerun.note_outputs(output)
+    rerun.empty_outputs()
+    rerun.run()
+    assert output.data_ptr() == addresses[1]
+
+
+def test_a_graph_that_is_dropped_frees_everything_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        hidden = leaf(6, 16) * 1
+        references = [StorageRef(hidden)]
+        rerun = Rerun(normalize, (hidden,), name="it")
+        with rerun:
+            output = normalize(hidden)
+        rerun.note_outputs(output)
+        references.append(StorageRef(output))
+        product = output @ leaf(16, 4)
+        product.register_hook(lambda gradient, rerun=rerun: rerun.run())
+        del hidden, output, product, rerun
+        assert [one.is_freed for one in references] == [True, True]
+    finally:
+        gc.enable()
+
+
+def test_after_its_backward_it_holds_nothing_even_where_the_graph_lives_on():
+    hidden = leaf(6, 16) * 1
+    reference = StorageRef(hidden)
+    rerun = Rerun(normalize, (hidden,), name="it")
+    with rerun:
+        output = normalize(hidden)
+    rerun.note_outputs(output)
+    product = output @ leaf(16, 4)
+    rerun.empty_outputs()
+    product.register_hook(lambda gradient: rerun.run())
+    loss = product.sum()
+    del hidden, output
+    loss.backward()
+    assert reference.is_freed
+    assert loss.grad_fn is not None
+
+
+def test_backward_that_comes_another_way_runs_it_too():
+    hidden = leaf(6, 16)
+    expected = leaf(6, 16)
+    normalize(expected * 1).sum().backward()
+    given = hidden * 1
+    rerun = Rerun(normalize, (given,), name="it")
+    with rerun:
+        output = normalize(given)
+    rerun.note_outputs(output)
+    output.sum().backward()  # nothing calls `run`
+    assert_same_bits([hidden.grad], [expected.grad])
+
+
+def test_a_second_backward_of_the_same_graph_computes_the_same():
+    hidden, weight, calls = leaf(6, 16), leaf(16, 4), []
+
+    def counted(given):
+        calls.append(1)
+        return normalize(given)
+
+    given = hidden * 1
+    rerun = Rerun(counted, (given,), name="it")
+    with rerun:
+        output = counted(given)
+    rerun.note_outputs(output)
+    product = output @ weight
+    rerun.empty_outputs()
+    product.register_hook(lambda gradient: rerun.run())
+    first = torch.autograd.grad(product.sum(), [hidden, weight], retain_graph=True)
+    second = torch.autograd.grad(product.sum(), [hidden, weight])
+    assert_same_bits(first, second)
+    assert len(calls) == 2
+
+
+def test_what_it_is_given_and_returns_is_not_emptied():
+    hidden = leaf(6, 16) * 1
+    rerun = Rerun(lambda one: (one.view(16, 6), one * 2), (hidden,), name="it")
+    with rerun:
+        outputs = hidden.view(16, 6), hidden * 2
+    assert [one is outputs[1] for one in rerun.note_outputs(outputs)] == [True]
+    rerun.empty_outputs()
+    assert hidden.untyped_storage().nbytes() == 6 * 16 * 4
+    assert outputs[1].untyped_storage().nbytes() == 0
+    rerun.run()
+    assert_same_bits([outputs[1].detach()], [hidden.detach() * 2])
+
+
+def make_unlike(*functions):
+    """Return a function that is another one in each run."""
+    remaining = iter(functions)
+    return lambda hidden: next(remaining)(hidden)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (
+            (normalize, lambda one: one * 2),
+            r"a recompute of it saved 0 tensors and returned 1, where forward saved \d and returned 1",
+        ),
+        (
+            (torch.sin, lambda one: one[:3].sin()),
+            r"a recompute of it saved \[3, 16\] of torch.float32 where forward saved \[6, 16\]",
+        ),
+        ((torch.sin, lambda one: one.sin().double()), r"returned a tensor over 768 bytes where forward returned one over 384"),
+    ],
+    ids=["how many", "of what shape", "how much"],
+)
+def test_a_function_that_does_something_else_is_refused(functions, message):
+    with pytest.raises(StateError, match=message):
+        run(make_unlike(*functions), leaf(6, 16), weight=leaf(16, 4))
+
+
+def test_an_input_that_was_changed_is_refused():
+    given = leaf(6, 16) * 1
+    rerun = Rerun(torch.sin, (given,), name="it")
+    with rerun:
+        rerun.note_outputs(torch.sin(given))
+    with torch.no_grad():
+        given.add_(1)
+    with pytest.raises(StateError, match="that a recompute of it saved for backward was changed in place"):
+        rerun.run()
+
+
+def test_a_weight_that_was_changed_is_refused():
+    weight = torch.nn.Parameter(torch.ones(16))
+    given = leaf(6, 16) * 1
+    rerun = Rerun(lambda one: one * weight, (given,), name="it")
+    with rerun:
+        output = given * weight
+    rerun.note_outputs(output)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(StateError, match="changed in place"):
+        output.sum().backward()
+
+
+def test_an_error_inside_ends_the_dropping():
+    with pytest.raises(ZeroDivisionError), Rerun(torch.sin, (), name="it"):
+        raise ZeroDivisionError
+    one = leaf(3)
+    torch.sin(one).sum().backward()
+    assert one.grad is not None
+    assert not is_inert()  # as below hooks that are not the engine's
+
+
+# Whose checkpoints do so.
+
+
+def run_checkpoint(*, recomputes, fp8_is_on=False, **attributes):
+    """Return the name of the node of what Megatron's checkpoint returns, where the plan recomputes or not."""
+    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=recomputes), is_idle=True)
+    checkpoint = random.CheckpointWithoutOutput()
+    vars(checkpoint).update(attributes)
+    with Patches() as patches:
+        follow_checkpoints(patches, lambda: offload)
+        with contextlib.ExitStack() as stack:
+            if fp8_is_on:
+                state = types.SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: None)
+                state_before = random.FP8GlobalStateManager
+                random.FP8GlobalStateManager = state
+                stack.callback(setattr, random, "FP8GlobalStateManager", state_before)
+            output = checkpoint.checkpoint(torch.sin, leaf(3) * 1)
+        return type(output.grad_fn).__name__
+
+
+MEGATRONS, OURS = "CheckpointWithoutOutputFunctionBackward", "SinBackward0"
+
+
+@pytest.mark.parametrize("name", ["is_graph_warmup", "is_graph_capturing"])
+def test_while_a_cuda_graph_is_made_megatrons_own_runs(name, monkeypatch):
+    monkeypatch.setattr(load_module("megatron.core.transformer.cuda_graphs"), name, lambda: True)
+    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), is_idle=True)
+    checkpoint = random.CheckpointWithoutOutput()
+    with Patches() as patches:
+        follow_checkpoints(patches, lambda: offload)
+        checkpoint.checkpoint(torch.sin, leaf(3) * 1)
+    assert "_fgoffload_rerun" not in vars(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "node"),
+    [
+        ({"recomputes": True}, OURS),
+        ({"recomputes": False}, MEGATRONS),
+        ({"recomputes": True, "fp8_is_on": True}, MEGATRONS),
+        ({"recomputes": True, "fp8_is_on": True, "fp8": False}, OURS),
+        ({"recomputes": True, "ckpt_manager": types.SimpleNamespace(add_checkpoint=lambda one: None)}, MEGATRONS),
+    ],
+    ids=["a plan", "none", "FP8", "FP8 elsewhere", "several together"],
+)
+def test_checkpoints_of_a_plan_run_for_one_graph_and_others_as_megatron_has_them(conditions, node):
+    assert run_checkpoint(**conditions) == node
+
+
+def test_below_a_checkpoint_and_without_gradients_megatrons_own_runs():
+    with torch.no_grad():
+        offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), is_idle=True)
+        with Patches() as patches:
+            follow_checkpoints(patches, lambda: offload)
+            checkpoint = random.CheckpointWithoutOutput()
+            output = checkpoint.checkpoint(torch.sin, leaf(3))
+    assert "_fgoffload_rerun" not in vars(checkpoint)
+    assert not output.requires_grad
