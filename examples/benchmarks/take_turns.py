@@ -1,17 +1,22 @@
 """What settings cost where a machine's own noise is larger: each is a process, and they run one step after the other in turn.
 
     python examples/benchmarks/take_turns.py [ARGUMENTS.sh] [--settings ours:expert_fc1 megatron:expert_fc1] [--rounds 15]
-        [--warmup 2] [--repeats 6] [--out FOLDER] [Megatron's flags]
+        [--warmup 2] [--repeats 6] [--steps-a-round 1] [--energy] [--out FOLDER] [Megatron's flags]
 
 By default `arguments/launch_bound_moe.sh`, whose steps are as long as the host takes to launch them: there a step differs
-from the next by 5 to 10%, and by more from one minute to the next. `fgoffload bench` runs all steps of a setting before those
-of the next; here a round is one step of each, a second or two together, so that what makes the machine slower makes all of them
-slower. Every other round goes backwards. Each setting has a `nothing` of its own kind of process beside it (Megatron-Core's
-engine wants a variable set at start), and its ratio is that of the two steps in one round. In each repeat all processes start
-anew, for where a system puts a process is luck too. All models are on the device at once: it has to have room for them.
+from the next by 5 to 10%, and by more from one minute to the next. `fgoffload bench` runs all steps of a setting before
+those of the next; here a round is one step of each, or as many as `--steps-a-round` says, a second or two together, so that
+what makes the machine slower makes all of them slower. Every other round goes backwards. Each setting has a `nothing` of
+its own kind of process beside it (Megatron-Core's engine wants a variable set at start), and its ratio is that of the two
+steps in one round. In each repeat all processes start anew, for where a system puts a process is luck too. All models are
+on the device at once: it has to have room for them.
+
+A device at its power limit is slower the more it does: `--energy` reads, through nvidia-ml-py, what each draws. Give
+`--steps-a-round 6` or so with it, since the counter of energy moves a few dozen times a second.
 
 What you should see: a line for each repeat, then a table: of each setting the median step with p20 and p80, the step time over
 nothing with an interval of 95% over the repeats, each the median of its rounds, those medians, and the most that tensors took.
+With `--energy` a second table: joules a step, over nothing, clock, power, and how often the power limit held the clock down.
 `--out` has every step, and the most of each repeat, as `turns.json`, up to date after each, and what the processes printed.
 """
 
@@ -32,6 +37,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from energy_meter import Energy, EnergyMeter, Reading
+from energy_meter import summarize as summarize_energy
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -50,8 +57,9 @@ from fgoffload.units import GIB
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "turns.json"
 HEADINGS = ("setting", "step ms (p20 p80)", "over nothing", "by repeat", "peak GiB")
-STEP, PEAK = "step", "peak"
-"""What a process is asked for: to run one, and how many bytes tensors took at most in all steps that it was asked for."""
+ENERGY_HEADINGS = ("setting", "J a step", "over nothing", "clock MHz", "power W", "held down by the power limit")
+PEAK = "peak"
+"""What a process is asked for: how many steps to run, and at last how many bytes tensors took at most in all of them."""
 
 SILENCE_SECONDS = 300.0
 """After so long without a word a process is given up."""
@@ -72,6 +80,9 @@ class Player:
 
 Steps = dict[Player, list[float]]
 """Seconds of each step, by round."""
+
+Readings = dict[Player, list[Reading]]
+"""What each drew, by round; none where nobody reads it."""
 
 Peaks = dict[Player, int | None]
 """Bytes of one repeat; None on a device whose allocator does not count."""
@@ -120,9 +131,9 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
             trainer.run_step(with_digests=False)
         reset_peaks()
         connection.send((describe_workload(arguments), find_surroundings(device=name_device())))
-        while connection.recv() == STEP:
+        while (count := connection.recv()) != PEAK:
             gc.collect()
-            connection.send(trainer.run_step(with_digests=False).seconds)
+            connection.send([trainer.run_step(with_digests=False).seconds for _ in range(count)])
         connection.send(find_peak())
 
 
@@ -163,15 +174,21 @@ def hear(player: Player, connection: Connection) -> Any:
     return word
 
 
-def take_turns(connections: Mapping[Player, Connection], rounds: int) -> Steps:
-    """Return the seconds of each step: of `rounds` rounds, every other one backwards."""
+def take_turns(
+    connections: Mapping[Player, Connection], rounds: int, *, steps_a_round: int = 1, meter: EnergyMeter | None = None
+) -> tuple[Steps, Readings]:
+    """Return the seconds of each step, and what they drew: of `rounds` rounds, every other one backwards."""
     steps: Steps = {player: [] for player in connections}
+    readings: Readings = {player: [] for player in connections}
     for number in range(rounds):
         order = list(connections) if number % 2 == 0 else list(reversed(connections))
         for player in order:
-            connections[player].send(STEP)
-            steps[player].append(hear(player, connections[player]))
-    return steps
+            with contextlib.nullcontext() if meter is None else meter.read() as reading:
+                connections[player].send(steps_a_round)
+                steps[player] += hear(player, connections[player])
+            if reading is not None:
+                readings[player].append(reading)
+    return steps, readings
 
 
 def ask_peaks(connections: Mapping[Player, Connection]) -> Peaks:
@@ -224,6 +241,19 @@ def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Work
     return table
 
 
+def build_energy_table(energies: Mapping[Player, Energy]) -> Table:
+    """Return the table of what each drew in all repeats."""
+    table = Table(title="what the device drew", title_justify="left")
+    for heading in ENERGY_HEADINGS:
+        table.add_column(heading, justify="left" if heading == ENERGY_HEADINGS[0] else "right")
+    for player, own in energies.items():
+        beside = energies[Player(NOTHING, player.kind)]
+        over = ABSENT if player.setting == NOTHING else f"{own.joules_a_step / beside.joules_a_step:.3f}"
+        cells = (f"{own.joules_a_step:.1f}", over, f"{own.clock_mhz:.0f}", f"{own.watts:.0f}", f"{own.capped_part:.0%}")
+        table.add_row(*map(Text, (player.name, *cells)))
+    return table
+
+
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
     """Return the script's own options, and what is left for Megatron."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -232,11 +262,13 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--steps-a-round", type=int, default=1)
+    parser.add_argument("--energy", action="store_true", help="read what the device draws, through nvidia-ml-py")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"write {JSON_NAME} and logs there")
     options, flags = parser.parse_known_args()
-    for name in ("rounds", "repeats"):
+    for name in ("rounds", "repeats", "steps_a_round"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)} is below 1.")
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is below 1.")
     return options, flags
 
 
@@ -252,18 +284,22 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], folder: Path, con
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),
         typed_flags=tuple(flags),
-        own_flags=("--settings", "--rounds", "--warmup", "--repeats", "--out"),
+        own_flags=("--settings", "--rounds", "--warmup", "--repeats", "--steps-a-round", "--energy", "--out"),
         warmup=options.warmup,
-        steps=options.rounds,
+        steps=options.rounds * options.steps_a_round,
         plan_folder=folder,
     )
     players = list_players(settings)
     repeats: list[Steps] = []
+    drawn: list[Readings] = []
     peaks: list[Peaks] = []
+    meter = EnergyMeter() if options.energy else None  # before any model is built: it may not be there
     for repeat in range(options.repeats):
         with start(job, players, folder, repeat=repeat) as connections:
             ready = [hear(player, connection) for player, connection in connections.items()]
-            repeats.append(take_turns(connections, options.rounds))
+            steps, readings = take_turns(connections, options.rounds, steps_a_round=options.steps_a_round, meter=meter)
+            repeats.append(steps)
+            drawn.append(readings)
             peaks.append(ask_peaks(connections))
         workload, surroundings = ready[0]
         medians = ", ".join(f"{player.name} {1e3 * statistics.median(own):.1f}" for player, own in repeats[-1].items())
@@ -275,9 +311,22 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], folder: Path, con
             "workload": dataclasses.asdict(workload),
             "repeats": [{player.name: own for player, own in steps.items()} for steps in repeats],
             "peak_allocated_bytes": [{player.name: own for player, own in repeat.items()} for repeat in peaks],
+            "joules": [{player.name: [one.joules for one in own] for player, own in repeat.items()} for repeat in drawn],
         }
         (folder / JSON_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     console.print(build_table(repeats, peaks, workload, surroundings))
+    if meter is not None:
+        console.print(build_energy_table(sum_up(drawn, repeats)))
+
+
+def sum_up(drawn: Sequence[Readings], repeats: Sequence[Steps]) -> dict[Player, Energy]:
+    """Return what each drew in all repeats together."""
+    return {
+        player: summarize_energy(
+            [reading for readings in drawn for reading in readings[player]], steps=sum(len(steps[player]) for steps in repeats)
+        )
+        for player in repeats[0]
+    }
 
 
 def main() -> int:

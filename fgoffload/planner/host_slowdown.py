@@ -5,7 +5,7 @@ A profile has the device's times. Copies hardly slow a device, by 1% ([link_rate
 its memory serves both, and what is launched late is on the clock. How much differs from machine to machine and nothing but a
 step of the training says it. So a profile has a few steps under plans, measured in turn with steps that keep all, and of what
 compute takes longer beside copies the simulator is given the part with which these steps take, on average, what they took.
-What it is on thirteen machines is in docs/planner/accuracy.md. Where a training plans for itself, steps that keep all may not
+What it is on fifteen machines is in docs/planner/accuracy.md. Where a training plans for itself, steps that keep all may not
 fit: those under its first plan say it alone.
 
 [link_rates]: fgoffload/planner/timing/link_rates.py

@@ -12,12 +12,14 @@ BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 @contextlib.contextmanager
 def load_script(name: str) -> Iterator[ModuleType]:
-    """Hold the module of the script `name`; while the body runs it can be imported by that name."""
+    """Hold the module of the script `name`; while the body runs it, and what lies beside it, can be imported by name."""
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    sys.path.insert(0, str(BENCHMARKS))
     try:
         spec.loader.exec_module(module)
         yield module
     finally:
+        sys.path.remove(str(BENCHMARKS))
         del sys.modules[name]

@@ -16,8 +16,9 @@ within 0.8% (docs/results/predictions_h200_202611.md).
 Where no layer lets the host wait it is far ahead, and what is missing is the device's own: a profile stalls it before each
 stretch of forward, and a device at its power limit is faster after a pause. So all of a microbatch takes longer alike, what
 runs again too. Measured on an H100, a step of the 28 layers of `llama3_8b_layers` took 1308 ms under measurement and 1372
-plain, where an H200 took 1352 and 1364; the device's clock was not looked at. Where layers let the host wait nobody knows which
-of the two it was, and it counts as the host's.
+plain, where an H200 took 1352 and 1364; another H100 ran plain steps of it at its power limit. Where layers let the host wait
+devices are at that limit too (docs/results/w2_moe_h100_202611.md), but a profile does not tell the two apart: it counts as the
+host's.
 
 A recompute keeps the time that was measured of forward. It is launched from backward, beside autograd, and what two trainings
 took on one H200 says so: predicted 692 ms where 688 were measured, and 713 with the forward of the plain step; of one that is

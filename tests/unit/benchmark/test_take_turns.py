@@ -1,5 +1,6 @@
 """examples/benchmarks/take_turns.py: settings in processes of their own, step by step in turn, on the CPU."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -92,16 +93,61 @@ class Process:
         return True
 
     def recv(self):
-        return float(len(self.asked))
+        word = self.asked[-1][1]
+        return [float(len(self.asked))] * word if isinstance(word, int) else float(len(self.asked))
 
 
 def test_a_round_is_a_step_of_each_and_every_other_one_goes_backwards(script):
     asked, players = [], script.list_players([OURS, MEGATRON])
-    steps = script.take_turns({player: Process(player.name, asked) for player in players}, 3)
+    steps, readings = script.take_turns({player: Process(player.name, asked) for player in players}, 3)
     forwards = [player.name for player in players]
     assert [name for name, _ in asked] == [*forwards, *reversed(forwards), *forwards]
-    assert {word for _, word in asked} == {script.STEP}
+    assert {word for _, word in asked} == {1}
+    assert not any(readings.values())  # nobody looked
     assert list(steps.values()) == [[1.0, 8.0, 9.0], [2.0, 7.0, 10.0], [3.0, 6.0, 11.0], [4.0, 5.0, 12.0]]
+
+
+def test_a_round_may_have_several_steps_and_what_is_drawn_is_read_around_them(script):
+    asked, players, within = [], script.list_players([OURS]), []
+
+    class Meter:
+        @contextlib.contextmanager
+        def read(self):
+            begin = len(asked)
+            reading = energy_meter.Reading(joules=float(len(within)))
+            yield reading
+            within.append(asked[begin:])
+
+    with energy_meter_of(script) as energy_meter:
+        steps, readings = script.take_turns(
+            {player: Process(player.name, asked) for player in players}, 2, steps_a_round=3, meter=Meter()
+        )
+    nothing, ours = players
+    assert within == [[(player.name, 3)] for player in (nothing, ours, ours, nothing)]
+    assert [len(own) for own in steps.values()] == [6, 6]
+    assert [[one.joules for one in own] for own in readings.values()] == [[0.0, 3.0], [1.0, 2.0]]
+    assert script.sum_up([readings, readings], [steps, steps])[ours].joules_a_step == pytest.approx(6 / 12)
+
+
+@contextlib.contextmanager
+def energy_meter_of(script):
+    """Yield the module that the script reads energy with."""
+    yield sys.modules[script.EnergyMeter.__module__]
+
+
+def test_the_table_of_energy_has_each_over_the_nothing_of_its_own_process(script):
+    nothing, ours, megatrons_nothing, megatrons = script.list_players([OURS, MEGATRON])
+    joules = {nothing: 400.0, ours: 420.0, megatrons_nothing: 500.0, megatrons: 600.0}
+    table = script.build_energy_table({player: script.Energy(own, 1699.4, 686.6, 0.995) for player, own in joules.items()})
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert columns[1:3] == [["400.0", "420.0", "500.0", "600.0"], ["-", "1.050", "-", "1.200"]]
+    assert [column[0] for column in columns[3:]] == ["1699", "687", "100%"]
+
+
+def test_without_the_library_energy_is_refused_before_a_model_is_built(script, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert run(script, monkeypatch, *MODEL, "--settings", "ours:expert_fc1", "--energy") == 2
+    assert "pip install nvidia-ml-py" in capsys.readouterr().err
 
 
 def test_a_ratio_is_of_two_steps_of_one_round_and_a_repeat_has_the_median_of_its_rounds(script):

@@ -1,0 +1,116 @@
+"""What a GPU draws while something runs on it: joules, and clock and power by many samples. For scripts beside this one.
+
+Reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`), from a process that need not use the
+GPU itself. A device's counter of energy moves every few dozen milliseconds: read a second or more of work at a time.
+"""
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from fgoffload.errors import ConfigError
+
+SAMPLE_SECONDS = 0.01
+
+
+@dataclasses.dataclass
+class Reading:
+    """What was read of one stretch of time."""
+
+    joules: float = 0.0
+    clocks_mhz: list[int] = dataclasses.field(default_factory=list)
+    """Of the multiprocessors, by sample."""
+    watts: list[float] = dataclasses.field(default_factory=list)
+    is_capped: list[bool] = dataclasses.field(default_factory=list)
+    """Whether the power limit held the clock down, by sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Energy:
+    """What several readings of the same work say together."""
+
+    joules_a_step: float
+    clock_mhz: float
+    watts: float
+    capped_part: float
+    """Of the samples, those in which the power limit held the clock down, as a part."""
+
+
+class EnergyMeter:
+    """Reads one GPU, the first that a process with these variables would use. Close it, or leave it as a context.
+
+    Raises:
+        ConfigError: The library is not installed, there is no such GPU, or it does not count its energy.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            raise ConfigError(
+                "Energy is read through nvidia-ml-py, and it is not installed: pip install nvidia-ml-py."
+            ) from None
+        self._nvml: Any = pynvml
+        name = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+        try:
+            pynvml.nvmlInit()
+            by_name = pynvml.nvmlDeviceGetHandleByUUID if name.startswith("GPU-") else pynvml.nvmlDeviceGetHandleByIndex
+            self._device = by_name(name if name.startswith("GPU-") else int(name))
+            self._read_joules()
+        except (pynvml.NVMLError, ValueError) as error:
+            raise ConfigError(f"The energy of GPU {name!r} cannot be read: {error}. Run this where its driver is.") from None
+
+    def __enter__(self) -> "EnergyMeter":
+        """Return this object."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the library."""
+        self._nvml.nvmlShutdown()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Reading]:
+        """Read what is drawn inside: the result is filled when it ends."""
+        reading, is_over = Reading(), threading.Event()
+
+        def sample() -> None:
+            while not is_over.wait(SAMPLE_SECONDS):
+                self._sample(reading)
+
+        sampler = threading.Thread(target=sample, daemon=True)
+        before = self._read_joules()
+        sampler.start()
+        try:
+            yield reading
+        finally:
+            is_over.set()
+            sampler.join()
+            reading.joules = self._read_joules() - before
+
+    def _read_joules(self) -> float:
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device)) / 1e3  # since the driver was loaded
+
+    def _sample(self, reading: Reading) -> None:
+        nvml, device = self._nvml, self._device
+        reading.clocks_mhz.append(nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM))
+        reading.watts.append(nvml.nvmlDeviceGetPowerUsage(device) / 1e3)
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(device)
+        reading.is_capped.append(bool(reasons & nvml.nvmlClocksEventReasonSwPowerCap))
+
+
+def summarize(readings: list[Reading], *, steps: int) -> Energy:
+    """Return what `readings` of `steps` steps, all together, say."""
+    samples = [
+        sample for reading in readings for sample in zip(reading.clocks_mhz, reading.watts, reading.is_capped, strict=True)
+    ]
+    clocks, watts, is_capped = zip(*samples, strict=True) if samples else ((), (), ())
+
+    def average(values: Any) -> float:
+        return statistics.fmean(values) if values else 0.0
+
+    joules = sum(reading.joules for reading in readings)
+    return Energy(joules / steps, average(clocks), average(watts), average(is_capped))
