@@ -104,13 +104,10 @@ class EnergyMeter:
 
 def summarize(readings: list[Reading], *, steps: int) -> Energy:
     """Return what `readings` of `steps` steps, all together, say."""
-    samples = [
-        sample for reading in readings for sample in zip(reading.clocks_mhz, reading.watts, reading.is_capped, strict=True)
-    ]
-    clocks, watts, is_capped = zip(*samples, strict=True) if samples else ((), (), ())
 
-    def average(values: Any) -> float:
-        return statistics.fmean(values) if values else 0.0
+    def average(name: str) -> float:
+        samples = [sample for reading in readings for sample in getattr(reading, name)]
+        return statistics.fmean(samples) if samples else 0.0
 
     joules = sum(reading.joules for reading in readings)
-    return Energy(joules / steps, average(clocks), average(watts), average(is_capped))
+    return Energy(joules / steps, average("clocks_mhz"), average("watts"), average("is_capped"))

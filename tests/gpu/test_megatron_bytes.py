@@ -378,8 +378,14 @@ def test_each_tag_saves_the_bytes_of_its_formula_in_fp8(name, measured_in_fp8):
     compare(name, measured_in_fp8)
 
 
+def name_run(run):
+    """Return what `-k` finds a run of files by."""
+    layout, is_deterministic = run
+    return f"tp{layout.tensor}_ep{layout.expert}_{'deterministic' if is_deterministic else 'fastest'}"
+
+
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize(("run", "name"), FILE_RUNS, ids=str)
+@pytest.mark.parametrize(("run", "name"), [pytest.param(run, name, id=f"{name_run(run)}-{name}") for run, name in FILE_RUNS])
 def test_each_tag_saves_the_bytes_of_its_formula_in_the_layers_of_a_file(run, name, measure_files):
     measured = measure_files(*run)
     compare(name, measured)

@@ -2,9 +2,9 @@
 
 Where Megatron's modules have an attribute of their own for it, that attribute is set in the layers of the plan; Megatron's
 flags set it in all layers alike. Where the module has a checkpoint without output then, `reruns.py` takes its place (see
-`checkpoints.py`). A whole layer goes through a checkpoint: Megatron's, which restores the random states of all its generators, or
-Transformer Engine's where FP8 is on, which restores the scaling too. First linears, with what is before and behind them, are the
-first parts of their modules' forward.
+`checkpoints.py`). A whole layer goes through a checkpoint: Megatron's, which restores the random states of all its
+generators, or Transformer Engine's where FP8 is on, which restores the scaling too. First linears, with what is before and
+behind them, are the first parts of their modules' forward.
 
 | unit | what does it | since |
 |---|---|---|
