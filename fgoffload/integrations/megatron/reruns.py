@@ -75,10 +75,10 @@ class Rerun:
         _pop_hooks()
 
     def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
-        """Take note of what the function returned, and return what of it will be emptied: not what it was given."""
+        """Take note of what the function returned, and return what of it will be emptied: not what it was given, nor a leaf."""
         emptied = []
         for output in as_tuple(outputs):
-            if isinstance(output, torch.Tensor) and get_key(output) not in self._given:
+            if isinstance(output, torch.Tensor) and get_key(output) not in self._given and not is_of_leaf(output):
                 storage = output.untyped_storage()
                 self._outputs.append(_Output(storage, storage.nbytes()))
                 emptied.append(output)

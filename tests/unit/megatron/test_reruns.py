@@ -258,6 +258,14 @@ def test_what_it_is_given_and_returns_is_not_emptied():
     assert_same_bits([outputs[1].detach()], [hidden.detach() * 2])
 
 
+def test_a_parameter_that_is_returned_is_not_emptied():
+    weight = torch.nn.Parameter(torch.ones(3, 16))
+    rerun = Rerun(lambda one: (weight[:2], one * 2), (leaf(6, 16) * 1,), name="it")
+    assert len(rerun.note_outputs((weight[:2], leaf(6, 16) * 2))) == 1
+    rerun.empty_outputs()
+    assert weight.untyped_storage().nbytes() == 3 * 16 * 4
+
+
 def make_unlike(*functions):
     """Return a function that is another one in each run."""
     remaining = iter(functions)
