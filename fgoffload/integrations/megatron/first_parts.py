@@ -161,7 +161,7 @@ class _Runs:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             given = _Arguments.of(args, kwargs)
             inputs = given.find_inputs()
-            # Where nothing that it is given has a gradient, the first part saves little, and has no site.
+            # Where nothing that it is given needs a gradient, as behind frozen layers, a plan's units run once.
             if is_inert() or not inputs:
                 return original(module, *args, **kwargs)
             # It lives as long as the graph, and must not hold the input, which may leave.

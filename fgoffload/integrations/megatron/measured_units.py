@@ -2,10 +2,11 @@
 
 [Note: Units that keep every bit]
 A unit that runs again computes what it computed before. But a checkpoint sums the gradients of its input by itself, and hands
-on their sum. Where others use that input too, the sum without recompute may take their gradients in between, and sums of three
-or more floating-point numbers depend on their order. So such a unit is offered where its graph reaches its input once, or where
-nobody else uses the input. What runs again for the graph of its forward keeps every bit, whatever it is made of: a norm of
-plain ops too, which uses its input twice, beside a residual that uses it once more.
+on their sum. Where others use that input too, the sum without recompute may take their gradients in between, and sums of
+three or more floating-point numbers depend on their order. So such a unit is offered where its graph reaches its input once,
+or where nobody else uses the input. What runs again for the graph of its forward (`reruns.py`) keeps every bit, whatever it
+is made of: a norm of plain ops too, which uses its input twice, beside a residual that uses it once more. In FP8 such units
+are checkpoints of Megatron's all the same.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
+from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.step_records import ModuleRecord, Run
@@ -27,7 +29,7 @@ class UnitForm(enum.Enum):
     """How a unit runs again."""
 
     CHECKPOINT = "its input is kept, and all that it saved inside is not"  # `tensor_parallel.checkpoint`
-    REFILL = "its output is emptied too, and filled again before it is needed"  # `reruns.py`
+    REFILL = "its output is emptied too, and filled again before it is needed"  # `CheckpointWithoutOutput`, or `reruns.py`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class WatchedUnit:
     form: UnitForm
     has_shared_input: bool
     """Whether others use its input too."""
+    sums_gradients: bool
+    """Whether its recompute sums the gradients of its input by itself. See [Note: Units that keep every bit]."""
 
 
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
@@ -60,7 +64,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
         "shared_expert": (getattr(mlp, "shared_experts", None), UnitForm.CHECKPOINT, True),
     }
     return [
-        WatchedUnit(name, module, form, is_shared)
+        WatchedUnit(name, module, form, is_shared, form is UnitForm.CHECKPOINT or is_quantized(layer.config))
         for name, (module, form, is_shared) in found.items()
         if name in units and module is not None
     ]
@@ -85,7 +89,7 @@ def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[A
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
     """Return whether a step has the same bits when `unit` runs again. See [Note: Units that keep every bit]."""
-    return unit.form is UnitForm.REFILL or not unit.has_shared_input or record.input_edges == 1
+    return not unit.sums_gradients or not unit.has_shared_input or record.input_edges == 1
 
 
 def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., None], Callable[..., None]]:

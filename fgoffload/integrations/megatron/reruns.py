@@ -7,11 +7,12 @@
 Megatron's checkpoint without output runs the function without a graph, builds one when it runs again, and goes through that by
 a backward within the backward. Here the graph is the one of forward, and only what it saved comes from the second run. So
 gradients are summed in the order of a training without recompute, whatever the function is made of, and the bits are the same.
-The host has less to do: no custom function, no second graph, no backward within the backward, each of which a late host pays
-for in the step. What is kept is the same: the inputs of the function.
+The host has no second graph to go through, and no backward within the backward; each tensor that is saved costs it three calls
+instead, so that a function that saves dozens costs more. What is kept is the same, the inputs of the function, unless a custom
+function inside keeps something else than by `save_for_backward`.
 
 What `torch.utils.checkpoint` does without reentrance is this for what a function saves. Here what it returns, and others save,
-goes too, and its inputs may leave for the host.
+goes too, and its inputs may leave for the host. Autocast is not restored, as Megatron's checkpoints do not.
 
 [Note: Who holds what]
 The graph holds what stands for dropped tensors, these hold the rerun, and the rerun holds them weakly, the inputs packed, and
@@ -27,16 +28,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fgoffload.engine.handles import KeptHandle, hold
-from fgoffload.engine.identity import get_key, is_of_leaf
+from fgoffload.engine.identity import get_key, get_version, is_of_leaf, is_without_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
-from fgoffload.errors import StateError
+from fgoffload.errors import InternalError, StateError
 from fgoffload.integrations.megatron.imports import load_module
-
-_swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], object] | None = getattr(
-    torch.UntypedStorage, "_swap_data_ptr_", None
-)
-"""Exchanges the memory of two storages, where torch can: https://github.com/pytorch/pytorch/pull/177449."""
 
 
 class Rerun:
@@ -96,7 +92,11 @@ class Rerun:
                 output.storage.resize_(0)
 
     def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
-        if type(tensor) is torch.nn.Parameter or is_of_leaf(tensor):
+        # Linears of many experts save a few dozen weights, and as many biases that they do not have.
+        if type(tensor) is torch.nn.Parameter and tensor.is_leaf:
+            self._dropped.append(None)
+            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
+        if is_of_leaf(tensor) or (tensor.numel() == 0 and is_without_bytes(tensor)):
             self._dropped.append(None)
             return hold(tensor, self._place)
         packed = _Packed(self)
@@ -106,23 +106,38 @@ class Rerun:
     # Backward.
 
     def run(self) -> None:
-        """Run the function again, once: fill what was emptied, and find what was dropped.
+        """Run the function again, once: fill what was emptied, and give the graph what was dropped.
 
         Raises:
-            StateError: It has saved or returned something else than in forward, or an input was changed in place.
+            StateError: It has saved or returned something else than in forward, or what it was given, or saved, was changed in
+                place since.
         """
-        function, self._function = self._function, None
+        function = self._function
         if function is None:
             return
+        outputs, found = self._run(function)
+        for output, again in zip(self._outputs, outputs, strict=True):
+            if output is not None:
+                output.fill(again)
+        for dropped, saved in zip(self._dropped, found, strict=True):
+            if dropped is not None and saved is not None:
+                dropped.give_back(saved.tensor)
+        # Only now: after an error another backward may try again. What hooks of the graph hold of this lives as long as the
+        # graph does, and must not hold the inputs.
+        self._function = None
+        self._inputs, self._outputs, self._dropped = [], [], []
+
+    def _run(self, function: Callable[..., Any]) -> "tuple[tuple[Any, ...], list[_Found | None]]":
+        """Return what `function` returns, and what it saves, when it runs again: as much of both as in forward."""
         inputs = [arg.take() if isinstance(arg, _Input) else arg for arg in self._inputs]
-        found: list[torch.Tensor | None] = []
+        found: list[_Found | None] = []
 
         def find(tensor: torch.Tensor) -> None:
             index = len(found)
             dropped = self._dropped[index] if index < len(self._dropped) else None
             if dropped is not None:
                 dropped.check(tensor, self._place)
-            found.append(None if dropped is None else tensor.detach())
+            found.append(None if dropped is None else _Found(tensor.detach(), get_version(tensor)))
 
         random = _get_random()
         with random._fork_rng(), torch.enable_grad():  # noqa: SLF001 - the only name
@@ -137,15 +152,10 @@ class Rerun:
                 f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, where forward saved "
                 f"{len(self._dropped)} and returned {len(self._outputs)}. It must do the same twice: keep it in the plan."
             )
-        shared = {get_key(tensor) for tensor in found if tensor is not None}
-        for output, again in zip(self._outputs, outputs, strict=True):
-            if output is not None:
-                output.fill(again, is_shared=get_key(again) in shared)
-        for dropped, tensor in zip(self._dropped, found, strict=True):
-            if dropped is not None and tensor is not None:
-                dropped.give_back(tensor)
-        # What hooks of the graph hold of this lives as long as the graph does, and must not hold the inputs.
-        self._inputs, self._outputs, self._dropped = [], [], []
+        for saved in found:
+            if saved is not None:
+                saved.check(self._place)
+        return outputs, found
 
 
 class _Packed:
@@ -159,11 +169,11 @@ class _Packed:
 
     def take(self) -> torch.Tensor:
         """Return the tensor of the second run, which is run now if backward has not come by its end."""
-        rerun, self._rerun = self._rerun, None
-        if rerun is not None:
-            rerun.run()
+        if self._rerun is not None:
+            self._rerun.run()
+            self._rerun = None
         if self.tensor is None:
-            raise StateError("a recompute ended before it came to what backward asks for. See the error before this one.")
+            raise InternalError("a recompute is over and has not found what backward asks for. Please report it.")
         return self.tensor
 
 
@@ -193,6 +203,26 @@ class _Dropped(NamedTuple):
             packed.tensor = tensor
 
 
+class _Found(NamedTuple):
+    """What the second run saved in the place of a dropped tensor."""
+
+    tensor: torch.Tensor
+    version: int
+    """Then. The function may have changed it since, in both runs alike."""
+
+    def check(self, place: Place) -> None:
+        """Refuse what was changed in place since it was saved, as autograd would.
+
+        Raises:
+            StateError: It was.
+        """
+        if get_version(self.tensor) != self.version:
+            raise StateError(
+                f"A tensor of shape {list(self.tensor.shape)} that {place} saved was changed in place behind it. Change a "
+                "clone of it, or keep the unit in the plan."
+            )
+
+
 class _Input(NamedTuple):
     """A saved input of the function."""
 
@@ -210,12 +240,8 @@ class _Output(NamedTuple):
     storage: torch.UntypedStorage
     nbytes: int
 
-    def fill(self, again: torch.Tensor, *, is_shared: bool) -> None:
-        """Fill it with what the second run returned.
-
-        Args:
-            again: Is of no use behind this, where nobody else has its storage.
-            is_shared: Whether somebody has.
+    def fill(self, again: torch.Tensor) -> None:
+        """Fill it with a copy of what the second run returned.
 
         Raises:
             StateError: It has not as many bytes.
@@ -228,9 +254,6 @@ class _Output(NamedTuple):
                 f"a recompute returned a tensor over {other.nbytes()} bytes where forward returned one over {self.nbytes}. It "
                 "must do the same twice: keep it in the plan."
             )
-        if _swap_memory is not None and not is_shared:
-            _swap_memory(storage, other)
-            return
         storage.resize_(self.nbytes)
         storage.copy_(other)
 
@@ -254,7 +277,7 @@ def _refuse(_: None) -> torch.Tensor:
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """Return what a function returned, one thing or several, as several."""
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def _get_random() -> Any:

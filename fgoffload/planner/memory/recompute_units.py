@@ -3,8 +3,7 @@
 Two kinds. A checkpoint saves its input, and runs again right before its own backward: `layer`, `core_attn`, `mlp`, `moe` and
 `shared_expert`. The others drop what they return, which the module behind them would save; they run again as soon as backward
 reaches the end of what used it, and fill the dropped storage with a copy, beside which what ran again is there once more.
-`qkv_linear`, `mlp_fc1` and `expert_fc1` run again right before the backward of what they ran for. Counted is what the oldest
-torch does, which has to copy; where memory can be exchanged there is neither the copy nor the second one.
+`qkv_linear`, `mlp_fc1` and `expert_fc1` run again right before the backward of what they ran for.
 
 Source: `reruns.py` of the Megatron integration; `checkpoint` of megatron/core/tensor_parallel/random.py and the callers of it
 and of `CheckpointWithoutOutput` in transformer_layer.py, multi_latent_attention.py, attention.py and moe/, in megatron-core

@@ -10,7 +10,14 @@ from fgoffload import OffloadConfig, Site, StateError
 from fgoffload.engine import CpuDevice, Lane
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
-from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, count_edges, keeps_bits, watch_units
+from fgoffload.integrations.megatron.measured_units import (
+    UnitForm,
+    WatchedUnit,
+    count_edges,
+    keeps_bits,
+    list_watched,
+    watch_units,
+)
 from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.step_records import ModuleRecord
@@ -285,19 +292,23 @@ def test_norms_are_offered_whatever_they_are_made_of(mixed, normed):
 
 
 @pytest.mark.parametrize(
-    ("form", "has_shared_input", "input_edges", "is_kept"),
-    [
-        (UnitForm.REFILL, True, 2, True),
-        (UnitForm.CHECKPOINT, True, 2, False),
-        (UnitForm.CHECKPOINT, True, 1, True),
-        (UnitForm.CHECKPOINT, False, 2, True),
-    ],
+    ("sums_gradients", "has_shared_input", "input_edges", "is_kept"),
+    [(False, True, 2, True), (True, True, 2, False), (True, True, 1, True), (True, False, 2, True)],
 )
-def test_a_checkpoint_whose_input_others_use_is_offered_where_its_graph_reaches_that_once(
-    form, has_shared_input, input_edges, is_kept
+def test_a_recompute_that_sums_gradients_is_offered_where_the_sum_is_the_same(
+    sums_gradients, has_shared_input, input_edges, is_kept
 ):
-    unit = WatchedUnit("unit", torch.nn.Identity(), form, has_shared_input)
+    unit = WatchedUnit("unit", torch.nn.Identity(), UnitForm.REFILL, has_shared_input, sums_gradients)
     assert keeps_bits(unit, ModuleRecord(input_edges=input_edges)) is is_kept
+
+
+@pytest.mark.parametrize(("fp8", "norms"), [(None, set()), ("hybrid", {"attn_norm", "mlp_norm"})])
+def test_checkpoints_sum_gradients_and_in_fp8_norms_are_checkpoints(fp8, norms):
+    with make_trainer(MIXED, None) as trainer:
+        layer = trainer.chunks[0].decoder.layers[0]
+        layer.config.fp8 = fp8
+        units = list_watched(layer, ("attn_norm", "core_attn", "mlp_norm", "mlp"))
+    assert {unit.name for unit in units if unit.sums_gradients} == {"core_attn", "mlp"} | norms
 
 
 def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):
@@ -341,7 +352,7 @@ def test_what_a_unit_is_given_and_nobody_saves_is_kept_where_it_runs_again_whole
     # What the projection returns is freed in forward, and so is the key: another storage gets the name of each soon.
     given = torch.ones(6, 8, requires_grad=True)
     recorder, attention = StepRecorder(CpuDevice(), memory=None), CopyingAttention()
-    watched = WatchedUnit("core_attn", attention, UnitForm.CHECKPOINT, has_shared_input=False)
+    watched = WatchedUnit("core_attn", attention, UnitForm.CHECKPOINT, has_shared_input=False, sums_gradients=True)
     handles = watch_units(lambda: recorder, [watched])
     with recorder.model(0), recorder.layer(0, 0, given):
         query, key, value = (given.repeat(1, 3) * 2).chunk(3, dim=-1)

@@ -86,15 +86,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.fixture(params=["swapped", "copied"])
-def filling(request, monkeypatch):
-    if request.param == "copied":
-        monkeypatch.setattr(reruns, "_swap_memory", None)
-    elif reruns._swap_memory is None:
-        pytest.skip("this torch cannot exchange the memory of storages")
-
-
-@pytest.mark.usefixtures("filling")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bits_are_those_of_a_training_without(name):
     function, shapes, weights = FUNCTIONS[name]
@@ -108,7 +99,6 @@ def test_bits_are_those_of_a_training_without(name):
     assert_same_bits(*results)
 
 
-@pytest.mark.usefixtures("filling")
 def test_between_forward_and_backward_only_the_inputs_are_there():
     saved = []
 
@@ -131,8 +121,7 @@ def test_between_forward_and_backward_only_the_inputs_are_there():
     assert seen == [[True, True], [0]]
 
 
-@pytest.mark.usefixtures("filling")
-def test_what_ran_again_is_there_once(monkeypatch):
+def test_what_ran_again_is_there_once():
     made = []
 
     def watched(hidden):
@@ -154,25 +143,6 @@ def test_what_ran_again_is_there_once(monkeypatch):
     product.sum().backward()
     # The output of forward is full again. That of the second run is gone.
     assert states == [[6 * 16 * 4, None]]
-
-
-@pytest.mark.skipif(reruns._swap_memory is None, reason="this torch cannot exchange the memory of storages")
-def test_where_torch_can_exchange_memory_nothing_is_copied():
-    addresses = []
-
-    def watched(hidden):
-        result = normalize(hidden)
-        addresses.append(result.data_ptr())
-        return result
-
-    hidden = leaf(6, 16) * 1
-    rerun = Rerun(watched, (hidden,), name="it")
-    with rerun:
-        output = watched(hidden)
-    rerun.note_outputs(output)
-    rerun.empty_outputs()
-    rerun.run()
-    assert output.data_ptr() == addresses[1]
 
 
 def test_a_graph_that_is_dropped_frees_everything_at_once():
@@ -222,6 +192,104 @@ def test_backward_that_comes_another_way_runs_it_too():
     rerun.note_outputs(output)
     output.sum().backward()  # nothing calls `run`
     assert_same_bits([hidden.grad], [expected.grad])
+
+
+class Raises:
+    """Raises in one of its runs, counted from 0."""
+
+    def __init__(self, function, run):
+        self._function, self._remaining = function, run
+
+    def __call__(self, *inputs):
+        self._remaining -= 1
+        if self._remaining == -1:
+            raise MemoryError
+        return self._function(*inputs)
+
+
+@pytest.mark.parametrize("calls_run", [True, False], ids=["by its hook", "by what is asked for"])
+def test_a_backward_that_is_tried_again_after_the_second_run_raised_computes_the_same(calls_run):
+    hidden, weight, expected = leaf(6, 16), leaf(16, 4), [leaf(6, 16), leaf(16, 4)]
+    (normalize(expected[0] * 1) @ expected[1]).sum().backward()
+    given, function = hidden * 1, Raises(normalize, 1)
+    rerun = Rerun(function, (given,), name="it")
+    with rerun:
+        output = function(given)
+    rerun.note_outputs(output)
+    product = output @ weight
+    if calls_run:
+        rerun.empty_outputs()
+        product.register_hook(lambda gradient: rerun.run())
+    loss = product.sum()
+    with pytest.raises(MemoryError):
+        loss.backward(retain_graph=True)
+    hidden.grad = weight.grad = None
+    loss.backward()
+    assert_same_bits([hidden.grad, weight.grad], [one.grad for one in expected])
+
+
+def test_who_looks_at_what_the_second_run_returned_keeps_it():
+    seen = []
+
+    def watched(given):
+        seen.append(normalize(given))
+        return seen[-1]
+
+    run(watched, leaf(6, 16), weight=leaf(16, 4))
+    assert_same_bits([seen[0].detach()], [seen[1].detach()])
+
+
+def test_part_of_a_graph_may_be_dropped():
+    hidden = leaf(6, 16) * 1
+    rerun = Rerun(lambda one: (one.sin(), one.cos()), (hidden,), name="it")
+    with rerun:
+        kept, dropped = hidden.sin(), hidden.cos()
+    rerun.note_outputs((kept, dropped))
+    del dropped
+    gradient = torch.autograd.grad(kept.sum(), hidden)[0]
+    assert_same_bits([gradient], [hidden.detach().cos()])
+
+
+def test_what_is_no_tensor_or_needs_no_gradient_is_given_again_as_it_was():
+    given = []
+
+    def scale(hidden, factor, table, nothing):
+        given.append([factor, nothing, *((one.requires_grad, one.is_leaf) for one in (hidden, table))])
+        return hidden * factor * table
+
+    hidden, table = leaf(6, 16) * 1, torch.ones(16)
+    rerun = Rerun(scale, (hidden, 3, table, None), name="it")
+    with rerun:
+        output = scale(hidden, 3, table, None)
+    rerun.note_outputs(output)
+    output.sum().backward()
+    assert given == [[3, None, (True, False), (False, True)], [3, None, (True, True), (False, True)]]
+
+
+def test_a_leaf_of_the_function_stays_and_gets_its_gradient():
+    factor, expected = leaf(16, seed=3), leaf(16, seed=3)
+    hidden = leaf(6, 16) * 1
+    (hidden.detach() * expected.sin()).sum().backward()
+    rerun = Rerun(lambda one: one * factor.sin(), (hidden,), name="it")
+    with rerun:
+        output = hidden * factor.sin()
+    rerun.note_outputs(output)
+    with torch.no_grad():
+        assert rerun._dropped.count(None) == 1  # the leaf that the sine saves
+    output.sum().backward()
+    assert_same_bits([factor.grad], [expected.grad])
+
+
+def test_outputs_may_be_in_a_list():
+    hidden = leaf(6, 16) * 1
+    rerun = Rerun(lambda one: [one.sin(), one.cos()], (hidden,), name="it")
+    with rerun:
+        outputs = [hidden.sin(), hidden.cos()]
+    assert len(rerun.note_outputs(outputs)) == 2
+    rerun.empty_outputs()
+    assert [one.untyped_storage().nbytes() for one in outputs] == [0, 0]
+    rerun.run()
+    assert_same_bits([one.detach() for one in outputs], [hidden.detach().sin(), hidden.detach().cos()])
 
 
 def test_a_second_backward_of_the_same_graph_computes_the_same():
@@ -303,6 +371,16 @@ def test_an_input_that_was_changed_is_refused():
         rerun.run()
 
 
+def test_what_the_function_changes_after_it_was_saved_is_refused():
+    def change(hidden):
+        result = hidden.exp()
+        result.mul_(3)
+        return result * 1
+
+    with pytest.raises(StateError, match=r"shape \[6, 16\] that a recompute of it saved was changed in place behind it"):
+        run(change, leaf(6, 16), weight=leaf(16, 4))
+
+
 def test_a_weight_that_was_changed_is_refused():
     weight = torch.nn.Parameter(torch.ones(16))
     given = leaf(6, 16) * 1
@@ -374,12 +452,21 @@ def test_checkpoints_of_a_plan_run_for_one_graph_and_others_as_megatron_has_them
     assert run_checkpoint(**conditions) == node
 
 
-def test_below_a_checkpoint_and_without_gradients_megatrons_own_runs():
-    with torch.no_grad():
-        offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), is_idle=True)
-        with Patches() as patches:
-            follow_checkpoints(patches, lambda: offload)
-            checkpoint = random.CheckpointWithoutOutput()
-            output = checkpoint.checkpoint(torch.sin, leaf(3))
-    assert "_fgoffload_rerun" not in vars(checkpoint)
-    assert not output.requires_grad
+@pytest.mark.parametrize("where", ["below a checkpoint", "without gradients"])
+def test_where_regions_are_inert_megatrons_own_runs(where):
+    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), is_idle=True)
+    checkpoints = []
+
+    def run_below(hidden):
+        checkpoints.append(random.CheckpointWithoutOutput())
+        return checkpoints[-1].checkpoint(torch.sin, hidden)
+
+    with Patches() as patches:
+        follow_checkpoints(patches, lambda: offload)
+        if where == "without gradients":
+            with torch.no_grad():
+                run_below(leaf(3))
+        else:
+            torch.utils.checkpoint.checkpoint(run_below, leaf(3) * 1, use_reentrant=False)
+    assert checkpoints
+    assert all("_fgoffload_rerun" not in vars(one) for one in checkpoints)
