@@ -92,11 +92,12 @@ class Rerun:
                 output.storage.resize_(0)
 
     def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
-        # Linears of many experts save a few dozen weights, and as many biases that they do not have.
-        if type(tensor) is torch.nn.Parameter and tensor.is_leaf:
+        # Linears of many experts save a few dozen weights, and as many biases that they do not have, while the device waits for
+        # the host: these first, and without the questions that `hold` asks.
+        if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
             self._dropped.append(None)
             return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
-        if is_of_leaf(tensor) or (tensor.numel() == 0 and is_without_bytes(tensor)):
+        if is_of_leaf(tensor):
             self._dropped.append(None)
             return hold(tensor, self._place)
         packed = _Packed(self)
