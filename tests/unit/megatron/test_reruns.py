@@ -381,6 +381,19 @@ def test_what_the_function_changes_after_it_was_saved_is_refused():
         run(change, leaf(6, 16), weight=leaf(16, 4))
 
 
+def test_a_weight_that_was_changed_before_forward_is_none_that_was_changed():
+    weight = torch.nn.Parameter(torch.ones(16))
+    with torch.no_grad():
+        weight.add_(1)
+    given = leaf(6, 16) * 1
+    rerun = Rerun(lambda one: one * weight, (given,), name="it")
+    with rerun:
+        output = given * weight
+    rerun.note_outputs(output)
+    output.sum().backward()
+    assert_same_bits([weight.grad], [given.detach().sum(0)])
+
+
 def test_a_weight_that_was_changed_is_refused():
     weight = torch.nn.Parameter(torch.ones(16))
     given = leaf(6, 16) * 1
