@@ -41,7 +41,7 @@ class Energy:
 
 
 class EnergyMeter:
-    """Reads one GPU, the first that a process with these variables would use. Close it, or leave it as a context.
+    """Reads one GPU, the first that a process with these variables would use. A context, which lets go of it.
 
     Raises:
         ConfigError: The library is not installed, there is no such GPU, or it does not count its energy.

@@ -272,8 +272,10 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     return options, flags
 
 
-def run_all(options: argparse.Namespace, flags: Sequence[str], folder: Path, console: Console) -> None:
-    """Measure all settings and show them.
+def run_all(
+    options: argparse.Namespace, flags: Sequence[str], folder: Path, console: Console, meter: EnergyMeter | None
+) -> None:
+    """Measure all settings and show them, and what they drew where there is a meter.
 
     Raises:
         OffloadError: A setting cannot be trained here, in one process.
@@ -293,7 +295,6 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], folder: Path, con
     repeats: list[Steps] = []
     drawn: list[Readings] = []
     peaks: list[Peaks] = []
-    meter = EnergyMeter() if options.energy else None  # before any model is built: it may not be there
     for repeat in range(options.repeats):
         with start(job, players, folder, repeat=repeat) as connections:
             ready = [hear(player, connection) for player, connection in connections.items()]
@@ -340,7 +341,8 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             folder = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fgoffload-")))
             folder.mkdir(parents=True, exist_ok=True)
-            run_all(options, flags, folder, console)
+            meter = stack.enter_context(EnergyMeter()) if options.energy else None
+            run_all(options, flags, folder, console, meter)
     except OffloadError as error:
         print(error, file=sys.stderr)
         return 2

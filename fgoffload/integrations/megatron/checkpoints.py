@@ -66,9 +66,8 @@ def _run(get_offload: GetOffload, original: Any) -> Any:
             # Outputs that are inputs too are not emptied, where there are such (since 0.19).
             kept = {get_key(one) for one in args if isinstance(one, torch.Tensor)} if _retains_inputs(self) else set()
             emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
-        if not offload.is_idle:
-            # Before anything can save them: their storages are emptied after their last use in forward.
-            offload.engine.keep_recomputed(emptied)
+        # Before anything can save them: their storages are emptied after their last use in forward.
+        offload.keep_recomputed(emptied)
         return outputs
 
     return checkpoint

@@ -220,9 +220,7 @@ class _Runs:
         made = reached.find_made(given)
         outputs = self._separate(made.values())
         dropping.close()
-        emptied = rerun.note_outputs(outputs)
-        if not offload.is_idle:
-            offload.engine.keep_recomputed(emptied)
+        offload.keep_recomputed(rerun.note_outputs(outputs))
         arguments = reached.replace(dict(zip(made, outputs, strict=True)))
         result = run_in_site(offload, self._part.until_tag, outputs[0], lambda: arguments.call(original, submodule))
         rerun.empty_outputs()

@@ -95,6 +95,11 @@ class MegatronOffload:
         """
         return not self.selected and not self.engine.observers
 
+    def keep_recomputed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never move the storages of `tensors`, which are emptied and filled again: see `OffloadEngine.keep_recomputed`."""
+        if not self.is_idle:
+            self.engine.keep_recomputed(tensors)
+
     # Where forward is.
 
     def begin_microbatch(self, chunk: int) -> None:

@@ -249,7 +249,7 @@ class _Output(NamedTuple):
         """
         storage, other = self.storage, again.untyped_storage()
         if storage.nbytes():
-            return  # with another output, which looks at the same storage
+            return  # with another output, which looks at the same storage, or it was not emptied
         if other.nbytes() != self.nbytes:
             raise StateError(
                 f"a recompute returned a tensor over {other.nbytes()} bytes where forward returned one over {self.nbytes}. It "

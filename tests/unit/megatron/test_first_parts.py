@@ -158,7 +158,7 @@ class Experts(torch.nn.Module):
         self.config = make_experts(self.linear_fc1, is_fused=False).config
 
 
-NOBODY = types.SimpleNamespace(find_region=lambda tag: None, is_idle=True)
+NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list)
 
 
 def run_experts(experts, tokens=(5, 11)):

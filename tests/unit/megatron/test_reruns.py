@@ -32,17 +32,28 @@ def normalize(hidden):
     return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
+def begin(function, *args):
+    """Return the forward of what runs again, and what it returned."""
+    rerun = Rerun(function, args, name="it")
+    with rerun:
+        outputs = function(*args)
+    rerun.note_outputs(outputs)
+    return rerun, outputs
+
+
+def use(rerun, output, weight):
+    """Return a product with `output`, which is emptied behind it and filled before its backward."""
+    product = output @ weight
+    rerun.empty_outputs()
+    product.register_hook(lambda gradient: rerun.run())
+    return product
+
+
 def run(function, *inputs, weight, before_backward=lambda output: None):
     """Run `function` again in backward of a product with `weight`, beside which the first input is used twice more."""
     inputs = tuple(one * 1 for one in inputs)
-    rerun = Rerun(function, inputs, name="it")
-    with rerun:
-        outputs = function(*inputs)
-    rerun.note_outputs(outputs)
-    output = reruns.as_tuple(outputs)[0] @ weight
-    rerun.empty_outputs()
-    output.register_hook(lambda gradient: rerun.run())
-    output = output.sum() + (inputs[0].sin() * inputs[0].cos()).sum()
+    rerun, outputs = begin(function, *inputs)
+    output = use(rerun, reruns.as_tuple(outputs)[0], weight).sum() + (inputs[0].sin() * inputs[0].cos()).sum()
     before_backward(output)
     torch.rand(3)  # as others draw between forward and backward
     output.backward()
@@ -133,13 +144,8 @@ def test_what_ran_again_is_there_once():
     hidden = leaf(6, 16) * 1
     # Of the norm's input, whose gradient comes behind the norm's own backward and before the graph is gone.
     hidden.register_hook(lambda gradient: states.append([one.find_nbytes() for one in made]))
-    rerun = Rerun(watched, (hidden,), name="it")
-    with rerun:
-        output = watched(hidden)
-    rerun.note_outputs(output)
-    product = output @ weight
-    rerun.empty_outputs()
-    product.register_hook(lambda gradient: rerun.run())
+    rerun, output = begin(watched, hidden)
+    product = use(rerun, output, weight)
     product.sum().backward()
     # The output of forward is full again. That of the second run is gone.
     assert states == [[6 * 16 * 4, None]]
@@ -151,10 +157,7 @@ def test_a_graph_that_is_dropped_frees_everything_at_once():
     try:
         hidden = leaf(6, 16) * 1
         references = [StorageRef(hidden)]
-        rerun = Rerun(normalize, (hidden,), name="it")
-        with rerun:
-            output = normalize(hidden)
-        rerun.note_outputs(output)
+        rerun, output = begin(normalize, hidden)
         references.append(StorageRef(output))
         product = output @ leaf(16, 4)
         product.register_hook(lambda gradient, rerun=rerun: rerun.run())
@@ -167,13 +170,8 @@ def test_a_graph_that_is_dropped_frees_everything_at_once():
 def test_after_its_backward_it_holds_nothing_even_where_the_graph_lives_on():
     hidden = leaf(6, 16) * 1
     reference = StorageRef(hidden)
-    rerun = Rerun(normalize, (hidden,), name="it")
-    with rerun:
-        output = normalize(hidden)
-    rerun.note_outputs(output)
-    product = output @ leaf(16, 4)
-    rerun.empty_outputs()
-    product.register_hook(lambda gradient: rerun.run())
+    rerun, output = begin(normalize, hidden)
+    product = use(rerun, output, leaf(16, 4))
     loss = product.sum()
     del hidden, output
     loss.backward()
@@ -186,12 +184,17 @@ def test_backward_that_comes_another_way_runs_it_too():
     expected = leaf(6, 16)
     normalize(expected * 1).sum().backward()
     given = hidden * 1
-    rerun = Rerun(normalize, (given,), name="it")
-    with rerun:
-        output = normalize(given)
-    rerun.note_outputs(output)
+    _, output = begin(normalize, given)
     output.sum().backward()  # nothing calls `run`
     assert_same_bits([hidden.grad], [expected.grad])
+
+
+def test_an_output_that_was_not_emptied_is_left_as_it_is():
+    given = leaf(6, 16) * 1
+    _, output = begin(normalize, given)
+    output.mul_(2)  # as whoever is next may do with what no one saved
+    output.sum().backward()
+    assert_same_bits([output.detach()], [normalize(given.detach()) * 2])
 
 
 class Raises:
@@ -212,10 +215,7 @@ def test_a_backward_that_is_tried_again_after_the_second_run_raised_computes_the
     hidden, weight, expected = leaf(6, 16), leaf(16, 4), [leaf(6, 16), leaf(16, 4)]
     (normalize(expected[0] * 1) @ expected[1]).sum().backward()
     given, function = hidden * 1, Raises(normalize, 1)
-    rerun = Rerun(function, (given,), name="it")
-    with rerun:
-        output = function(given)
-    rerun.note_outputs(output)
+    rerun, output = begin(function, given)
     product = output @ weight
     if calls_run:
         rerun.empty_outputs()
@@ -241,10 +241,7 @@ def test_who_looks_at_what_the_second_run_returned_keeps_it():
 
 def test_part_of_a_graph_may_be_dropped():
     hidden = leaf(6, 16) * 1
-    rerun = Rerun(lambda one: (one.sin(), one.cos()), (hidden,), name="it")
-    with rerun:
-        kept, dropped = hidden.sin(), hidden.cos()
-    rerun.note_outputs((kept, dropped))
+    _, (kept, dropped) = begin(lambda one: (one.sin(), one.cos()), hidden)
     del dropped
     gradient = torch.autograd.grad(kept.sum(), hidden)[0]
     assert_same_bits([gradient], [hidden.detach().cos()])
@@ -258,10 +255,7 @@ def test_what_is_no_tensor_or_needs_no_gradient_is_given_again_as_it_was():
         return hidden * factor * table
 
     hidden, table = leaf(6, 16) * 1, torch.ones(16)
-    rerun = Rerun(scale, (hidden, 3, table, None), name="it")
-    with rerun:
-        output = scale(hidden, 3, table, None)
-    rerun.note_outputs(output)
+    _, output = begin(scale, hidden, 3, table, None)
     output.sum().backward()
     assert given == [[3, None, (True, False), (False, True)], [3, None, (True, True), (False, True)]]
 
@@ -270,10 +264,7 @@ def test_a_leaf_of_the_function_stays_and_gets_its_gradient():
     factor, expected = leaf(16, seed=3), leaf(16, seed=3)
     hidden = leaf(6, 16) * 1
     (hidden.detach() * expected.sin()).sum().backward()
-    rerun = Rerun(lambda one: one * factor.sin(), (hidden,), name="it")
-    with rerun:
-        output = hidden * factor.sin()
-    rerun.note_outputs(output)
+    rerun, output = begin(lambda one: one * factor.sin(), hidden)
     with torch.no_grad():
         assert rerun._dropped.count(None) == 1  # the leaf that the sine saves
     output.sum().backward()
@@ -300,13 +291,8 @@ def test_a_second_backward_of_the_same_graph_computes_the_same():
         return normalize(given)
 
     given = hidden * 1
-    rerun = Rerun(counted, (given,), name="it")
-    with rerun:
-        output = counted(given)
-    rerun.note_outputs(output)
-    product = output @ weight
-    rerun.empty_outputs()
-    product.register_hook(lambda gradient: rerun.run())
+    rerun, output = begin(counted, given)
+    product = use(rerun, output, weight)
     first = torch.autograd.grad(product.sum(), [hidden, weight], retain_graph=True)
     second = torch.autograd.grad(product.sum(), [hidden, weight])
     assert_same_bits(first, second)
@@ -362,9 +348,7 @@ def test_a_function_that_does_something_else_is_refused(functions, message):
 
 def test_an_input_that_was_changed_is_refused():
     given = leaf(6, 16) * 1
-    rerun = Rerun(torch.sin, (given,), name="it")
-    with rerun:
-        rerun.note_outputs(torch.sin(given))
+    rerun, _ = begin(torch.sin, given)
     with torch.no_grad():
         given.add_(1)
     with pytest.raises(StateError, match="that a recompute of it saved for backward was changed in place"):
@@ -386,10 +370,7 @@ def test_a_weight_that_was_changed_before_forward_is_none_that_was_changed():
     with torch.no_grad():
         weight.add_(1)
     given = leaf(6, 16) * 1
-    rerun = Rerun(lambda one: one * weight, (given,), name="it")
-    with rerun:
-        output = given * weight
-    rerun.note_outputs(output)
+    _, output = begin(lambda one: one * weight, given)
     output.sum().backward()
     assert_same_bits([weight.grad], [given.detach().sum(0)])
 
@@ -397,10 +378,7 @@ def test_a_weight_that_was_changed_before_forward_is_none_that_was_changed():
 def test_a_weight_that_was_changed_is_refused():
     weight = torch.nn.Parameter(torch.ones(16))
     given = leaf(6, 16) * 1
-    rerun = Rerun(lambda one: one * weight, (given,), name="it")
-    with rerun:
-        output = given * weight
-    rerun.note_outputs(output)
+    _, output = begin(lambda one: one * weight, given)
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(StateError, match="changed in place"):
@@ -421,7 +399,7 @@ def test_an_error_inside_ends_the_dropping():
 
 def run_checkpoint(*, recomputes, fp8_is_on=False, **attributes):
     """Return the name of the node of what Megatron's checkpoint returns, where the plan recomputes or not."""
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=recomputes), is_idle=True)
+    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=recomputes), keep_recomputed=list)
     checkpoint = random.CheckpointWithoutOutput()
     vars(checkpoint).update(attributes)
     with Patches() as patches:
@@ -442,7 +420,7 @@ MEGATRONS, OURS = "CheckpointWithoutOutputFunctionBackward", "SinBackward0"
 @pytest.mark.parametrize("name", ["is_graph_warmup", "is_graph_capturing"])
 def test_while_a_cuda_graph_is_made_megatrons_own_runs(name, monkeypatch):
     monkeypatch.setattr(load_module("megatron.core.transformer.cuda_graphs"), name, lambda: True)
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), is_idle=True)
+    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), keep_recomputed=list)
     checkpoint = random.CheckpointWithoutOutput()
     with Patches() as patches:
         follow_checkpoints(patches, lambda: offload)
@@ -467,7 +445,7 @@ def test_checkpoints_of_a_plan_run_for_one_graph_and_others_as_megatron_has_them
 
 @pytest.mark.parametrize("where", ["below a checkpoint", "without gradients"])
 def test_where_regions_are_inert_megatrons_own_runs(where):
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), is_idle=True)
+    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), keep_recomputed=list)
     checkpoints = []
 
     def run_below(hidden):
