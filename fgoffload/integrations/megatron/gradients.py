@@ -1,7 +1,9 @@
 """Gradients in the buffers of Megatron's data-parallel wrapper, which reduces them over all groups, and their optimizer."""
 
+import concurrent.futures
 import hashlib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +11,9 @@ import torch
 from fgoffload.integrations.megatron.dispatchers import detach_routing
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+
+_MAX_DIGEST_THREADS = 8
+"""Each holds one tensor in host memory. The ranks of a machine share its cores."""
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: TrainingArguments) -> list[Any]:
@@ -91,4 +96,14 @@ def get_main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
 def digest_tensor(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of the bytes of `tensor`, as hexadecimal digits."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return `digest_tensor` of each, in their order. The device must be done with them.
+
+    Copies and hashes run in threads, which hold no lock of Python's meanwhile: in one, the gradients of a model that fills a
+    GPU take longer than the step that made them.
+    """
+    with concurrent.futures.ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))

@@ -27,7 +27,7 @@ from fgoffload.integrations.megatron.gradients import (
     MainGradOptimizer,
     NoOptimizer,
     Optimizer,
-    digest_tensor,
+    digest_tensors,
     get_main_grad,
     release_graphs,
     wrap_chunks,
@@ -267,7 +267,9 @@ class Trainer:
         return [report[LOSS] for report in reports]
 
     def _digest_gradients(self) -> dict[str, str]:
-        return {name: digest_tensor(get_main_grad(parameter)) for name, parameter in self.named_parameters()}
+        # Threads copy on streams of their own choice, which are not ordered behind this one.
+        self._synchronize()
+        return digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

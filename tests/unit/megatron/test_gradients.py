@@ -1,0 +1,39 @@
+"""Digests of gradients: all bits of each, whichever thread takes it."""
+
+import hashlib
+
+import torch
+
+from fgoffload.integrations.megatron.gradients import digest_tensor, digest_tensors
+
+
+def make_tensors(count: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    # Later ones are smaller, so that threads end in another order than they begin.
+    return {f"parameter {index}": torch.randn(count - index, 1000, generator=generator) for index in range(count)}
+
+
+def test_each_name_has_the_digest_of_its_own_tensor_in_order():
+    tensors = make_tensors(40)
+    digests = digest_tensors(tensors)
+    assert list(digests) == list(tensors)
+    assert digests == {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+
+def test_one_bit_of_one_tensor_changes_its_digest_alone():
+    tensors = make_tensors(5)
+    before = digest_tensors(tensors)
+    tensors["parameter 3"].view(torch.int32)[1, 7] ^= 1
+    after = digest_tensors(tensors)
+    assert [name for name in tensors if before[name] != after[name]] == ["parameter 3"]
+
+
+def test_the_sign_of_zero_counts_and_strides_do_not():
+    assert digest_tensor(torch.tensor([0.0])) != digest_tensor(torch.tensor([-0.0]))
+    square = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    assert digest_tensor(square.t()) == digest_tensor(square.t().contiguous()) != digest_tensor(square)
+
+
+def test_no_tensors_have_no_digests():
+    assert digest_tensors({}) == {}
+    assert digest_tensors({"empty": torch.empty(0)}) == {"empty": hashlib.sha256(b"").hexdigest()}
