@@ -31,7 +31,7 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload
-from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
+from fgoffload.integrations.megatron.reruns import RandomUse, Rerun, as_tuple
 
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction"
@@ -53,10 +53,12 @@ def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
 
 
 def _run(get_offload: GetOffload, original: Any) -> Any:
+    random_use = RandomUse()
+
     def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
         offload = get_offload()
         if offload.actions.recomputes and not is_inert() and not _needs_megatron(self):
-            rerun = Rerun(run_function, args, name=_name(run_function))
+            rerun = Rerun(run_function, args, name=_name(run_function), random_use=random_use)
             with rerun:
                 outputs = run_function(*args)
             emptied = rerun.note_outputs(outputs)

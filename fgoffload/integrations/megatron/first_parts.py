@@ -35,7 +35,7 @@ from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor, run_in_site
-from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
+from fgoffload.integrations.megatron.reruns import RandomUse, Rerun, as_tuple
 from fgoffload.integrations.megatron.sites import has_op_fuser
 
 
@@ -150,6 +150,7 @@ class _Runs:
     def __init__(self, part: FirstPart, get_offload: GetOffload) -> None:
         self._part = part
         self._get_offload = get_offload
+        self._random_use = RandomUse()
         self.is_removed = False
         """Whether the modules have their own forward again. What ran before may still have its backward to come."""
         self._take_over: Callable[[Any, Any, _Arguments], Any] | None = None
@@ -172,7 +173,8 @@ class _Runs:
 
             offload, tensors = self._get_offload(), tuple(inputs.values())
             name = f"{self._part.unit} of {type(module).__name__}"
-            rerun = run_in_site(offload, self._part.unit, tensors[0], lambda: Rerun(run_again, tensors, name=name))
+            begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use)
+            rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
             with contextlib.ExitStack() as dropping:
                 dropping.enter_context(rerun)
                 self._take_over = functools.partial(self._end, offload, given, rerun, dropping)

@@ -14,14 +14,21 @@ function inside keeps something else than by `save_for_backward`.
 What `torch.utils.checkpoint` does without reentrance is this for what a function saves. Here what it returns, and others save,
 goes too, and its inputs may leave for the host. Autocast is not restored, as Megatron's checkpoints do not.
 
+[Note: Random states]
+A function that draws random numbers has to draw the same again, so the random states of its forward are kept, and set. Norms,
+activations and linears draw none, and to read three states and set them costs the host as much as all else that a rerun does in
+forward. So the states are compared before and behind a function the first time that it runs, and where they are the same it is
+taken for one that never draws. What drew for the first time later would draw something else in backward.
+
 [Note: Who holds what]
 The graph holds what stands for dropped tensors, these hold the rerun, and the rerun holds them weakly, the inputs packed, and
 the storages of the outputs, which have no graph. So there is no cycle, and what drops the graph frees all of it.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -35,6 +42,30 @@ from fgoffload.errors import InternalError, StateError
 from fgoffload.integrations.megatron.imports import load_module
 
 
+class RandomUse:
+    """Which functions draw random numbers, as far as they have run. See [Note: Random states]."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        """By identity of what was asked about, which must be alive still."""
+
+    def draws(self, function: Any) -> bool | None:
+        """Return whether `function` draws; None where it has not run yet."""
+        anchor = _find_anchor(function)
+        found = self._found.get(id(anchor))
+        return None if found is None or found[0]() is not anchor else found[1]
+
+    def note(self, function: Any, *, draws: bool) -> None:
+        """Take note of what `function` did when it ran for the first time."""
+        anchor = _find_anchor(function)
+        self._found[id(anchor)] = weakref.ref(anchor), draws
+
+
+def _find_anchor(function: Any) -> Any:
+    """Return what is the same each time: a module itself, and the code of a function, which is made anew for each call."""
+    return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
+
+
 class Rerun:
     """One run of a function in forward, and the one in backward. As a context it drops what is saved inside.
 
@@ -44,14 +75,29 @@ class Rerun:
         function: Computes tensors from tensors, always the same from the same and with the same random states.
         args: What it is given.
         name: What runs again, for errors.
+        random_use: What is known of who draws random numbers; None keeps the random states anyway.
     """
 
-    __slots__ = ("__weakref__", "_dropped", "_function", "_given", "_inputs", "_outputs", "_place", "_states")
+    __slots__ = (
+        *("__weakref__", "_dropped", "_function", "_given", "_inputs", "_note_draws", "_outputs", "_place"),
+        "_states",
+    )
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], *, name: str) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        name: str,
+        random_use: RandomUse | None = None,
+    ) -> None:
         self._function: Callable[..., Any] | None = function
         self._place = place = Place(None, f"a recompute of {name}")
-        self._states = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
+        draws = None if random_use is None else random_use.draws(function)
+        self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
+        """Called with what forward does; None where that is known."""
+        self._states = None if draws is False else _get_states()
+        """The random states before forward; None where it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
         self._inputs = [_save(arg, place) if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._dropped: list[_Dropped | None] = []
@@ -69,6 +115,12 @@ class Rerun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Drop no more, after an exception too."""
         _pop_hooks()
+        note_draws, self._note_draws = self._note_draws, None
+        if note_draws is not None and error is None:
+            draws = not _are_equal(self._states, _get_states())
+            note_draws(draws=draws)
+            if not draws:
+                self._states = None
 
     def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
         """Take note of what the function returned, and return what of it will be emptied: not what it was given, nor a leaf."""
@@ -140,9 +192,7 @@ class Rerun:
                 dropped.check(tensor, self._place)
             found.append(None if dropped is None else _Found(tensor.detach(), get_version(tensor)))
 
-        random = _get_random()
-        with random._fork_rng(), torch.enable_grad():  # noqa: SLF001 - the only name
-            random._set_all_rng_states(*self._states)  # noqa: SLF001 - the only name
+        with _as_in_forward(self._states), torch.enable_grad():
             _push_hooks(find, _refuse)
             try:
                 outputs = as_tuple(function(*inputs))
@@ -279,6 +329,35 @@ def _refuse(_: None) -> torch.Tensor:
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """Return what a function returned, one thing or several, as several."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _get_states() -> tuple[Any, ...]:
+    """Return the random states of host and device, and those of Megatron's tracker by name."""
+    states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
+    return states
+
+
+@contextlib.contextmanager
+def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
+    """Draw inside what was drawn behind `states`, and outside what would have been drawn anyway; None where nothing is."""
+    if states is None:
+        yield
+        return
+    random = _get_random()
+    with random._fork_rng():  # noqa: SLF001 - the only name
+        random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
+        yield
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether nothing was drawn between two random states. Those that are no numbers, as for CUDA graphs, never are."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return all(map(_are_equal, one, other))
+    return False
 
 
 def _get_random() -> Any:

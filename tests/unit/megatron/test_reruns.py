@@ -1,6 +1,7 @@
 """Functions that run again in backward for the graph of their forward: the same bits, nothing held, and errors that say so."""
 
 import contextlib
+import functools
 import gc
 import types
 
@@ -461,3 +462,107 @@ def test_where_regions_are_inert_megatrons_own_runs(where):
             torch.utils.checkpoint.checkpoint(run_below, leaf(3) * 1, use_reentrant=False)
     assert checkpoints
     assert all("_fgoffload_rerun" not in vars(one) for one in checkpoints)
+
+
+def train_twice(make_function, random_use):
+    """Return what two steps compute with functions that `make_function` returns, each made anew, and what is drawn behind."""
+    torch.manual_seed(1)
+    inputs, weight, results = leaf(6, 16), leaf(16, 4, seed=9), []
+    for _ in range(3):
+        function = make_function()
+        if random_use is None:
+            output = function(inputs * 1) @ weight
+        else:
+            hidden = inputs * 1
+            rerun = Rerun(function, (hidden,), name="it", random_use=random_use)
+            with rerun:
+                made = function(hidden)
+            rerun.note_outputs(made)
+            output = use(rerun, made, weight)
+        torch.rand(3)
+        output.sum().backward()
+        results += [output.detach(), torch.rand(3)]
+    return [*results, inputs.grad, weight.grad]
+
+
+DROPOUT = torch.nn.Dropout(0.5)
+DRAWING = {
+    "a function": lambda: lambda hidden: drop_some(hidden),
+    "a module": lambda: DROPOUT,
+    "a partial": lambda: functools.partial(torch.nn.functional.dropout, p=0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_draws_random_numbers_draws_the_same_again_each_time(name):
+    plain, again = (train_twice(DRAWING[name], one) for one in (None, reruns.RandomUse()))
+    assert_same_bits(plain, again)
+
+
+def test_of_what_draws_nothing_the_random_states_are_read_in_its_first_forward_alone(monkeypatch):
+    read, written = [], []
+    get, put = random._get_all_rng_states, random._set_all_rng_states
+    monkeypatch.setattr(random, "_get_all_rng_states", lambda: read.append(1) or get())
+    monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: written.append(1) or put(*states))
+    plain = train_twice(lambda: lambda hidden: normalize(hidden), None)
+    assert not read
+    again = train_twice(lambda: lambda hidden: normalize(hidden), reruns.RandomUse())
+    assert_same_bits(plain, again)
+    assert (len(read), len(written)) == (2, 0)
+
+
+def test_an_error_in_the_first_forward_says_nothing_about_who_draws():
+    random_use = reruns.RandomUse()
+
+    def drop(hidden, *, fails):
+        if fails:
+            raise ZeroDivisionError
+        return drop_some(hidden)
+
+    with pytest.raises(ZeroDivisionError), Rerun(drop, (), name="it", random_use=random_use):
+        drop(None, fails=True)
+    assert random_use.draws(drop) is None
+
+
+def test_modules_are_told_apart_and_functions_by_their_code():
+    random_use = reruns.RandomUse()
+    first, second = torch.nn.Dropout(0.5), torch.nn.Dropout(0.0)
+    random_use.note(first, draws=True)
+    random_use.note(second, draws=False)
+    assert (random_use.draws(first), random_use.draws(second)) == (True, False)
+    assert random_use.draws(torch.nn.Dropout(0.5)) is None
+
+    def make(offset):
+        return lambda hidden: hidden + offset
+
+    random_use.note(make(1), draws=False)
+    assert random_use.draws(make(2)) is False
+    assert random_use.draws(lambda hidden: hidden) is None
+
+
+def test_what_is_gone_tells_nothing_about_what_has_its_address_now():
+    random_use = reruns.RandomUse()
+    module = torch.nn.Dropout(0.0)
+    random_use.note(module, draws=False)
+    other = torch.nn.Dropout(0.5)
+    random_use._found[id(other)] = random_use._found.pop(id(module))
+    del module
+    gc.collect()
+    assert random_use.draws(other) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_equal"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 2]), True),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
+        ({"a": torch.tensor([1])}, {"a": torch.tensor([1])}, True),
+        ({"a": torch.tensor([1])}, {"a": torch.tensor([2])}, False),
+        ({"a": torch.tensor([1])}, {"b": torch.tensor([1])}, False),
+        ((torch.tensor([1]), {}), (torch.tensor([1]), {}), True),
+        ((torch.tensor([1]), {}), (torch.tensor([2]), {}), False),
+        (torch.Generator(), torch.Generator(), False),
+    ],
+)
+def test_random_states_are_equal_where_nothing_was_drawn(one, other, is_equal):
+    assert reruns._are_equal(one, other) is is_equal
