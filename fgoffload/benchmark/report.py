@@ -203,6 +203,10 @@ class BitsRow:
         return not self.differences and not self.failure
 
 
+_BITS = "losses and gradients, to the bit"
+_BITS_HEADINGS = ("setting", "equal to nothing", "where not")
+
+
 def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
     """Return a row for each outcome but the first `nothing` of each process, with which the others are compared.
 
@@ -224,17 +228,28 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
 
 def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of a comparison of bits."""
-    table = _start_table(f"{name_run(workload, surroundings)}: losses and gradients, to the bit")
+    table = _start_table(f"{name_run(workload, surroundings)}: {_BITS}")
     table.caption = Text(name_versions(surroundings))
-    for heading in ("setting", "equal to nothing", "where not"):
+    for heading in _BITS_HEADINGS:
         table.add_column(heading)
-    for row in rows:
-        name = f"{row.setting.name}, again" if row.setting == NOTHING else row.setting.name
-        answer = Text("yes", style="green") if row.is_equal else Text("no", style="bold red")
-        if row.failure:
-            answer = Text("not run", style="yellow")
-        table.add_row(Text(name), answer, Text(row.failure or "; ".join(row.differences)))
+    styles = {"yes": "green", "no": "bold red"}
+    for name, answer, why in map(_list_bits, rows):
+        table.add_row(Text(name), Text(answer, style=styles.get(answer, "yellow")), Text(why))
     return table
+
+
+def format_bits(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> str:
+    """Return the same table for a page of results."""
+    lines = [f"| {' | '.join(_BITS_HEADINGS)} |", f"|{'---|' * len(_BITS_HEADINGS)}"]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _list_bits(row))} |" for row in rows]
+    return "\n".join((f"{name_run(workload, surroundings)}: {_BITS}", "", *lines, "", name_versions(surroundings), ""))
+
+
+def _list_bits(row: BitsRow) -> tuple[str, str, str]:
+    name = f"{row.setting.name}, again" if row.setting == NOTHING else row.setting.name
+    if row.failure:
+        return name, "not run", row.failure
+    return name, "yes" if row.is_equal else "no", "; ".join(row.differences)
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:

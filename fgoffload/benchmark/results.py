@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.forecaster import Forecaster
 
 CSV_NAME, JSON_NAME, MARKDOWN_NAME, PICTURE_NAME = "results.csv", "run.json", "results.md", "frontier.png"
-PREDICTIONS_NAME, SEARCH_NAME, TRACES_NAME = "predictions.md", "search.md", "traces.md"
+PREDICTIONS_NAME, SEARCH_NAME, TRACES_NAME, BITS_NAME = "predictions.md", "search.md", "traces.md", "bits.md"
 """Of the files in a benchmark's folder."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
+from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
@@ -27,6 +28,10 @@ FULL = "full"
 _FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _SWITCH = "--fine-grained-activation-offloading"
 _OFF = "--no-fine-grained-activation-offloading"
+
+
+_NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
+"""What Megatron-Core's development branch of 2026-08-22 takes for `--recompute-modules` beside what units name."""
 
 
 class System(enum.Enum):
@@ -160,6 +165,7 @@ def parse_setting(text: str) -> Setting:
     recompute = tuple((match["recompute"] or "").split("+")) if match["recompute"] else ()
     if system is System.RECOMPUTE:
         recompute = tuple(what.split("+"))
+    _check_recompute(text, recompute)
     return Setting(
         system=system,
         modules=tuple(what.split("+")) if system in (System.MEGATRON, System.OURS) else (),
@@ -287,6 +293,24 @@ def _check_parts(text: str, system: System, what: str, *, has_fraction: bool, ha
         )
     if system is System.OURS:
         OffloadConfig(offload_modules=tuple(what.split("+")))  # checks the tags
+    if system is System.MEGATRON:
+        # By name alone: what this version's engine takes of them costs a row, and not the benchmark.
+        _check_known(text, "module of Megatron-Core's engine", what.split("+"), default_tags().names)
+
+
+def _check_recompute(text: str, recompute: Sequence[str]) -> None:
+    if recompute != (FULL,):
+        _check_known(text, "recompute module", recompute, (*_list_recompute_modules(), *_NEWER_RECOMPUTE_MODULES))
+
+
+def _check_known(text: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--settings {text!r}: {name!r} is no {kind}. Give some of: {' '.join(known)}.")
+
+
+def _list_recompute_modules() -> list[str]:
+    return [name for name in dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS) if name is not None]
 
 
 def _read_fraction(text: str, fraction: str | None) -> float:

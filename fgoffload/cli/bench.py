@@ -213,7 +213,7 @@ def _read_search_limit(options: argparse.Namespace) -> int | None:
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Measure, print the tables, write the files, and return the exit code: 1 where bits that are compared differ."""
+    """Measure, print the tables, write the files, and return the exit code: 1 where bits differ, or were not compared."""
     if (launch := find_launch()).world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {launch.world_size}, and bench starts the processes of a training itself. Leave torchrun out."
@@ -237,10 +237,13 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     require_torch()
     from fgoffload.benchmark.forecaster import Forecaster, check_profile
     from fgoffload.benchmark.loading import check_plan_files, describe_workload, load_arguments
+    from fgoffload.integrations.megatron import megatron_engine
     from fgoffload.planner.timing.profile import Profile
 
     job = _make_job(checked, file_flags)
     with hold_messages():
+        if checked.search_limit is not None:
+            megatron_engine.check_machine()
         arguments = load_arguments(job)
         job = dataclasses.replace(job, world_size=arguments.world_size)
         settings = _choose_settings(checked, arguments.transformer)
@@ -366,7 +369,8 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     if checked.compares_bits:
-        return EXIT_DIFFERENT if show_bits(console, results, results.surroundings) else EXIT_MEASURED
+        is_equal = show_bits(console, results, results.surroundings, folder=checked.folder)
+        return EXIT_MEASURED if is_equal else EXIT_DIFFERENT
     show_times(
         console,
         results,

@@ -12,27 +12,38 @@ from fgoffload.benchmark.report import (
     build_budget_table,
     build_times_table,
     compare_bits,
+    format_bits,
     format_markdown,
     name_run,
 )
-from fgoffload.benchmark.results import MARKDOWN_NAME, PICTURE_NAME, PREDICTIONS_NAME, SEARCH_NAME, TRACES_NAME, Results
+from fgoffload.benchmark.results import (
+    BITS_NAME,
+    MARKDOWN_NAME,
+    PICTURE_NAME,
+    PREDICTIONS_NAME,
+    SEARCH_NAME,
+    TRACES_NAME,
+    Results,
+)
 from fgoffload.benchmark.search_report import build_search_table, format_search
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.trace_report import build_trace_table, format_traces, read_traces
 from fgoffload.cli.errors import show_line
 
 
-def show_bits(console: Console, results: Results, surroundings: Surroundings) -> bool:
-    """Print how the bits of each setting compare with those of `nothing`, and return whether any differ.
+def show_bits(console: Console, results: Results, surroundings: Surroundings, *, folder: Path) -> bool:
+    """Print how the bits of each setting compare with those of `nothing`, and return whether all were compared and are equal.
 
     Args:
         console: Where the table goes.
         results: With the bits of all settings.
         surroundings: What they were computed on.
+        folder: Where the page goes.
     """
     rows = compare_bits(results.outcomes)
+    (folder / BITS_NAME).write_text(format_bits(rows, results.workload, surroundings), encoding="utf-8")
     console.print(build_bits_table(rows, results.workload, surroundings))
-    return any(row.differences for row in rows)
+    return all(row.is_equal for row in rows)
 
 
 def show_times(

@@ -74,16 +74,30 @@ def has_fraction() -> bool:
     return any(field.name == "activation_offload_fraction" for field in dataclasses.fields(config))
 
 
-def _check_process() -> None:
-    for fault in _find_faults():
+def check_machine() -> None:
+    """Refuse a machine on which no process can run Megatron-Core's own engine.
+
+    Raises:
+        IntegrationError: It has no GPU or no Transformer Engine.
+    """
+    for fault in _find_faults_of_machine():
         raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
 
 
-def _find_faults() -> Iterator[str]:
+def _check_process() -> None:
+    check_machine()
+    for fault in _find_faults_of_process():
+        raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
+
+
+def _find_faults_of_machine() -> Iterator[str]:
     if needs_cpu_support():
         yield "needs a GPU, and there is none. Run it on one"
     if not has_transformer_engine():
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
+
+
+def _find_faults_of_process() -> Iterator[str]:
     if is_replaced():
         yield "is replaced in this process by ours. Call `remove` on what `apply` returned first"
     # Absent before 2.10, where there is nothing to switch.

@@ -22,6 +22,7 @@ from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.traces import read_events
 from fgoffload.cli import main
+from fgoffload.integrations.megatron import megatron_engine
 
 REFUSED = [
     ((), "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload bench arguments/tiny_moe.sh."),
@@ -35,6 +36,19 @@ REFUSED = [
         "--settings expected at least one argument. Give it after the flag, as in --settings recompute",
     ),
     ((ARGUMENTS, "--settings", "fast"), "--settings 'fast' is no setting. Give one that begins with nothing, recompute,"),
+    (
+        (ARGUMENTS, "--settings", "recompute:layernorm+bogus"),
+        "--settings 'recompute:layernorm+bogus': 'bogus' is no recompute module. Give some of: layernorm mla_up_proj core_attn",
+    ),
+    (
+        (ARGUMENTS, "--settings", "recompute:full+moe"),
+        "--settings 'recompute:full+moe': 'full' is no recompute module. Give some of: ",
+    ),
+    ((ARGUMENTS, "--settings", "ours:expert_fc1/moe_action"), "'moe_action' is no recompute module. Give some of: "),
+    (
+        (ARGUMENTS, "--settings", "megatron:expert_fc1+core"),
+        "--settings 'megatron:expert_fc1+core': 'core' is no module of Megatron-Core's engine. Give some of: layer_input",
+    ),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--plans", "none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9GB"), "--budgets '18.9GB' is not a size."),
@@ -58,6 +72,10 @@ REFUSED_AFTER_TORCH = [
     (("--plans", "a/x.json", "b/x.json"), "two settings are called plan:x."),
     (("--profile", "none.json"), "profile none.json: No such file or directory. Give a file"),
     (("--settings", "profile"), "--settings 'profile' is no setting."),
+    (
+        ("--search-megatron", "--budgets", "1GiB"),
+        "Megatron-Core's own offload engine needs a GPU, and there is none. Run it on",
+    ),
 ]
 
 
@@ -224,6 +242,19 @@ def test_bits_that_differ_end_with_code_1(capsys, monkeypatch):
     runs = json.loads(Path("bits/run.json").read_text(encoding="utf-8"))["runs"]
     digests = [run["bits"] for run in runs]
     assert [digest == digests[0] for digest in digests] == [True, True, False, True]
+    page = Path("bits/bits.md").read_text(encoding="utf-8").splitlines()
+    assert [line.split(" | ")[:2] for line in page[4:7]] == [
+        ["| nothing, again", "yes"],
+        ["| recompute:full", "no"],
+        ["| save_on_cpu", "yes"],
+    ]
+
+
+def test_bits_that_were_not_compared_end_with_code_1(capsys, monkeypatch):
+    bits = (StepRecord(losses=(1.0,), gradient_digests={"0.weight": "same"}, seconds=1.0),)
+    answer(monkeypatch, lambda number: {"failure": "refused"} if number == 2 else {"bits": bits})
+    assert main(["bench", ARGUMENTS, "--check-bits", "--settings", "recompute:full", "save_on_cpu", "--out", "bits"]) == 1
+    assert "| recompute:full | not run | refused |" in Path("bits/bits.md").read_text(encoding="utf-8")
 
 
 def test_what_a_search_finds_is_measured_with_all_others(capsys, monkeypatch):
@@ -237,6 +268,7 @@ def test_what_a_search_finds_is_measured_with_all_others(capsys, monkeypatch):
             yield Outcome(setting=run.setting, repeat=0, session=first_session, measurement=measurement)
 
     monkeypatch.setattr(search_runs, "run_sessions", try_out)
+    monkeypatch.setattr(megatron_engine, "check_machine", lambda: None)
     answer(monkeypatch, lambda number: {"measurement": Measurement(step_seconds=(1.0,), activation_peak_bytes=17 * 2**20)})
     words = ["--search-megatron", "--budgets", "18MiB", "17MiB", "--search-limit", "20", "--settings", "recompute:full"]
     assert main(["bench", ARGUMENTS, *words, "--out", "found"]) == 0
