@@ -162,6 +162,21 @@ def baselines(ranks: Sequence[RankModel]) -> dict[str, OffloadPlan]:
     return {name: flags.make_plan(ranks) for name, flags in settings.items()}
 
 
+def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
+    """Return the flags under which everything leaves but what selective recompute usually runs again, all of that or one alone.
+
+    None where that is no cheap part of a layer, as attention.
+    """
+    everything = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
+    usual = choose_usual_modules(ranks)
+    cheap = usual if usual != _ATTENTION else ()
+    sets = dict.fromkeys((cheap, *((name,) for name in cheap)))
+    return [MegatronFlags(offload_modules=everything, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
+
+
+_ATTENTION = ("core_attn",)
+
+
 def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
     """Return the modules that selective recompute usually runs again.
 
@@ -170,5 +185,5 @@ def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
     """
     units = {unit.name for rank in ranks for chunk in rank.chunks for layer in chunk.layers for unit in layer.model.units}
     if "moe_act" not in units:
-        return ("core_attn",)
+        return _ATTENTION
     return ("layernorm", "mla_up_proj", "moe_act") if "mla_up_proj" in units else ("layernorm", "moe_act")

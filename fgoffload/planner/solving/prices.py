@@ -56,7 +56,7 @@ def price_decisions(
     along = {site for site in plan.actions if _needs_one(site, left_out)}
     rest = {site: action for site, action in plan.actions.items() if site not in left_out | along}
     try:
-        without = simulate(ranks, OffloadPlan(actions=rest))
+        without = simulate(ranks, dataclasses.replace(plan, actions=rest))
     except PlanError:
         return None
     worst = without.worst_rank

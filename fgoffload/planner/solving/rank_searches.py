@@ -16,7 +16,7 @@ from fgoffload.planner.simulation.simulator import simulate, simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
 from fgoffload.planner.solving.flag_search import FlagSearch, NearestFlags, find_nearest, simulate_flags
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
-from fgoffload.planner.solving.megatron_flags import MegatronFlags, baselines
+from fgoffload.planner.solving.megatron_flags import MegatronFlags, baselines, list_offloading_flags
 from fgoffload.planner.solving.moments import shorten, shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.program import count_step_s, load_solver
@@ -33,6 +33,9 @@ is the same; no more, since what the program of a rank is off tells the next one
 
 _MORE_ALONE = 2
 """Times that the limits of layers' passes are as high where there is one search: the time of the others is not needed."""
+
+_PASSES = ("layer_passes", "ladder_passes", "walk_passes", "settling_passes", "trimming_passes")
+"""The limits that all ranks share."""
 
 _BASELINES_NICENESS = 10
 """Of copies that simulate baselines meanwhile: they take what the search leaves of the cores."""
@@ -59,9 +62,14 @@ class RankSearches:
         deadline_s: When to stop, by `time.monotonic`.
     """
 
-    def __init__(self, ranks: Sequence[RankModel], *, limits: SearchLimits, deadline_s: float) -> None:
+    def __init__(
+        self, ranks: Sequence[RankModel], *, limits: SearchLimits, deadline_s: float, loss_window_bytes: int | None = None
+    ) -> None:
         self.ranks = tuple(ranks)
         self._limits = limits
+        self._deadline_s = deadline_s
+        self._loss_window_bytes = loss_window_bytes
+        self._waiting: dict[int, RankSearches] = {}
         self._together = 0
         self._founds: dict[int, Found] = {}
         self._results: dict[object, StepResult] = {}
@@ -71,6 +79,7 @@ class RankSearches:
         self._left_passes = 0
         self._least: tuple[State, ...] | None = None
         self._baselines: dict[str, tuple[State, ...]] = {}
+        self._seeds: list[tuple[State, ...]] | None = None
         self._nearest: dict[int, NearestFlags | None] = {}
         self._flags: dict[int, MegatronFlags | None] = {}
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
@@ -85,10 +94,10 @@ class RankSearches:
                 shorts[place],
                 modes[place],
                 points=functools.partial(self._measure_layers, self.ranks[place]),
-                judge=_make_judge(shorts[place], Detail.TOTALS),
+                judge=_make_judge(shorts[place], Detail.TOTALS, loss_window_bytes),
                 # Programs get a price from small differences, and of equal choices of a program its last digits decide.
-                judge_digits=_make_judge(shorts[place], Detail.DIGITS),
-                judge_peaks=_make_judge(shorts[place], Detail.PEAKS),
+                judge_digits=_make_judge(shorts[place], Detail.DIGITS, loss_window_bytes),
+                judge_peaks=_make_judge(shorts[place], Detail.PEAKS, loss_window_bytes),
                 tries_all=place in tried,
                 limits=limits,
                 deadline_s=deadline_s,
@@ -112,7 +121,13 @@ class RankSearches:
 
     def make_plan(self, states: Sequence[State]) -> OffloadPlan:
         """Return the plan of all ranks."""
-        return make_plan((list_slots(rank), state) for rank, state in zip(self.ranks, states, strict=True))
+        plan = make_plan((list_slots(rank), state) for rank, state in zip(self.ranks, states, strict=True))
+        return dataclasses.replace(plan, loss_window_bytes=self._loss_window_bytes)
+
+    def simulate_plan(self, plan: OffloadPlan) -> StepResult:
+        """Return what the simulator says of all ranks under `plan`."""
+        self._together += 1
+        return simulate(self.ranks, plan)
 
     def simulate_together(self, states: Sequence[State]) -> StepResult:
         """Return what the simulator says of all ranks; the same states are asked about once."""
@@ -153,6 +168,20 @@ class RankSearches:
         if flags is not None:
             usual.append(self._read_plan(flags.make_plan(self.ranks)))
         return usual
+
+    def _list_seeds(self, budget_bytes: int) -> list[tuple[State, ...]]:
+        """Return more states to begin with: everything leaves but what is cheap to run again, all of it or one thing alone.
+
+        Near what offloading everything takes, moves of a few layers each come to none of these. Where selective recompute keeps
+        to the budget on each rank alone they are far away, and there are none.
+        """
+        usual = self.list_baselines()["selective recompute"]
+        if all(search.judge(state).peak_bytes <= budget_bytes for search, state in zip(self.of_ranks, usual, strict=True)):
+            return []
+        if self._seeds is None:
+            plans = [flags.make_plan(self.ranks) for flags in list_offloading_flags(self.ranks)]
+            self._seeds = list({_make_key(states): states for states in map(self._read_plan, plans)}.values())
+        return self._seeds
 
     def find_nearest(self, budget_bytes: int) -> NearestFlags | None:
         """Return the flags that come nearest to the budget, or None where none keep to it; looked for once."""
@@ -204,7 +233,7 @@ class RankSearches:
             return self._try_all(budget_bytes)
         begins = [*self.list_usual(budget_bytes), *([tuple(starts)] if starts else [])]
         self._left_passes = self._limits.layer_passes
-        found = self._find_together(budget_bytes, begins)
+        found = self._find_together(budget_bytes, [*begins, *self._list_seeds(budget_bytes)])
         # By construction no slower than what users would choose, nor than what the search began with.
         return min([found, *begins], key=lambda states: self._score(states, budget_bytes))
 
@@ -232,6 +261,76 @@ class RankSearches:
         if self._least is None:
             self._least = self.find_states(0)
         return self._least
+
+    def list_offloading(self, budget_bytes: int, *, shorter_than_s: float = math.inf) -> list[tuple[State, ...]]:
+        """Return the states in which all that can leave leaves, but for what is cheap to run again, of all ranks alike.
+
+        Args:
+            budget_bytes: Of each device.
+            shorter_than_s: Seconds. What takes as long on a rank that never waits for its neighbours is left out.
+        """
+        found = [self.list_baselines()["offload everything"], *self._list_seeds(budget_bytes)]
+        return [states for states in found if self._count_longest_s(states) < shorter_than_s]
+
+    def _count_longest_s(self, states: Sequence[State]) -> float:
+        """Return the seconds of a whole step of the rank that takes longest by itself."""
+        numbers = {id(search): number for number, search in enumerate(self._apart)}
+        pairs = zip(self.of_ranks, states, strict=True)
+        added = [(numbers[id(search)], search.count_added_s(search.judge(state))) for search, state in pairs]
+        return max(self._count_whole_s(number, added_s) for number, added_s in added)
+
+    def gains_by_waiting(self, states: Sequence[State], budget_bytes: int) -> bool:
+        """Return whether `find_waiting_states` may find something, by what it would begin with.
+
+        Args:
+            states: The best that are known, of all ranks.
+            budget_bytes: Of each device. 0 asks for the least peaks.
+        """
+        seeds = self.list_offloading(budget_bytes)
+        for place, rank in enumerate(self.ranks):
+            if rank.turning_chunk is None:
+                continue
+            search, own = self.of_ranks[place], states[place]
+            judge = _make_judge(search.rank, Detail.TOTALS, 0)
+            best = search.judge(own)
+            for state in dict.fromkeys((own, *(seed[place] for seed in seeds))):
+                waiting = judge(make_plan([(search.slots, state)]))
+                self._together += 1
+                if waiting.peak_bytes >= search.judge(state).peak_bytes:
+                    continue  # nothing is on its way there, or memory is highest elsewhere
+                is_faster = waiting.peak_bytes <= budget_bytes and waiting.step_s < best.step_s
+                is_lower = best.peak_bytes > budget_bytes and waiting.peak_bytes < best.peak_bytes
+                if is_faster or is_lower:
+                    return True
+        return False
+
+    def find_waiting_states(self, states: Sequence[State], budget_bytes: int) -> tuple[State, ...]:
+        """Return states for a step in which nothing may be on its way when a loss begins.
+
+        Those of ranks with a loss are searched for again: with less there at that moment there is room for more at others.
+
+        Args:
+            states: To begin with, of all ranks.
+            budget_bytes: Of each device. 0 asks for the least peaks.
+        """
+        found = list(states)
+        for place, rank in enumerate(self.ranks):
+            if rank.turning_chunk is not None:
+                if place not in self._waiting:
+                    self._waiting[place] = self._make_waiting(rank)
+                own = self._waiting[place]
+                own.learn_flags(budget_bytes, None)
+                (found[place],) = own.find_states(budget_bytes, starts=[states[place]])
+                self._together += own.simulations // len(self.ranks)
+        return tuple(found)
+
+    def _make_waiting(self, rank: RankModel) -> "RankSearches":
+        """Return the search of one rank where nothing may be on its way, which takes its part of what all may take."""
+        limits = self._limits
+        if len(self.ranks) > 1:
+            limits = dataclasses.replace(limits, **{name: getattr(limits, name) // len(self._apart) for name in _PASSES})
+        alone = [dataclasses.replace(rank, rank=0)]
+        return RankSearches(alone, limits=limits, deadline_s=self._deadline_s, loss_window_bytes=0)
 
     def find_bound(self) -> tuple[float | None, float | None]:
         """Return the longest bound of a rank, and how much longer than its own a rank takes, where that is most."""
@@ -364,10 +463,13 @@ class RankSearches:
         return max(found.verdict.peak_bytes - budget_bytes, 0), self._count_step_s(number, found)
 
     def _count_step_s(self, number: int, found: Found) -> float:
-        """Return the seconds of a whole step: searches have shortened ones, of different lengths."""
+        return self._count_whole_s(number, found.verdict.step_s - found.kept_s)
+
+    def _count_whole_s(self, number: int, added_s: float) -> float:
+        """Return the seconds of a whole step, where a shortened one is longer by `added_s` than one that keeps all."""
         short = self._apart[number].rank
         whole = self.ranks[self.of_ranks.index(self._apart[number])]
-        return count_step_s(whole) + (found.verdict.step_s - found.kept_s) * len(whole.passes) / max(len(short.passes), 1)
+        return count_step_s(whole) + added_s * len(whole.passes) / max(len(short.passes), 1)
 
     def _correct(self, states: tuple[State, ...], budget_bytes: int) -> tuple[State, ...]:
         """Return states that fit together: neighbours change when a rank's copies run, and so its peak."""
@@ -475,8 +577,7 @@ def _list_tried(searched: Mapping[int, tuple[RankModel, Mapping[str, Sequence[Mo
 
 
 def _raise_limits(limits: SearchLimits) -> SearchLimits:
-    names = ("layer_passes", "ladder_passes", "walk_passes", "settling_passes", "trimming_passes")
-    return dataclasses.replace(limits, **{name: _MORE_ALONE * getattr(limits, name) for name in names})
+    return dataclasses.replace(limits, **{name: _MORE_ALONE * getattr(limits, name) for name in _PASSES})
 
 
 def _list_kinds(search: RankSearch) -> list[tuple[int, LayerModel]]:
@@ -491,9 +592,9 @@ def _make_key(states: Sequence[State]) -> object:
     return tuple(map(make_key, states))
 
 
-def _make_judge(rank: RankModel, detail: Detail) -> Judge:
+def _make_judge(rank: RankModel, detail: Detail, loss_window_bytes: int | None) -> Judge:
     def judge(plan: OffloadPlan) -> Verdict:
-        result = simulate_rank(rank, plan, detail=detail)
+        result = simulate_rank(rank, dataclasses.replace(plan, loss_window_bytes=loss_window_bytes), detail=detail)
         return Verdict(step_s=result.step_s, peak_bytes=result.peak_bytes, peaks=result.peaks)
 
     return judge

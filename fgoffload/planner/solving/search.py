@@ -179,6 +179,10 @@ class RankSearch:
             self.knowledge.setdefault(key, (state, self._digits[key]))
         return self._digits[key]
 
+    def count_added_s(self, verdict: Verdict) -> float:
+        """Return the seconds that a step is longer than where all is kept."""
+        return verdict.step_s - self.judge(keep_all(self.slots, self.modes)).step_s
+
     def learn(self, knowledge: Knowledge) -> None:
         """Take over what a copy of this search has found out, which began with all that this one knows."""
         self.simulations += len(knowledge) - len(self.knowledge)
@@ -373,7 +377,7 @@ class RankSearch:
             # The bound that counts is of a program without a price on copies.
             first, last, off_bytes = first or result, result, verdict.peak_bytes - result.peak_bytes
             above_bytes = verdict.peak_bytes - budget_bytes
-            late_s = self._count_added_s(verdict) - result.added_s
+            late_s = self.count_added_s(verdict) - result.added_s
             is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
             most_late_s = _LATE_PARTS * verdict.step_s
             price.learn(late_s, self._count_moved_bytes(best), most_late_s=most_late_s)
@@ -396,10 +400,6 @@ class RankSearch:
         is_near = self.judge(fastest).peak_bytes <= budget_bytes * (1 + 1 / _CLOSE_PARTS)
         is_faster = self.judge(fastest).step_s < self.judge(best).step_s * (1 - _LATE_PARTS)
         return fastest if is_near and is_faster else best
-
-    def _count_added_s(self, verdict: Verdict) -> float:
-        """Return the seconds that a step is longer than where all is kept."""
-        return verdict.step_s - self.judge(keep_all(self.slots, self.modes)).step_s
 
     def _count_moved_bytes(self, state: State) -> int:
         """Return the bytes that leave in a step."""

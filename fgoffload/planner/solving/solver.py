@@ -10,12 +10,12 @@ were run.
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.simulation.simulation_result import RankResult, StepResult
 from fgoffload.planner.solving.flag_search import NearestFlags
 from fgoffload.planner.solving.placement import State, keep_all
 from fgoffload.planner.solving.rank_searches import RankSearches, begin_searches
@@ -92,7 +92,7 @@ def solve(
         searches = begin_searches(ranks, budget_bytes=budget_bytes, limits=limits, deadline_s=deadline_s)
     else:
         searches = RankSearches(ranks, limits=limits, deadline_s=deadline_s)
-    return _solve(searches, budget_bytes, () if start is None else start.states, since=0)
+    return _solve(searches, budget_bytes, start, since=0)
 
 
 def solve_leaving_free(
@@ -144,10 +144,9 @@ def sweep(
     deadline_s = time.monotonic() + time_limit_s * len(ordered)
     searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=deadline_s)
     found: dict[int, Solution] = {}
-    states: tuple[State, ...] = ()
+    start: Solution | None = None
     for budget_bytes in ordered:
-        found[budget_bytes] = _solve(searches, budget_bytes, states, since=searches.simulations)
-        states = found[budget_bytes].states
+        start = found[budget_bytes] = _solve(searches, budget_bytes, start, since=searches.simulations)
     return [found[budget_bytes] for budget_bytes in budgets_bytes]
 
 
@@ -165,42 +164,116 @@ def find_least_budget(
     """
     ranks = _prepare(ranks, 0, host_budget_bytes)
     searches = RankSearches(ranks, limits=limits or SearchLimits(), deadline_s=time.monotonic() + time_limit_s)
-    return searches.simulate_together(searches.find_least_states()).peak_bytes
+    return _find_least(searches).result.peak_bytes
 
 
-def _solve(searches: RankSearches, budget_bytes: int, starts: Sequence[State], *, since: int) -> Solution:
-    """Return the solution for one budget, not slower than `starts`, which are states of all ranks or none.
+def _solve(searches: RankSearches, budget_bytes: int, start: Solution | None, *, since: int) -> Solution:
+    """Return the solution for one budget, not slower than `start`, which is one for a smaller budget.
 
     Simulations from `since` on were for it.
     """
     _check_static(searches, budget_bytes)
-    states = searches.find_states(budget_bytes, starts=starts)
-    if searches.simulate_together(states).peak_bytes > budget_bytes:
-        least = searches.find_least_states()
-        if searches.simulate_together(least).peak_bytes > budget_bytes:
-            raise _make_error(searches.simulate_together(least), budget_bytes)
-        states = searches.find_states(budget_bytes, starts=least)
-    result = searches.simulate_together(states)
+    found = [_try(searches, searches.find_states(budget_bytes, starts=() if start is None else start.states), budget_bytes)]
+    if not found[0].fits(budget_bytes):
+        least = _find_least(searches)
+        if not least.fits(budget_bytes):
+            raise _make_error(least.result, budget_bytes)
+        found += [least, _try(searches, searches.find_states(budget_bytes, starts=least.states), budget_bytes)]
+    if start is not None:
+        found.append(_Candidate(states=start.states, plan=start.plan, result=start.result))
+    best = min(found, key=lambda one: one.score(budget_bytes))
+    others = [_try_waiting(searches, best, budget_bytes), *_try_offloading(searches, best, budget_bytes)]
+    best = min((best, *(one for one in others if one is not None)), key=lambda one: one.score(budget_bytes))
     bound_s, gap = searches.find_bound()
     return Solution(
-        plan=_set_loss_window(searches.make_plan(states), searches.ranks, result),
-        result=result,
+        plan=best.plan,
+        result=best.result,
         budget_bytes=budget_bytes,
-        decisions=_explain(searches, states, result, budget_bytes),
+        decisions=_explain(searches, best.states, best.result, budget_bytes),
         bound_s=bound_s,
         gap=gap,
         baselines=searches.simulate_baselines(),
         nearest=searches.find_nearest(budget_bytes),
         simulations=searches.simulations - since,
-        states=states,
+        states=best.states,
     )
 
 
-def _set_loss_window(plan: OffloadPlan, ranks: Sequence[RankModel], result: StepResult) -> OffloadPlan:
-    """Return `plan` with what was on its way to the host where losses began, so that no more is when it runs."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A plan, and what the simulator says of it."""
+
+    states: tuple[State, ...]
+    """What the layers of each rank do."""
+    plan: OffloadPlan
+    """The same as a plan, with what may be on its way when losses begin."""
+    result: StepResult
+    """Of exactly that plan."""
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Return whether every rank keeps to the budget."""
+        return self.result.peak_bytes <= budget_bytes
+
+    def score(self, budget_bytes: int) -> tuple[float, float]:
+        """Return what a better one has less of: bytes above the budget, and time."""
+        return (max(self.result.peak_bytes - budget_bytes, 0), round(self.result.step_s, 9))
+
+
+def _try(searches: RankSearches, states: tuple[State, ...], budget_bytes: int) -> _Candidate:
+    """Return the plan of `states` with what may be on its way to the host where losses begin, and what it comes to.
+
+    A little more than was on its way there without such a bound where that fits, and else nothing where as much does not.
+    """
+    result = searches.simulate_together(states)
+    plan = searches.make_plan(states)
+    windows = [one.loss_window_bytes for rank, one in _list_turning(searches.ranks, result) if one.d2h_bytes]
+    if not windows:
+        return _Candidate(states=states, plan=plan, result=result)
+    if not max(windows):
+        # Nothing was on its way there, so that the bound changes nothing.
+        return _Candidate(states=states, plan=dataclasses.replace(plan, loss_window_bytes=0), result=result)
+    tried = []
+    for window_bytes in (round(max(windows) * _ROUTED_MORE), max(windows), 0):
+        bounded = dataclasses.replace(plan, loss_window_bytes=window_bytes)
+        tried.append(_Candidate(states=states, plan=bounded, result=searches.simulate_plan(bounded)))
+        if tried[-1].fits(budget_bytes):
+            return tried[-1]
+    return min(tried, key=lambda one: one.score(budget_bytes))
+
+
+def _try_waiting(searches: RankSearches, known: _Candidate, budget_bytes: int) -> _Candidate | None:
+    """Return a plan in which nothing may be on its way when losses begin, searched for from `known`.
+
+    None where that spares no rank with a loss any memory that it lacks.
+    """
+    if not searches.gains_by_waiting(known.states, budget_bytes):
+        return None
+    states = searches.find_waiting_states(known.states, budget_bytes)
+    plan = dataclasses.replace(searches.make_plan(states), loss_window_bytes=0)
+    return _Candidate(states=states, plan=plan, result=searches.simulate_plan(plan))
+
+
+def _try_offloading(searches: RankSearches, known: _Candidate, budget_bytes: int) -> Iterator[_Candidate]:
+    """Yield plans by which all leaves that can, where no rank takes longer alone than a whole step by what is known.
+
+    What is found rank by rank may wait for its neighbours where these do not, since all ranks do the same.
+    """
+    for states in searches.list_offloading(budget_bytes, shorter_than_s=known.result.step_s):
+        plan = dataclasses.replace(searches.make_plan(states), loss_window_bytes=0)
+        yield _Candidate(states=states, plan=plan, result=searches.simulate_plan(plan))
+
+
+def _find_least(searches: RankSearches) -> _Candidate:
+    """Return the plan with the least peak that was found, however long it takes."""
+    least = _try(searches, searches.find_least_states(), 0)
+    waiting = _try_waiting(searches, least, 0)
+    return least if waiting is None else min(least, waiting, key=lambda one: one.score(0))
+
+
+def _list_turning(ranks: Sequence[RankModel], result: StepResult) -> list[tuple[RankModel, RankResult]]:
+    """Return the ranks whose forward ends in a loss, each with what it came to."""
     pairs = zip(ranks, result.ranks, strict=True)
-    windows = [one.loss_window_bytes for rank, one in pairs if rank.turning_chunk is not None and one.d2h_bytes]
-    return dataclasses.replace(plan, loss_window_bytes=round(max(windows) * _ROUTED_MORE)) if windows else plan
+    return [(rank, one) for rank, one in pairs if rank.turning_chunk is not None]
 
 
 def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> tuple[RankModel, ...]:
@@ -219,7 +292,7 @@ def _check_static(searches: RankSearches, budget_bytes: int) -> None:
     lacking = describe_static_lack(searches.ranks, budget_bytes)
     if lacking is None:
         return
-    least_bytes = searches.simulate_together(searches.find_least_states()).peak_bytes
+    least_bytes = _find_least(searches).result.peak_bytes
     raise BudgetError(f"{lacking} The nearest budget that a plan was found for is {format_bytes(least_bytes)}.", least_bytes)
 
 

@@ -9,6 +9,7 @@ from fgoffload import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving import prices
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.search_limits import SearchLimits
@@ -130,3 +131,12 @@ def test_no_row_takes_time_that_the_budget_holds_without(seed):
     for decisions in rows.values():
         found = price_decisions(ranks, solution.plan, solution.result, decisions, budget_bytes=budget_bytes)
         assert found is None or found.lacking_bytes or found.cost_s < 1e-9
+
+
+def test_what_is_left_waits_before_the_loss_as_the_plan_says(monkeypatch):
+    rank, seen = make_rank(bytes_per_s=8.0), []
+    plan = dataclasses.replace(make_plan({(0, "core_attn"): O, (1, "core_attn"): O}), loss_window_bytes=3)
+    result = simulate([rank], plan)
+    monkeypatch.setattr(prices, "simulate", lambda ranks, one: seen.append(one.loss_window_bytes) or simulate(ranks, one))
+    price_decisions([rank], plan, result, [decide("core_attn", O, 0)], budget_bytes=10**9)
+    assert seen == [3]
