@@ -34,6 +34,7 @@ _AT_MOST = (TOKENS, MICROBATCHES)
 """Of what there may be fewer: then everything is smaller, and the budget holds."""
 
 _LOSS_WINDOW, _MADE_FOR = "loss_window_bytes", "made_for"
+_KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, "sites")
 
 
 class Action(enum.Enum):
@@ -165,6 +166,9 @@ class OffloadPlan:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else None
             raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
+        unknown = [key for key in document if key not in _KEYS]
+        if unknown:
+            raise PlanError(f"{source} has {unknown[0]!r}, which is nothing that a plan has: {', '.join(_KEYS)}. Leave it out.")
         actions: dict[Site, Action] = {}
         for number, row in _enumerate_rows(document, source):
             site, action = _read_row(row, number, source)

@@ -1,6 +1,7 @@
 """Makes a plan or a sweep and shows it: the tables, the lines around them, and the files."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fgoffload.cli.plan_tables import (
     build_sweep_table,
 )
 from fgoffload.errors import ConfigError
+from fgoffload.plan import NOTHING, OffloadPlan
 from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
@@ -27,6 +29,7 @@ from fgoffload.planner.solving.flag_search import NearestFlags
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.units import GIB, KIB, MIB, format_bytes, format_ms
 
 MOST_DRAWN_LAYERS = 200_000
@@ -77,14 +80,28 @@ def show_plan(
         )
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)
     if files["plot"] is not None or files["timeline"] is not None:
-        detailed = simulate(report.ranks, report.solution.plan, detail=Detail.TIMELINE)
+        # Side by side: with every pass noted a step takes as long to simulate as a plan to find.
+        drawn = {PLAN: report.solution.plan} | ({"nothing": NOTHING} if files["plot"] is not None else {})
+        only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
+        note = functools.partial(_simulate_drawn, report.ranks, only)
+        results = dict(zip(drawn, map_in_processes(note, drawn.values()), strict=True))
+        detailed = results[PLAN]
         if (path := files["plot"]) is not None:
-            kept = simulate(report.ranks, type(report.solution.plan)(actions={}), detail=Detail.TIMELINE)
-            write_memory_picture(path, {"nothing": kept, PLAN: detailed}, budget_bytes=budget_bytes, title=subject.title)
+            shown = {name: results[name] for name in ("nothing", PLAN)}
+            write_memory_picture(path, shown, budget_bytes=budget_bytes, title=subject.title)
         if (path := files["timeline"]) is not None:
             from fgoffload.planner.simulation.timeline import write_chrome_trace
 
             write_chrome_trace(detailed, path)
+
+
+def _simulate_drawn(ranks: Sequence[RankModel], only: int | None, plan: OffloadPlan) -> StepResult:
+    """Return a step with what happens when; of the rank with the number `only` where one is given."""
+    result = simulate(ranks, plan, detail=Detail.TIMELINE)
+    if only is None:
+        return result
+    others = (dataclasses.replace(one, timeline=None) for one in result.ranks)
+    return StepResult(ranks=tuple(one if one.rank == only else other for one, other in zip(result.ranks, others, strict=True)))
 
 
 def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) -> None:

@@ -124,6 +124,15 @@ def test_a_plan_of_another_format_is_refused_with_both_formats(document, found):
     assert str(caught.value) == f"plan.json is a plan of format {found}; this version reads format {FORMAT}. Plan again."
 
 
+def test_a_plan_with_what_no_plan_has_is_refused():
+    with pytest.raises(PlanError) as caught:
+        OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [], "loss_window": 5}), source="plan.json")
+    assert str(caught.value) == (
+        "plan.json has 'loss_window', which is nothing that a plan has: format, made_for, loss_window_bytes, sites. "
+        "Leave it out."
+    )
+
+
 @pytest.mark.parametrize("sites", [None, {}, "core_attn"])
 def test_a_plan_without_a_list_of_sites_is_refused(sites):
     with pytest.raises(PlanError) as caught:

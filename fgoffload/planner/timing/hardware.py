@@ -43,6 +43,12 @@ class Link:
         """
         for name in _LINK_RATES:
             check_rate(name, getattr(self, name))
+        ways = [rate for rate in (self.d2h_bytes_per_s, self.h2d_bytes_per_s) if rate is not None]
+        if self.duplex_bytes_per_s is not None and ways and self.duplex_bytes_per_s > min(ways):
+            raise ConfigError(
+                f"duplex_bytes_per_s {self.duplex_bytes_per_s:g} is above {min(ways):g}, the slower way alone. It is the rate "
+                "of each way while both run: give as much or less."
+            )
         if not isinstance(self.is_measured, bool):
             raise ConfigError(f"is_measured {self.is_measured!r} is neither true nor false. Give one of them.")
 

@@ -150,7 +150,12 @@ class Profile:
         found = document.pop("format", None) if isinstance(document, dict) else None
         if type(found) is not int or found != FORMAT:
             raise ConfigError(f"{source} is a profile of format {found!r}; this version reads format {FORMAT}. Measure again.")
-        return read_json_value(cls, document, source=source)
+        profile = read_json_value(cls, document, source=source)
+        for rank in profile.ranks:
+            for chunk in rank.chunks:
+                for layer in chunk.layers:
+                    _check_names(layer.model, source)
+        return profile
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
@@ -305,6 +310,23 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
     # Not tensor by tensor: local experts save one for each of them, and their tokens differ more than those of all together.
     pairs += zip(_count_by_tags(first).values(), _count_by_tags(other).values(), strict=True)
     return all(abs(one - another) <= tolerance * max(one, another) for one, another in pairs)
+
+
+def _check_names(layer: LayerModel, source: str) -> None:
+    """Refuse a layer whose units name what it does not have.
+
+    Raises:
+        ConfigError: With the name.
+    """
+    known = {"stretch": [one.name for one in layer.segments], "tensor": [one.name for one in layer.tensors]}
+    for unit in layer.units:
+        named = [*(("stretch", name) for name in (*unit.segments, unit.before)), *(("tensor", name) for name in unit.drops)]
+        for kind, name in named:
+            if name not in known[kind]:
+                raise ConfigError(
+                    f"{source}: the unit {unit.name!r} of a layer {layer.kind!r} names the {kind} {name!r}, which is none of "
+                    f"{', '.join(known[kind])}. Give a file that `fgoffload profile --json` wrote."
+                )
 
 
 def _list_structure(layer: LayerModel) -> object:

@@ -125,6 +125,10 @@ def test_the_page_names_all_hardware_of_the_table():
         ({"bf16_flop_per_s": 10**400}, r"bf16_flop_per_s 10{19} is not from 1e\+06 to 1e\+21 a second, .* Give it as in 50e9"),
         ({"device_memory_bytes_per_s": 1e-300}, "device_memory_bytes_per_s 1e-300 is not from"),
         ({"link": {"d2h_bytes_per_s": 1e300}}, r"d2h_bytes_per_s 1e\+300 is not from"),
+        (
+            {"link": {"d2h_bytes_per_s": 20e9, "h2d_bytes_per_s": 10e9, "duplex_bytes_per_s": 11e9}},
+            r"duplex_bytes_per_s 1.1e\+10 is above 1e\+10, the slower way alone. .* give as much or less",
+        ),
     ],
 )
 def test_a_rate_that_no_device_has_is_refused_in_a_file(changes, message):

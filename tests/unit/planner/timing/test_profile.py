@@ -325,3 +325,21 @@ def test_a_profile_may_be_packed(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"one\.json\.gz: not packed by gzip, or cut off"):
             Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"segments": ("x",)}, "names the stretch 'x', which is none of "),
+        ({"before": "x"}, "names the stretch 'x', which is none of "),
+        ({"drops": ("x",)}, "names the tensor 'x', which is none of "),
+    ],
+)
+def test_a_unit_that_names_what_its_layer_does_not_have_is_refused(change, message):
+    whole = Path(__file__).parents[4] / "docs" / "results" / "profiles" / "w2_moe_seventh.json.gz"
+    document = json.loads(gzip.decompress(whole.read_bytes()))
+    unit = document["ranks"][0]["chunks"][0]["layers"][0]["model"]["units"][0]
+    unit |= change
+    with pytest.raises(ConfigError, match=message) as caught:
+        Profile.from_json(json.dumps(document), source="profile.json")
+    assert str(caught.value).startswith(f"profile.json: the unit {unit['name']!r} of a layer 'moe")
