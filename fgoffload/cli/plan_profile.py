@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,15 @@ from fgoffload.planner.timing.profile import Profile
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
 """Of a model and its ranks: what may differ from what was measured. A fused gate saves the same, whichever it is."""
+
+
+_FLAGS: Mapping[str, str] = {
+    "has_fused_activation": "--bias-swiglu-fusion",
+    "has_fused_rotary": "--rope-fusion",
+    "experts.has_fused_permutation": "--moe-permute-fusion",
+    "has_optimizer": "--optimizer",
+}
+"""Of what differs, the flag that says so where its name does not."""
 
 
 class _Difference(NamedTuple):
@@ -99,8 +108,10 @@ def check_profile(profile: Profile, path: Path, planned: PlannedTraining) -> Non
     )
     if first is not None:
         what, measured, wanted = first
+        flag = _FLAGS.get(what)
+        said = "" if flag is None else f" ({flag if measured else flag.replace('--', '--no-', 1)})"
         raise ConfigError(
-            f"profile {path} is of {profile.training.source} with {what} {_shorten(measured)}, and {source} has "
+            f"profile {path} is of {profile.training.source} with {what} {_shorten(measured)}{said}, and {source} has "
             f"{_shorten(wanted)}. Plan with the model and the flags that were measured, or measure this one: "
             f"fgoffload profile {source} --json {path}."
         )

@@ -162,8 +162,8 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
         (("--num-gpus", "2"), "data_parallel_size 1, and"),
         (("--grad-reduce-in-bf16",), "gradient_bytes 4, and"),
         (("--no-bias-dropout-fusion",), "has_fused_dropout_add True, and"),
-        (("--no-bias-swiglu-fusion",), "has_fused_activation True, and"),
-        (("--no-optimizer",), "has_optimizer True, and"),
+        (("--no-bias-swiglu-fusion",), "has_fused_activation True (--bias-swiglu-fusion), and"),
+        (("--no-optimizer",), "has_optimizer True (--optimizer), and"),
     ],
 )
 def test_another_training_is_refused_with_the_first_difference(capsys, arguments, profile, words, says):
@@ -189,7 +189,7 @@ def test_a_profile_without_an_optimizer_says_so_and_is_not_planned_with_one(caps
         assert "1 x A device, profiled without an optimizer" in out
     code, _, err = plan(capsys, arguments, "--profile", str(path), *BUDGET, "--optimizer")
     assert code == 2
-    assert "has_optimizer False, and" in err
+    assert "has_optimizer False (--no-optimizer), and" in err
 
 
 def test_ranks_are_compared_by_what_was_measured_on_each(capsys, tmp_path, arguments):
