@@ -70,8 +70,8 @@ def test_a_plan_for_another_model_is_refused(tmp_path):
 
 
 def test_a_module_that_the_planner_does_not_know_is_refused():
-    with pytest.raises(ConfigError, match="--recompute-modules 'dice'"):
-        predict(RANKS, parse_setting("recompute:dice"))
+    with pytest.raises(ConfigError, match="--recompute-modules 'mhc'"):
+        predict(RANKS, parse_setting("recompute:mhc"))
 
 
 def test_what_the_model_runs_again_and_the_measured_layers_cannot_is_refused():
