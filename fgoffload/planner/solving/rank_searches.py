@@ -284,7 +284,7 @@ class RankSearches:
 
         Args:
             states: The best that are known, of all ranks.
-            budget_bytes: Of each device. 0 asks for the least peaks.
+            budget_bytes: Of each device.
         """
         seeds = self.list_offloading(budget_bytes)
         for place, rank in enumerate(self.ranks):
@@ -311,7 +311,7 @@ class RankSearches:
 
         Args:
             states: To begin with, of all ranks.
-            budget_bytes: Of each device. 0 asks for the least peaks.
+            budget_bytes: Of each device.
         """
         found = list(states)
         for place, rank in enumerate(self.ranks):

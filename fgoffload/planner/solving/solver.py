@@ -265,9 +265,7 @@ def _try_offloading(searches: RankSearches, known: _Candidate, budget_bytes: int
 
 def _find_least(searches: RankSearches) -> _Candidate:
     """Return the plan with the least peak that was found, however long it takes."""
-    least = _try(searches, searches.find_least_states(), 0)
-    waiting = _try_waiting(searches, least, 0)
-    return least if waiting is None else min(least, waiting, key=lambda one: one.score(0))
+    return _try(searches, searches.find_least_states(), 0)
 
 
 def _list_turning(ranks: Sequence[RankModel], result: StepResult) -> list[tuple[RankModel, RankResult]]:

@@ -87,18 +87,30 @@ def test_what_is_predicted_is_what_the_plan_comes_to_and_fits(model, part):
     assert found.peak_bytes <= budget_bytes
 
 
-@pytest.mark.parametrize(("model", "recompute"), [("deepseek_v3", "moe_act"), ("llama3_70b", ""), ("gpt_oss_120b", "")])
-def test_a_plan_is_no_slower_than_to_offload_everything_and_wait_for_it_before_the_loss(model, recompute):
-    """DeepSeek-V3's plan was 31.6% slower there, Llama-3 70B's 15.9%, and for GPT-OSS none was found."""
+@pytest.mark.parametrize(
+    ("model", "recompute", "more_gib", "part"),
+    [
+        # DeepSeek-V3's plan was 31.6% slower there, Llama-3 70B's 15.9%, and for GPT-OSS none was found.
+        ("deepseek_v3", "moe_act", 0.0, 1.0),
+        # What rank by rank is best waits for neighbours: all ranks alike are 0.2% faster.
+        ("deepseek_v3", "moe_act", 3.6, 1.0),
+        # With nothing on its way before the loss there is room for more elsewhere on the last rank.
+        ("llama3_70b", "", 0.01, 0.97),
+        ("gpt_oss_120b", "", 0.0, 1.0),
+    ],
+)
+def test_a_plan_is_no_slower_than_to_offload_everything_and_wait_for_it_before_the_loss(model, recompute, more_gib, part):
+    """`more_gib` is above what that takes, `part` the most of its step that the plan may take."""
     ranks = load_ranks(model)
     plan = baselines(ranks)["offload everything"]
     if recompute:
         sets = {one.recompute.modules: one for one in list_offloading_flags(ranks)}
         plan = sets[(recompute,)].make_plan(ranks)
     by_hand = simulate(ranks, dataclasses.replace(plan, loss_window_bytes=0))
-    found = solve(ranks, budget_bytes=by_hand.peak_bytes).result
-    assert found.peak_bytes <= by_hand.peak_bytes
-    assert found.step_s <= by_hand.step_s
+    budget_bytes = by_hand.peak_bytes + round(more_gib * GIB)
+    found = solve(ranks, budget_bytes=budget_bytes).result
+    assert found.peak_bytes <= budget_bytes
+    assert found.step_s <= part * by_hand.step_s
 
 
 def test_the_least_budget_is_no_more_than_to_offload_everything_and_wait_for_it_before_the_loss():
