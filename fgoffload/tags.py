@@ -269,6 +269,10 @@ RECOMPUTE_UNITS = (
 linears with what is around them: see `first_parts.py` of the Megatron integration."""
 
 
+RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))
+"""The values of `--recompute-modules` that units stand for, each once."""
+
+
 _UNITS_BY_NAME = {unit.name: unit for unit in RECOMPUTE_UNITS}
 
 

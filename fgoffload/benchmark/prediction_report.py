@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Summary
 from fgoffload.benchmark.prediction import Comparison, Forecasts, Source, compare
 from fgoffload.benchmark.report import ABSENT, Workload, name_row, name_run, name_versions
@@ -43,9 +44,7 @@ def format_predictions(
     compared = _compare_all(summaries, forecasts)
     for source, found in compared:
         lines += [f"## Predicted {source.title}", "", describe_worst(source, found), ""]
-        lines += [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _list_cells(one))} |" for one in found]
-        lines.append("")
+        lines += [*format_rows(HEADINGS, map(_list_cells, found)), ""]
     if not compared:
         lines += ["Nothing was predicted: the hardware table does not have this device, and there is no profile.", ""]
     lines += _list_gaps(summaries, forecasts)

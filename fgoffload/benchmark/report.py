@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.benchmark.frontier import LINES, find_fastest
+from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
 from fgoffload.benchmark.prediction import (
     NO_FORECASTS,
@@ -116,9 +117,7 @@ def format_markdown(
     summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, forecasts: Forecasts = NO_FORECASTS
 ) -> str:
     """Return the table of times for a page of results."""
-    lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    for cells in list_rows(summaries, workload, forecasts):
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    lines = format_rows(HEADINGS, list_rows(summaries, workload, forecasts))
     return "\n".join((name_run(workload, surroundings), "", *lines, "", name_versions(surroundings), ""))
 
 
@@ -240,8 +239,7 @@ def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: 
 
 def format_bits(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> str:
     """Return the same table for a page of results."""
-    lines = [f"| {' | '.join(_BITS_HEADINGS)} |", f"|{'---|' * len(_BITS_HEADINGS)}"]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _list_bits(row))} |" for row in rows]
+    lines = format_rows(_BITS_HEADINGS, map(_list_bits, rows))
     return "\n".join((f"{name_run(workload, surroundings)}: {_BITS}", "", *lines, "", name_versions(surroundings), ""))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Summary
 from fgoffload.benchmark.report import ABSENT
 from fgoffload.benchmark.search import SearchResult
@@ -43,14 +44,10 @@ def build_search_table(result: SearchResult, summaries: Sequence[Summary]) -> Ta
 
 def format_search(result: SearchResult, summaries: Sequence[Summary]) -> str:
     """Return the page `search.md`: what won, and everything that was tried."""
-    lines = [describe_search(result), "", f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    lines += [f"| {' | '.join(cells)} |" for cells in _list_rows(result, summaries)]
-    lines += ["", "| tried | over nothing | peak |", "|---|---|---|"]
-    lines += [
-        f"| {one.name} | {sample.ratio:.3f} | {format_bytes(sample.peak_bytes)} |" for one, sample in result.samples.items()
-    ]
-    failures = (f"| {one.name} | {reason.replace('|', '/')} | {ABSENT} |" for one, reason in result.failures.items())
-    return "\n".join((*lines, *failures, ""))
+    tried = [(one.name, f"{sample.ratio:.3f}", format_bytes(sample.peak_bytes)) for one, sample in result.samples.items()]
+    tried += [(one.name, reason, ABSENT) for one, reason in result.failures.items()]
+    tables = format_rows(HEADINGS, _list_rows(result, summaries)), format_rows(("tried", "over nothing", "peak"), tried)
+    return "\n".join((describe_search(result), "", *tables[0], "", *tables[1], ""))
 
 
 def describe_search(result: SearchResult) -> str:

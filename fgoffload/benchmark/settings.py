@@ -19,7 +19,7 @@ from typing import Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
-from fgoffload.tags import RECOMPUTE_UNITS, default_tags
+from fgoffload.tags import RECOMPUTE_MODULES, default_tags
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
@@ -300,17 +300,13 @@ def _check_parts(text: str, system: System, what: str, *, has_fraction: bool, ha
 
 def _check_recompute(text: str, recompute: Sequence[str]) -> None:
     if recompute != (FULL,):
-        _check_known(text, "recompute module", recompute, (*_list_recompute_modules(), *_NEWER_RECOMPUTE_MODULES))
+        _check_known(text, "recompute module", recompute, (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
 
 
 def _check_known(text: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"--settings {text!r}: {name!r} is no {kind}. Give some of: {' '.join(known)}.")
-
-
-def _list_recompute_modules() -> list[str]:
-    return [name for name in dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS) if name is not None]
 
 
 def _read_fraction(text: str, fraction: str | None) -> float:

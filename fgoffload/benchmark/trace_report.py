@@ -7,6 +7,7 @@ from rich.table import Table
 
 from fgoffload.benchmark.idle import IdleTime, find_idle_time
 from fgoffload.benchmark.job import name_trace
+from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.settings import Setting
 from fgoffload.benchmark.traces import Event, is_copy, read_events
 
@@ -65,8 +66,7 @@ def format_traces(rows: Mapping[str, tuple[str, ...]]) -> str:
     """Return the page `traces.md`."""
     if not rows:
         return f"{NO_KERNEL}\n"
-    lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}"]
-    lines += [f"| {' | '.join((name, *cells))} |" for name, cells in rows.items()]
+    lines = format_rows(HEADINGS, ((name, *cells) for name, cells in rows.items()))
     return "\n".join([*lines, "", LEGEND, ""])
 
 

@@ -80,13 +80,16 @@ def check_machine() -> None:
     Raises:
         IntegrationError: It has no GPU or no Transformer Engine.
     """
-    for fault in _find_faults_of_machine():
-        raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
+    _refuse(_find_faults_of_machine())
 
 
 def _check_process() -> None:
     check_machine()
-    for fault in _find_faults_of_process():
+    _refuse(_find_faults_of_process())
+
+
+def _refuse(faults: Iterator[str]) -> None:
+    for fault in faults:
         raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
 
 

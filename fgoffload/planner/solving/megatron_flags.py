@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fgoffload.errors import ConfigError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel, Turn
-from fgoffload.tags import RECOMPUTE_UNITS, default_tags
+from fgoffload.tags import RECOMPUTE_MODULES, RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
 LAYER_INPUT = "layer_input"
@@ -42,10 +42,10 @@ class SelectiveRecompute:
         Raises:
             ConfigError: With the module and those that there are.
         """
-        known = sorted({unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module})
         for module in self.modules:
-            if module not in known:
-                raise ConfigError(f"--recompute-modules {module!r} is not known here. Give some of: {' '.join(known)}.")
+            if module not in RECOMPUTE_MODULES:
+                known = " ".join(sorted(RECOMPUTE_MODULES))
+                raise ConfigError(f"--recompute-modules {module!r} is not known here. Give some of: {known}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,12 +152,11 @@ def baselines(ranks: Sequence[RankModel]) -> dict[str, OffloadPlan]:
     - `selective recompute`: `choose_usual_modules`.
     - `offload everything`: whatever a tag saves, and nothing runs again.
     """
-    everything = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
     settings = {
         "nothing": MegatronFlags(),
         "full recompute": FULL_RECOMPUTE,
         "selective recompute": MegatronFlags(recompute=SelectiveRecompute(modules=choose_usual_modules(ranks))),
-        "offload everything": MegatronFlags(offload_modules=everything),
+        "offload everything": MegatronFlags(offload_modules=_list_everything()),
     }
     return {name: flags.make_plan(ranks) for name, flags in settings.items()}
 
@@ -167,11 +166,15 @@ def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
 
     None where that is no cheap part of a layer, as attention.
     """
-    everything = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
     usual = choose_usual_modules(ranks)
     cheap = usual if usual != _ATTENTION else ()
     sets = dict.fromkeys((cheap, *((name,) for name in cheap)))
+    everything = _list_everything()
     return [MegatronFlags(offload_modules=everything, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
+
+
+def _list_everything() -> tuple[str, ...]:
+    return tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
 
 
 _ATTENTION = ("core_attn",)

@@ -71,6 +71,8 @@ class RankSearches:
         self._loss_window_bytes = loss_window_bytes
         self._waiting: dict[int, RankSearches] = {}
         self._together = 0
+        self._alone = 0
+        """Simulations of single ranks that no search has run."""
         self._founds: dict[int, Found] = {}
         self._results: dict[object, StepResult] = {}
         shorts = [shorten(rank) for rank in self.ranks]
@@ -113,7 +115,8 @@ class RankSearches:
     @property
     def simulations(self) -> int:
         """Return how many simulations of single ranks were run; one of all together counts as many as there are."""
-        return sum(search.simulations for search in self._apart) + self._together * len(self.ranks)
+        waiting = sum(search.simulations for search in self._waiting.values())
+        return sum(search.simulations for search in self._apart) + self._together * len(self.ranks) + self._alone + waiting
 
     def list_slots(self, place: int) -> tuple[LayerSlot, ...]:
         """Return the layers of the rank at `place`."""
@@ -262,15 +265,17 @@ class RankSearches:
             self._least = self.find_states(0)
         return self._least
 
-    def list_offloading(self, budget_bytes: int, *, shorter_than_s: float = math.inf) -> list[tuple[State, ...]]:
+    def list_offloading(self, budget_bytes: int, *, shorter_than_s: float) -> list[tuple[State, ...]]:
         """Return the states in which all that can leave leaves, but for what is cheap to run again, of all ranks alike.
 
         Args:
             budget_bytes: Of each device.
             shorter_than_s: Seconds. What takes as long on a rank that never waits for its neighbours is left out.
         """
-        found = [self.list_baselines()["offload everything"], *self._list_seeds(budget_bytes)]
-        return [states for states in found if self._count_longest_s(states) < shorter_than_s]
+        return [states for states in self._list_offloading(budget_bytes) if self._count_longest_s(states) < shorter_than_s]
+
+    def _list_offloading(self, budget_bytes: int) -> list[tuple[State, ...]]:
+        return [self.list_baselines()["offload everything"], *self._list_seeds(budget_bytes)]
 
     def _count_longest_s(self, states: Sequence[State]) -> float:
         """Return the seconds of a whole step of the rank that takes longest by itself."""
@@ -286,7 +291,7 @@ class RankSearches:
             states: The best that are known, of all ranks.
             budget_bytes: Of each device.
         """
-        seeds = self.list_offloading(budget_bytes)
+        seeds = self._list_offloading(budget_bytes)
         for place, rank in enumerate(self.ranks):
             if rank.turning_chunk is None:
                 continue
@@ -295,7 +300,7 @@ class RankSearches:
             best = search.judge(own)
             for state in dict.fromkeys((own, *(seed[place] for seed in seeds))):
                 waiting = judge(make_plan([(search.slots, state)]))
-                self._together += 1
+                self._alone += 1
                 if waiting.peak_bytes >= search.judge(state).peak_bytes:
                     continue  # nothing is on its way there, or memory is highest elsewhere
                 is_faster = waiting.peak_bytes <= budget_bytes and waiting.step_s < best.step_s
@@ -321,11 +326,13 @@ class RankSearches:
                 own = self._waiting[place]
                 own.learn_flags(budget_bytes, None)
                 (found[place],) = own.find_states(budget_bytes, starts=[states[place]])
-                self._together += own.simulations // len(self.ranks)
         return tuple(found)
 
     def _make_waiting(self, rank: RankModel) -> "RankSearches":
-        """Return the search of one rank where nothing may be on its way, which takes its part of what all may take."""
+        """Return the search of one rank where nothing may be on its way, which takes its part of what all may take.
+
+        One stage alone looks twice as long as the first time: a plan for Llama-3 8B at 63.33 GiB is 4% faster by it.
+        """
         limits = self._limits
         if len(self.ranks) > 1:
             limits = dataclasses.replace(limits, **{name: getattr(limits, name) // len(self._apart) for name in _PASSES})
