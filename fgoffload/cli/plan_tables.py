@@ -160,6 +160,7 @@ def build_rank_table(report: PlanReport) -> Table:
         "compute",
         "slowed by copies",
         "waits for copies",
+        "for a late host",
         "for neighbours",
         "host",
     )
@@ -176,6 +177,7 @@ def build_rank_table(report: PlanReport) -> Table:
             format_ms(result.compute_s),
             format_ms(result.slowed_s),
             format_ms(result.waits.copies_s),
+            format_ms(result.waits.late_s),
             format_ms(result.waits.neighbours_s),
             format_bytes(result.host_peak_bytes) if result.host_peak_bytes else "-",
             result.peak_at,

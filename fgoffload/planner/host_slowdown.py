@@ -1,12 +1,18 @@
-"""How much a training's own host slows compute beside copies: what a profile's compared steps say.
+"""How late a training's own host is beside copies: what a profile's compared steps say.
 
 [Note: What copies cost a late host]
-A profile has the device's times. Copies hardly slow a device, by 1% ([link_rates]), but they slow a host that is late already:
-its memory serves both, and what is launched late is on the clock. How much differs from machine to machine and nothing but a
-step of the training says it. So a profile has a few steps under plans, measured in turn with steps that keep all, and of what
-compute takes longer beside copies the simulator is given the part with which these steps take, on average, what they took.
-What it is on fifteen machines is in docs/planner/accuracy.md. Where a training plans for itself, steps that keep all may not
-fit: those under its first plan say it alone.
+A profile has the device's times. Copies hardly slow a device, by 1% ([link_rates]), but they cost a host that is late already:
+its memory serves both, and each group that leaves is something more to do. What is launched late is on the clock. How much
+differs from machine to machine and nothing but a step of the training says it. So a profile has a few steps under plans,
+measured in turn with steps that keep all, and the simulator is given the lateness with which these steps take, on average, what
+they took. It is one figure, since a few steps tell no more than that: the part by which compute takes longer beside copies, and
+with it the time of each group, `GROUP_S` of it.
+
+Either alone says as much of all steps together, and is wrong about some. By bytes alone `expert_fc1`, whose groups are few and
+large, was predicted to take 4% to 5% longer than it did in each of three runs, and by groups alone a plan with two groups of
+640 MiB to take 3% less. With both, four of the 76 steps that are predicted from profiles with compared steps are more than 4%
+off, where eight were by bytes. What it is on fifteen machines is in docs/planner/accuracy.md. Where a training plans for
+itself, steps that keep all may not fit: those under its first plan say it alone.
 
 [link_rates]: fgoffload/planner/timing/link_rates.py
 """
@@ -18,11 +24,17 @@ from fgoffload.plan import NOTHING, OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.compared_step import ComparedStep
+from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
-MOST_SLOWDOWN = 0.5
+GROUP_S = 3.7e-3
+"""Seconds by which a late host launches later behind each group that leaves, for a whole of slowdown beyond the device's own:
+0.37 ms where that is a tenth. Source: the compared steps of four runs on H100s, which by groups alone are late by 3.6 to 4.0 ms
+for each whole that they are late by bytes alone (docs/planner/accuracy.md)."""
+
+MOST_SLOWDOWN = 0.25
 """What compute takes longer beside copies at most, as a part. What took longer than that says was late for other reasons."""
 
-LEAST_EFFECT = 0.05
+LEAST_EFFECT = 0.025
 """Of a step that keeps all: by how much at least a step grows from no slowdown to `MOST_SLOWDOWN`, if it is to say which it is.
 One that moves little would make a percent of noise a tenth of slowdown and more."""
 
@@ -31,9 +43,17 @@ _PRECISION = 2e-3
 
 
 def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
-    """Return `ranks` whose compute takes so much longer beside copies, as a part; none gets faster by it."""
-    links = (dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown)) for rank in ranks)
-    return tuple(dataclasses.replace(rank, link=link) for rank, link in zip(ranks, links, strict=True))
+    """Return `ranks` whose compute takes so much longer beside copies, as a part, and whose groups cost what that goes with.
+
+    None gets faster by it.
+    """
+    return tuple(_slow_down_rank(rank, slowdown) for rank in ranks)
+
+
+def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
+    link = dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown))
+    late_group_s = GROUP_S * max(0.0, slowdown - COMPUTE_SLOWDOWN)
+    return dataclasses.replace(rank, link=link, late_group_s=max(rank.late_group_s, late_group_s))
 
 
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:

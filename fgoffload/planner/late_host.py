@@ -4,9 +4,9 @@
 Where each layer lets the host wait, as token dispatchers do, the host begins anew in each layer, and some hosts need longer for
 the launches of a layer than the device does for its kernels. All that slows such a host is on the clock, and copies do: on
 three machines with an H100 a look-up that misses caches took 1.16 to 1.29 times as long beside copies to the host, and 1.36 to
-1.85 times as long beside copies both ways. What the engine does for each group comes on top. A hardware table does not know
-which host a training will have, and a profile, which compares a few steps ([Note: What copies cost a late host] in
-`host_slowdown`), not who will share it. So there is a plan for either, and a few steps say which one is faster.
+1.85 times as long beside copies both ways. What the engine does for each group comes on top; `slow_down` has both. A hardware
+table does not know which host a training will have, and a profile, which compares a few steps ([Note: What copies cost a late
+host] in `host_slowdown`), not who will share it. So there is a plan for either, and a few steps say which one is faster.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class HostGuess(enum.Enum):
     LATE = "a late host"
 
 
-LATE_HOST_SLOWDOWN = 0.2
-"""What compute of a training takes longer beside copies, as a part, with such a host. Source: plans of W2 for 20.2, 18.9, 16.5
-and 14.6 GiB took on an H100 what a slowdown of 0.07, 0.22, 0.24 and 0.19 says (docs/results/w2_moe_h100_202611.md)."""
+LATE_HOST_SLOWDOWN = 0.1
+"""What compute of a training takes longer beside copies, as a part, with such a host, whose groups cost what that goes with.
+Source: the compared steps of four runs of W2 on H100s say 0.088, 0.145, 0.095 and 0.090 (docs/planner/accuracy.md)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
     links = (
         dataclasses.replace(rank.link, compute_slowdown=min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN)) for rank in ranks
     )
-    return tuple(dataclasses.replace(rank, link=link) for rank, link in zip(ranks, links, strict=True))
+    return tuple(dataclasses.replace(rank, link=link, late_group_s=0.0) for rank, link in zip(ranks, links, strict=True))
 
 
 def assume_other_host(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:

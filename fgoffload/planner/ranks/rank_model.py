@@ -134,6 +134,8 @@ class RankModel:
     """The chunk that ends the model, where the backward of each microbatch comes right after its forward; None elsewhere."""
     turn: Turn = Turn.PLAN
     """What becomes there of copies that are under way, unless the plan says how many bytes may be."""
+    late_group_s: float = 0.0
+    """Seconds by which a late host launches later what follows a group that leaves: it has that to do as well."""
     has_engine: bool = True
     """Whether this package runs in the training. Without it, token dispatchers hold what a recompute began with: see
     [Note: What dispatchers hold] in `chunk_compiler`."""

@@ -322,6 +322,8 @@ class RankRun:
         while self._policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_copy(self._in_flight[0].copy, Cause.WINDOW)
             self._release_oldest()
+        if leaving and self._rank.late_group_s:
+            self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
 
     def _find_room(self, size_bytes: int, mover: Mover) -> bool:
         """Take `size_bytes` of the host budget, and return whether they were there."""

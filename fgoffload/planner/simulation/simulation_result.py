@@ -28,12 +28,14 @@ class Waits:
     """What backward asked for was not back."""
     host_s: float = 0.0
     """The host waited for a few bytes behind copies."""
+    late_s: float = 0.0
+    """The host was late, since groups left."""
     neighbours_s: float = 0.0
     """What another rank computes was not there; with the filling and draining of the pipeline."""
 
     @property
     def copies_s(self) -> float:
-        """Seconds for copies: all but those for neighbours."""
+        """Seconds for copies: all but those for neighbours, and for a host that is late."""
         return self.window_s + self.turn_s + self.reload_s + self.host_s
 
 

@@ -21,6 +21,7 @@ class Cause(enum.Enum):
     TURN = "wait for what leaves before the loss"
     RELOAD = "wait for a reload"
     HOST = "the host waits behind copies"
+    LATE = "the host is late"
     NEIGHBOURS = "wait for a neighbour"
 
     __hash__ = object.__hash__
@@ -140,6 +141,7 @@ class Tallies:
             turn_s=self.waits_s[Cause.TURN],
             reload_s=self.waits_s[Cause.RELOAD],
             host_s=self.waits_s[Cause.HOST],
+            late_s=self.waits_s[Cause.LATE],
             neighbours_s=self.waits_s[Cause.NEIGHBOURS],
         )
         return {

@@ -68,16 +68,11 @@ ABOVE_CUT_OFF = {
     Source.PROFILE: {"plan:w2_16.5GiB_second", "plan:w2_16.5GiB_seventh", "ours:core_attn+attn_proj+expert_fc1"},
 }
 """Settings that are predicted worse than the limits, since the host was later than the device in those runs."""
-_SECOND_H100_RUN, _THIRD_H100_RUN, _FOURTH_H100_RUN, _FIFTH_H100_RUN, _LATENT_RUN, _, _LATENT_RUN_AGAIN = list(H100_RUNS)[1:8]
-_SIXTH_H100_RUN = list(H100_RUNS)[-1]
+_SECOND_H100_RUN, _THIRD_H100_RUN, _, _FIFTH_H100_RUN, _LATENT_RUN, _, _LATENT_RUN_AGAIN = list(H100_RUNS)[1:8]
 ABOVE_ON_H100 = {
     Source.TABLE: {(run, "ours:core_attn+attn_proj+expert_fc1") for run in (_LATENT_RUN, _LATENT_RUN_AGAIN)},
     Source.PROFILE: {
-        (_SIXTH_H100_RUN, "ours:expert_fc1"),
         (_FIFTH_H100_RUN, "recompute:layernorm+moe"),
-        (_FIFTH_H100_RUN, "ours:expert_fc1"),
-        (_FOURTH_H100_RUN, "ours:expert_fc1"),
-        (_FOURTH_H100_RUN, "ours:qkv_linear+core_attn+attn_proj/layernorm+moe"),
         *((next(iter(H100_RUNS)), f"plan:w2_{size}GiB_h100") for size in (14.6, 16.5)),
         *((_THIRD_H100_RUN, f"plan:w2_{size}GiB_h100_third") for size in (16.5, 18.9)),
         (_THIRD_H100_RUN, "ours:core_attn+attn_proj+expert_fc1"),

@@ -8,7 +8,7 @@ import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
-from fgoffload.planner.host_slowdown import MOST_SLOWDOWN, fit_slowdown, fit_slowdown_to_step, slow_down
+from fgoffload.planner.host_slowdown import GROUP_S, MOST_SLOWDOWN, fit_slowdown, fit_slowdown_to_step, slow_down
 from fgoffload.planner.profiled_ranks import find_host_slowdown, make_rank_models
 from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, Turn
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -45,7 +45,26 @@ def compare(plan, slowdown, *, ranks=RANKS, keeping_s=None):
     return ComparedStep.from_plan(plan, step_s=step_s, keeping_step_s=keeping_s)
 
 
-@hypothesis.given(st.floats(0.02, 0.45), st.floats(100.0, 1000.0))
+def test_groups_cost_a_late_host_what_its_slowdown_goes_with_and_one_in_time_nothing():
+    assert [rank.late_group_s for rank in slow_down(RANKS, 0.01)] == [0.0]
+    late = slow_down(RANKS, 0.11)
+    assert [rank.late_group_s for rank in late] == [pytest.approx(0.1 * GROUP_S)]
+    assert slow_down(late, 0.05) == late  # none gets faster
+    later = dataclasses.replace(late[0], late_group_s=0.5)
+    assert slow_down([later], 0.2)[0].late_group_s == 0.5
+
+
+def test_what_groups_cost_is_found_again_where_copies_are_nothing_beside_it():
+    link = LinkModel(d2h_bytes_per_s=2e6, h2d_bytes_per_s=2e6, duplex_bytes_per_s=1.5e6, compute_slowdown=0.01)
+    layers = [[make_toy_layer(forward_s=(1e-4,) * 4)] * 3]
+    ranks = (make_toy_rank(layers=layers, pipeline=Pipeline(stages=1, microbatches=4), link=link),)
+    groups = 4 * len(OFFLOADS.actions)
+    keeping_s = simulate_s(ranks, NOTHING)
+    step = ComparedStep.from_plan(OFFLOADS, step_s=keeping_s + groups * 0.1 * GROUP_S, keeping_step_s=keeping_s)
+    assert fit_slowdown(ranks, [step]) == pytest.approx(0.11, abs=4e-3)
+
+
+@hypothesis.given(st.floats(0.02, 0.23), st.floats(100.0, 1000.0))
 @hypothesis.settings(deadline=None, max_examples=30)
 def test_a_slowdown_is_found_again_however_long_the_steps_that_keep_all_took(slowdown, keeping_s):
     steps = [compare(plan, slowdown, keeping_s=keeping_s) for plan in (OFFLOADS, MIXED)]
@@ -53,9 +72,9 @@ def test_a_slowdown_is_found_again_however_long_the_steps_that_keep_all_took(slo
 
 
 def test_steps_that_say_different_things_are_met_on_average():
-    steps = [compare(OFFLOADS, 0.1), compare(MIXED, 0.3)]
+    steps = [compare(OFFLOADS, 0.1), compare(MIXED, 0.2)]
     found = fit_slowdown(RANKS, steps)
-    assert 0.1 < found < 0.3
+    assert 0.1 < found < 0.2
     simulated_s = sum(simulate_s(slow_down(RANKS, found), step.plan) for step in steps)
     assert simulated_s == pytest.approx(sum(step.step_s for step in steps), rel=1e-3)
 
@@ -83,7 +102,7 @@ def test_a_plan_of_other_layers_is_refused():
         fit_slowdown(RANKS, [ComparedStep.from_plan(other, step_s=2.0, keeping_step_s=1.0)])
 
 
-@hypothesis.given(st.floats(0.02, 0.45), st.sampled_from([OFFLOADS, MIXED]))
+@hypothesis.given(st.floats(0.02, 0.23), st.sampled_from([OFFLOADS, MIXED]))
 @hypothesis.settings(deadline=None, max_examples=30)
 def test_a_slowdown_is_found_again_by_what_steps_under_one_plan_took(slowdown, plan):
     step_s = simulate_s(slow_down(RANKS, slowdown), plan)

@@ -4,6 +4,7 @@ import math
 
 from support.toy_ranks import make_toy_rank
 
+from fgoffload.planner.host_slowdown import slow_down
 from fgoffload.planner.late_host import (
     LATE_HOST_SLOWDOWN,
     HostGuess,
@@ -28,7 +29,9 @@ def test_copies_slow_compute_more_and_nothing_else_is_different():
     assert [rank.link.compute_slowdown for rank in late] == [LATE_HOST_SLOWDOWN, 0.5]
     assert late[0].link.d2h_bytes_per_s == 2.0
     assert late[0].chunks == ranks[0].chunks
-    assert late[1] == ranks[1]
+    assert late[1].link == ranks[1].link
+    assert late[0].late_group_s == late[1].late_group_s == slow_down(ranks, LATE_HOST_SLOWDOWN)[0].late_group_s > 0
+    assert [rank.late_group_s for rank in assume_host(late, HostGuess.IN_TIME)] == [0.0, 0.0]
 
 
 def test_the_budget_comes_before_the_time():
@@ -45,7 +48,7 @@ def test_what_a_plan_took_is_said_with_what_is_known():
 
 
 def test_a_plan_for_the_other_host_is_one_for_a_host_in_time_where_this_one_is_late():
-    for slowdown, guess in ((0.0, HostGuess.IN_TIME), (0.1, HostGuess.IN_TIME), (0.11, HostGuess.LATE), (0.4, HostGuess.LATE)):
+    for slowdown, guess in ((0.0, HostGuess.IN_TIME), (0.05, HostGuess.IN_TIME), (0.06, HostGuess.LATE), (0.4, HostGuess.LATE)):
         ranks = (make_rank(0.0), make_rank(slowdown))
         assert find_guess(ranks) is guess
         other = [rank.link.compute_slowdown for rank in assume_other_host(ranks)]

@@ -137,9 +137,10 @@ def test_where_nothing_leaves_each_pass_is_run(count_run):
     st.sampled_from(HostPace),
     st.sampled_from((None, "core_attn", "expert_fc1")),
     st.sampled_from((0.0, 1.0, 12.0)),
+    st.sampled_from((0.0, 0.7)),
 )
 def test_steps_are_the_same_as_pass_by_pass(
-    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step, pace, wait, host_s
+    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step, pace, wait, host_s, late_group_s
 ):
     stages, chunks, microbatches = shape
     pipeline = Pipeline(stages=stages, chunks=chunks, microbatches=microbatches)
@@ -156,6 +157,7 @@ def test_steps_are_the_same_as_pass_by_pass(
         prefetch_bytes=prefetch,
         host_budget_bytes=budget_bytes,
         host_pace=pace,
+        late_group_s=late_group_s,
     )
     with unittest.mock.patch.object(chunk_compiler, "HOST_LAYER_S", host_s):
         check_pass_by_pass(ranks, make_plan(pipeline, tag, step=step))

@@ -455,6 +455,26 @@ def test_the_share_of_a_copy_that_compute_waits_for_is_exposed():
     assert (result.d2h_s, result.h2d_s) == (100, 20)
 
 
+# Where the host is late.
+
+
+def test_behind_each_group_that_leaves_a_late_host_launches_later():
+    rank = make_rank(make_chunk(FC1, FC1, FC1), late_group_s=3.0, passes=read_passes("F0 F1 B0 B1"))
+    plan = make_plan({(0, "expert_fc1"): O, (1, "expert_fc1"): O})
+    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
+    # The first leaves at 20 and all that follows is 3 s later: the second at 43, and the next microbatch begins at 66.
+    assert [start_s for start_s, _ in list_copies(result, LaneName.D2H)] == [20, 43, 86, 109]
+    # What comes back is waited for as without: 10 s in each backward.
+    assert result.waits == Waits(late_s=4 * 3, reload_s=2 * 10)
+    assert result.step_s == 2 * 3 * 60 + 12 + 20
+
+
+def test_where_nothing_leaves_a_late_host_is_as_late_as_without_a_plan():
+    rank = make_rank(make_chunk(FC1, FC1), late_group_s=3.0, host_budget_bytes=99)
+    for plan in (NOTHING, make_plan({(0, "expert_fc1"): O})):
+        assert simulate_rank(rank, plan).waits == Waits()
+
+
 # Where the host waits.
 
 

@@ -79,6 +79,7 @@ policies = st.fixed_dictionaries(
         "host_budget_bytes": st.sampled_from((None, 700, 3000)),
         "min_offloaded_numel": st.sampled_from((0, 31)),
         "host_pace": st.sampled_from(HostPace),
+        "late_group_s": st.sampled_from((0.0, 1.5)),
     }
 )
 
@@ -177,7 +178,8 @@ def check_lanes(result, rank):
         if busy_s is not None:
             assert sum(end_s - start_s for start_s, end_s in spans) == pytest.approx(busy_s)
     waits = result.waits
-    assert result.compute_s + waits.copies_s + waits.neighbours_s == pytest.approx(result.step_s - rank.step_end_s)
+    busy_s = result.compute_s + waits.copies_s + waits.late_s + waits.neighbours_s
+    assert busy_s == pytest.approx(result.step_s - rank.step_end_s)
     for tag in result.tags:
         assert -1e-9 <= tag.exposed_s <= tag.d2h_s + tag.h2d_s + 1e-9
     # What compute waits for is a copy, but for where it waits for both at once: that has no such place.

@@ -98,13 +98,14 @@ layers = st.builds(
     st.sampled_from((None, 500)),
     st.lists(st.sampled_from((0.0, 0.01, 0.3, 1.0)), min_size=3, max_size=3),
     st.sampled_from(HostPace),
+    st.sampled_from((0.0, 0.7)),
 )
 # A copy ends just when the engine looks: in round 34 the rounding of all times before it once made that a bit later.
-@example([SLOW_FIRST, *[FAST] * 3], (3, 1, 45), 40.0, 100, 150, 0.25, None, [1.0, 1.0, 0.0], HostPace.BESIDE)
+@example([SLOW_FIRST, *[FAST] * 3], (3, 1, 45), 40.0, 100, 150, 0.25, None, [1.0, 1.0, 0.0], HostPace.BESIDE, 0.0)
 # The peak is behind the rounds that were left out, and has its number of the step.
-@example(LARGE_SECOND, (2, 2, 60), 3.0, 100, 150, 0.0, None, [0.0, 0.0, 0.0], HostPace.STEP_AHEAD)
+@example(LARGE_SECOND, (2, 2, 60), 3.0, 100, 150, 0.0, None, [0.0, 0.0, 0.0], HostPace.STEP_AHEAD, 0.0)
 def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(
-    own, shape, rate, window, prefetch, slowdown, budget, more_s, pace
+    own, shape, rate, window, prefetch, slowdown, budget, more_s, pace, late_group_s
 ):
     stages, chunks, microbatches = shape
     more = [Segment(name="more", forward_s=one_s, backward_s=0.0) for one_s in more_s]
@@ -119,6 +120,7 @@ def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(
             prefetch_bytes=prefetch,
             host_budget_bytes=budget,
             host_pace=pace,
+            late_group_s=late_group_s,
         )
         for rank in range(stages)
     ]
