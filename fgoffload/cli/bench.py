@@ -61,7 +61,7 @@ EXAMPLE_VALUES: Mapping[str, str] = {
     "--out": "bench_w2_moe",
 }
 RUNS_A_SCRIPT = False
-EXIT_MEASURED, EXIT_DIFFERENT = 0, 1
+EXIT_MEASURED, EXIT_MISSED = 0, 1
 
 STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
 """What is taken where no option says so; `BIT_STEPS` for `--steps` with `--check-bits`."""
@@ -213,7 +213,7 @@ def _read_search_limit(options: argparse.Namespace) -> int | None:
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Measure, print the tables, write the files, and return the exit code: 1 where bits differ, or were not compared."""
+    """Measure, print the tables, write the files, and return the exit code: 1 where bits differ, or nothing was compared."""
     if (launch := find_launch()).world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {launch.world_size}, and bench starts the processes of a training itself. Leave torchrun out."
@@ -370,7 +370,7 @@ def _show(checked: BenchOptions, results: "Results") -> int:
         console.width = max(console.width, WIDTH)
     if checked.compares_bits:
         is_equal = show_bits(console, results, results.surroundings, folder=checked.folder)
-        return EXIT_MEASURED if is_equal else EXIT_DIFFERENT
+        return EXIT_MEASURED if is_equal else EXIT_MISSED
     show_times(
         console,
         results,
@@ -379,7 +379,9 @@ def _show(checked: BenchOptions, results: "Results") -> int:
         budgets_bytes=checked.budgets_bytes,
         has_traces=checked.writes_traces,
     )
-    return EXIT_MEASURED
+    # One that does not run is a row of the table; where none does there is nothing beside `nothing`.
+    asked = [one for one in results.outcomes if one.setting not in (NOTHING, PROFILE)]
+    return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
 
 
 def _make_folder(folder: Path) -> None:

@@ -293,9 +293,17 @@ def test_where_nothing_fails_it_ends_with_code_2_and_says_where_the_output_is(ca
 
 def test_a_setting_that_fails_leaves_the_exit_code_at_0(capsys, monkeypatch):
     measurement = Measurement(step_seconds=(1.0,))
-    answer(monkeypatch, lambda number: {"failure": "refused"} if number else {"measurement": measurement})
-    assert main(["bench", ARGUMENTS, "--settings", "recompute:full"]) == 0
+    answer(monkeypatch, lambda number: {"failure": "refused"} if number == 1 else {"measurement": measurement})
+    assert main(["bench", ARGUMENTS, "--settings", "recompute:full", "save_on_cpu"]) == 0
     assert "recompute:full: refused" in capsys.readouterr().out
+
+
+def test_where_all_settings_fail_it_ends_with_code_1(capsys, monkeypatch):
+    measurement = Measurement(step_seconds=(1.0,))
+    answer(monkeypatch, lambda number: {"failure": "refused"} if number else {"measurement": measurement})
+    assert main(["bench", ARGUMENTS, "--settings", "recompute:full", "save_on_cpu"]) == 1
+    assert "save_on_cpu: refused" in capsys.readouterr().out
+    assert main(["bench", ARGUMENTS, "--settings", "nothing"]) == 0
 
 
 def test_without_matplotlib_the_tables_are_shown_and_a_line_says_what_is_missing(capsys, monkeypatch):

@@ -38,9 +38,8 @@ H100_RUNS = {
     "2026-11-25, H100, sixth": "w2_moe_h100_sixth",
     "2026-11-25, H100, seventh": "w2_moe_h100_seventh",
 }
-"""By run, its profile. Those of the third and all after it have steps that were compared. Those of the fifth and all after it have
-the plain step of all their `nothing`, as the benchmark writes it. The second of the two other models ran on another machine than
-their profile."""
+"""By run, its profile. From the third on they have steps that were compared, and from the fifth on the plain step of all their
+`nothing`, as the benchmark writes it. The second of the two other models ran on another machine than their profile."""
 TWO_STAGES = ("2026-11-24, 1F1B", "2026-11-24, 1F1B, later", "2026-11-24, 1F1B, four runs", "2026-11-25, 1F1B")
 """Runs on two H100, on four machines, all but the first with the plan of the first."""
 GIB = 2**30
