@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
     add("--optimizer", action=argparse.BooleanOptionalAction, help="with Adam's states (default: yes)")
     add("--thorough", action="store_true", help="look about ten times as long for a faster plan")
-    add("--late-host", action="store_true", help="plan for a host that launches late: copies cost more, recompute does not")
+    add("--late-host", action="store_true", help="plan for a late host: what leaves costs more, recompute does not")
     add("--host-in-time", action="store_true", help="with --profile, plan for a host in time, however late it was measured")
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from fgoffload.planner.host_slowdown import MOST_SLOWDOWN
+from fgoffload.planner.host_slowdown import MOST_SLOWDOWN, find_group_s
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE, Profile, RankProfile, merge_alike
@@ -55,7 +55,7 @@ def describe_compared_steps(profile: Profile, slowdown: float) -> str:
     bound = ", the most that is planned with" if slowdown >= MOST_SLOWDOWN else ""
     return (
         f"{many}, in turn with steps that keep all, took {ratios} of these: compute is planned to be {slowdown:.1%} slower "
-        f"beside copies{bound}"
+        f"beside copies{bound}, and each group that leaves to cost {1e3 * find_group_s(slowdown):.2f} ms"
     )
 
 

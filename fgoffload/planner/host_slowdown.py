@@ -29,7 +29,7 @@ from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 GROUP_S = 3.7e-3
 """Seconds by which a late host launches later behind each group that leaves, for a whole of slowdown beyond the device's own:
 0.37 ms where that is a tenth. Source: the compared steps of four runs on H100s, which by groups alone are late by 3.6 to 4.0 ms
-for each whole that they are late by bytes alone (docs/planner/accuracy.md)."""
+for each whole that they are late by bytes alone (docs/decisions.md)."""
 
 MOST_SLOWDOWN = 0.25
 """What compute takes longer beside copies at most, as a part. What took longer than that says was late for other reasons."""
@@ -52,8 +52,12 @@ def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, .
 
 def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
     link = dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown))
-    late_group_s = GROUP_S * max(0.0, slowdown - COMPUTE_SLOWDOWN)
-    return dataclasses.replace(rank, link=link, late_group_s=max(rank.late_group_s, late_group_s))
+    return dataclasses.replace(rank, link=link, late_group_s=max(rank.late_group_s, find_group_s(slowdown)))
+
+
+def find_group_s(slowdown: float) -> float:
+    """Return the seconds that each group that leaves costs a host with such a slowdown beside copies, as a part."""
+    return GROUP_S * max(0.0, slowdown - COMPUTE_SLOWDOWN)
 
 
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:

@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 from support.command import ARGUMENTS
 
+from fgoffload import Action, OffloadPlan, Site
 from fgoffload.cli import main
+from fgoffload.cli.profile_tables import describe_compared_steps
 from fgoffload.integrations import link as link_module
+from fgoffload.planner.timing.compared_step import ComparedStep
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import Profile, make_rank_model
 
 
@@ -119,3 +123,16 @@ def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
     assert captured.out == ""
     assert message in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+def test_what_steps_under_plans_took_is_said_with_what_leaves_costs_by_it():
+    plan = OffloadPlan(actions={Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD})
+    steps = [ComparedStep.from_plan(plan, step_s=step_s, keeping_step_s=2.0) for step_s in (2.2, 2.1)]
+    rate = CopyRate(size_bytes=1, d2h_bytes_per_s=2e6, h2d_bytes_per_s=2e6, duplex_bytes_per_s=1.5e6)
+    link = LinkProfile(copies=(rate,), compute_slowdown=0.0)
+    profile = Profile(device="a device", versions={}, date="2026-11-25", link=link, compared_steps=tuple(steps))
+    assert describe_compared_steps(profile, 0.11) == (
+        "steps under plans, in turn with steps that keep all, took 1.100 and 1.050 of these: compute is planned to be 11.0% "
+        "slower beside copies, and each group that leaves to cost 0.37 ms"
+    )
+    assert "beside copies, the most that is planned with, and each" in describe_compared_steps(profile, 0.25)
