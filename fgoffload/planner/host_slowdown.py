@@ -10,9 +10,9 @@ with it the time of each group, `GROUP_S` of it.
 
 Either alone says as much of all steps together, and is wrong about some. By bytes alone `expert_fc1`, whose groups are few and
 large, was predicted to take 4% to 5% longer than it did in each of three runs, and by groups alone a plan with two groups of
-640 MiB to take 3% less. With both, four of the 76 steps that are predicted from profiles with compared steps are more than 4%
-off, where eight were by bytes. What it is on fifteen machines is in docs/planner/accuracy.md. Where a training plans for
-itself, steps that keep all may not fit: those under its first plan say it alone.
+640 MiB to take 3% less (docs/results/w2_moe_h100_202611.md). With both, four of the 76 steps that are predicted from profiles
+with compared steps are more than 4% off, where eight were by bytes. Of fifteen runs it is in docs/planner/accuracy.md. Where a
+training plans for itself, steps that keep all may not fit: those under its first plan say it alone.
 
 [link_rates]: fgoffload/planner/timing/link_rates.py
 """
@@ -21,15 +21,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from fgoffload.plan import NOTHING, OffloadPlan
-from fgoffload.planner.ranks.rank_model import RankModel, Turn
+from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
 GROUP_S = 3.7e-3
 """Seconds by which a late host launches later behind each group that leaves, for a whole of slowdown beyond the device's own:
-0.37 ms where that is a tenth. Source: the compared steps of four runs on H100s, which by groups alone are late by 3.6 to 4.0 ms
-for each whole that they are late by bytes alone (docs/decisions.md)."""
+0.37 ms where that is a tenth. Source: what compared steps of four runs on H100s took beyond a host in time, for each group of
+their plans, is 3.6 to 4.0 ms for a whole of the slowdown that says it by bytes alone (docs/decisions.md)."""
 
 MOST_SLOWDOWN = 0.25
 """What compute takes longer beside copies at most, as a part. What took longer than that says was late for other reasons."""
@@ -52,7 +52,9 @@ def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, .
 
 def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
     link = dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown))
-    return dataclasses.replace(rank, link=link, late_group_s=max(rank.late_group_s, find_group_s(slowdown)))
+    # A host that has launched passes ahead does all of that meanwhile.
+    group_s = 0.0 if rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) else find_group_s(slowdown)
+    return dataclasses.replace(rank, link=link, late_group_s=max(rank.late_group_s, group_s))
 
 
 def find_group_s(slowdown: float) -> float:

@@ -24,7 +24,7 @@ def make_rank_models(
     Where the profile knows the plain step, a step that keeps all is simulated to take that. Of several stages what is missing
     comes on top of the step of each, since the host is late in all passes; where the plain step was shorter than what is
     simulated, the hooks of the measurement delayed some rank, nothing says which, and times stay as they were measured. Where
-    steps under plans were measured too, compute is slower beside copies by what those took.
+    steps under plans were measured too, the host is as late, beside copies and for each group, as those took.
 
     Args:
         profile: Of a training.

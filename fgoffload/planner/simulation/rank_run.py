@@ -319,11 +319,12 @@ class RankRun:
             self._in_flight_bytes += size_bytes
             self._tallies.get(group.mover).d2h_bytes += size_bytes
             self._note_memory(self.clock_s)
+        if leaving and self._rank.late_group_s:
+            # Ahead of the window, for which the device waits and the host does not.
+            self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
         while self._policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_copy(self._in_flight[0].copy, Cause.WINDOW)
             self._release_oldest()
-        if leaving and self._rank.late_group_s:
-            self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
 
     def _find_room(self, size_bytes: int, mover: Mover) -> bool:
         """Take `size_bytes` of the host budget, and return whether they were there."""

@@ -98,6 +98,11 @@ class Configuration:
         return self.mode.base.recompute_s + sum(choice.recompute_s for choice in self.chosen)
 
     @functools.cached_property
+    def groups(self) -> int:
+        """Return how many groups leave."""
+        return self.mode.base.groups + sum(choice.groups for choice in self.chosen)
+
+    @functools.cached_property
     def returned_bytes(self) -> int:
         """Return the most that is on the device again when a unit has run again."""
         return max((choice.returned_bytes for choice in (self.mode.base, *self.chosen)), default=0)

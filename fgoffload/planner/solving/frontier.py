@@ -111,7 +111,9 @@ def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> 
     nothing = Configuration(mode=modes[0], chosen=tuple(part[0] for part in modes[0].parts))
     # What frees much in little time may move more than others that free as much: rules of thumb know some of those.
     rules = list_ways(modes) if longest == 1 else []
-    candidates = list(dict.fromkeys([nothing, *list_candidates(layer, modes, longest=longest), *rules]))
+    candidates = list(
+        dict.fromkeys([nothing, *list_candidates(layer, modes, longest=longest, group_s=rank.late_group_s), *rules])
+    )
     costs = map_in_processes(functools.partial(_measure, rank, layer), candidates)
     base = costs[0]
     points = [
@@ -160,18 +162,19 @@ def pick_best(layer: LayerModel, points: Sequence[LayerPoint], *, saves_host: bo
     )
 
 
-def list_candidates(layer: LayerModel, modes: Sequence[Mode], *, longest: int) -> list[Configuration]:
-    """Return the ways to treat a layer of which none is better in bytes kept, bytes moved and recompute.
+def list_candidates(layer: LayerModel, modes: Sequence[Mode], *, longest: int, group_s: float = 0.0) -> list[Configuration]:
+    """Return the ways to treat a layer of which none is better in bytes kept, bytes moved and what it computes longer.
 
     Args:
         layer: A kind of layer.
         modes: All that it may choose from.
         longest: Layers of the longest chunk of its rank. See [Note: Layers that are watched].
+        group_s: Seconds that each group that leaves costs its host.
     """
     parts = _RESOLUTION_PARTS
     most = _MOST_OF_BOTH if longest == 1 else _MOST_CANDIDATES
     while True:
-        found = _list_candidates(layer, modes, parts, longest)
+        found = _list_candidates(layer, modes, parts, longest, group_s)
         if len(found) <= most or parts == 1:
             return found
         parts = max(parts // 2, 1)
@@ -194,25 +197,27 @@ def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
     return sorted(efficient)
 
 
-def _list_candidates(layer: LayerModel, modes: Sequence[Mode], parts: int, longest: int) -> list[Configuration]:
+def _list_candidates(layer: LayerModel, modes: Sequence[Mode], parts: int, longest: int, group_s: float) -> list[Configuration]:
     found: list[Configuration] = []
     for mode in modes:
         configurations = [Configuration(mode=mode, chosen=())]
         for part in mode.parts:
             longer = [Configuration(mode=mode, chosen=(*one.chosen, choice)) for one in configurations for choice in part]
             # What is worse by now stays worse: what the other parts add is the same.
-            configurations = _keep_efficient(layer, longer, parts, longest)
+            configurations = _keep_efficient(layer, longer, parts, longest, group_s)
         found += configurations
-    return _keep_efficient(layer, found, parts, longest)
+    return _keep_efficient(layer, found, parts, longest, group_s)
 
 
-def _keep_efficient(layer: LayerModel, found: Sequence[Configuration], parts: int, longest: int) -> list[Configuration]:
+def _keep_efficient(
+    layer: LayerModel, found: Sequence[Configuration], parts: int, longest: int, group_s: float
+) -> list[Configuration]:
     resolution_bytes = max(layer.saved_bytes // parts, 1)
     resolution_s = max(layer.forward_s / parts, 1e-9)
     costs: dict[tuple[int, ...], Configuration] = {}
     for one in sorted(found, key=lambda one: _is_watched(layer, one)):
         cost: tuple[int, ...] = (
-            round(one.recompute_s / resolution_s),
+            round((one.recompute_s + one.groups * group_s) / resolution_s),
             round(one.kept_bytes / resolution_bytes),
             round(one.moved_bytes / resolution_bytes),
         )
@@ -275,5 +280,6 @@ def _simulate(rank: RankModel, layer: LayerModel, configuration: Configuration, 
         link=rank.link,
         policy=rank.policy,
         min_offloaded_numel=rank.min_offloaded_numel,
+        late_group_s=rank.late_group_s,
     )
     return simulate_rank(short, OffloadPlan(actions=actions))

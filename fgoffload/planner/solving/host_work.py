@@ -1,4 +1,4 @@
-"""What a plan has the host do, of which the simulator counts nothing: of plans that are as fast the one with less is taken.
+"""What a plan has the host do, of which the simulator counts a late host's groups: of plans as fast the one with less is taken.
 
 Most trainings have a host that is ahead of its device and does this for free. Where layers let it wait for their routing it
 often is not, and then all that it does in forward is on the clock: of two plans of W2 that are predicted alike, one took a

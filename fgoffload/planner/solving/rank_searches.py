@@ -363,7 +363,7 @@ class RankSearches:
         """Return what each kind of layer of `rank` costs; ranks with the same link and rules share what was measured."""
         models = {layer.model.kind: layer.model for chunk in rank.chunks for layer in chunk.layers}
         longest = max((len(chunk.layers) for chunk in rank.chunks), default=0)
-        rules = (rank.link, rank.policy, rank.min_offloaded_numel, rank.host_budget_bytes is None, longest)
+        rules = (rank.link, rank.late_group_s, rank.policy, rank.min_offloaded_numel, rank.host_budget_bytes is None, longest)
         for model in models.values():
             if (model, rules) not in self._points:
                 self._points[model, rules] = measure_layer(rank, model, self._modes[model])

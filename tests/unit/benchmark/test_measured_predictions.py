@@ -1,6 +1,5 @@
 """What is predicted of settings that were measured: docs/results/predictions_h200_202611.md, and two pages of H100s."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from fgoffload.benchmark.settings import Setting, System, parse_setting
 from fgoffload.benchmark.simulation import make_plan, predict
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.planner.host_slowdown import fit_slowdown, slow_down
+from fgoffload.planner.late_host import HostGuess, assume_host
 from fgoffload.planner.timing.compared_step import ComparedStep
-from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 from fgoffload.planner.timing.profile import Profile
 
 ROOT = Path(__file__).parents[3]
@@ -208,10 +207,7 @@ def judge_host(key, rows, forecaster):
     probe = next((name for name in PROBES if name in taken_s), None)
     if probe is None:
         return None
-    ranks = forecaster._make_profile_ranks()
-    ranks = [
-        dataclasses.replace(rank, link=dataclasses.replace(rank.link, compute_slowdown=COMPUTE_SLOWDOWN)) for rank in ranks
-    ]
+    ranks = assume_host(forecaster._make_profile_ranks(), HostGuess.IN_TIME)
     plan = make_plan(ranks, find_setting(probe))
     step = ComparedStep.from_plan(plan, step_s=taken_s[probe], keeping_step_s=taken_s["nothing"])
     slowdown = fit_slowdown(ranks, [step])

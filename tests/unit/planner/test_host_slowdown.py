@@ -10,7 +10,7 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError, Site
 from fgoffload.planner.host_slowdown import GROUP_S, MOST_SLOWDOWN, fit_slowdown, fit_slowdown_to_step, slow_down
 from fgoffload.planner.profiled_ranks import find_host_slowdown, make_rank_models
-from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, Turn
+from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, LinkModel, NumberedLayer, Turn
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.compared_step import ComparedStep
@@ -50,6 +50,8 @@ def test_groups_cost_a_late_host_what_its_slowdown_goes_with_and_one_in_time_not
     late = slow_down(RANKS, 0.11)
     assert [rank.late_group_s for rank in late] == [pytest.approx(0.1 * GROUP_S)]
     assert slow_down(late, 0.05) == late  # none gets faster
+    for pace, is_late in zip(HostPace, (True, True, False, False), strict=True):  # those ahead do it meanwhile
+        assert bool(slow_down([dataclasses.replace(RANKS[0], host_pace=pace)], 0.11)[0].late_group_s) is is_late
     later = dataclasses.replace(late[0], late_group_s=0.5)
     assert slow_down([later], 0.2)[0].late_group_s == 0.5
 

@@ -469,6 +469,12 @@ def test_behind_each_group_that_leaves_a_late_host_launches_later():
     assert result.step_s == 2 * 3 * 60 + 12 + 20
 
 
+def test_a_late_host_and_the_window_are_waited_for_at_the_same_time():
+    rank = make_rank(make_chunk(FC1, FC1), late_group_s=3.0, window_bytes=0)
+    # The copy takes 10 s: 3 of them the host is late anyway.
+    assert simulate_rank(rank, make_plan({(0, "expert_fc1"): O})).waits == Waits(late_s=3, window_s=7, reload_s=10)
+
+
 def test_where_nothing_leaves_a_late_host_is_as_late_as_without_a_plan():
     rank = make_rank(make_chunk(FC1, FC1), late_group_s=3.0, host_budget_bytes=99)
     for plan in (NOTHING, make_plan({(0, "expert_fc1"): O})):

@@ -1,5 +1,6 @@
 """What ways to treat a layer cost, by short simulations, with waits worked out by hand."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,29 @@ def test_candidates_are_not_worse_in_bytes_kept_bytes_moved_and_recompute_than_a
         assert any(all(a <= b for a, b in zip(candidate, costs, strict=True)) for candidate in candidates)
     # Whole layers that run again dominate what moves and keeps as much, and nothing is listed twice.
     assert len(set(candidates)) == len(candidates)
+
+
+def test_candidates_of_a_late_host_are_not_worse_with_what_their_groups_cost_it():
+    layer = make_toy_layer()
+    modes = list_modes(layer, min_offloaded_numel=1)
+
+    def list_costs(ways):
+        return {(one.kept_bytes, one.moved_bytes, one.recompute_s + 5 * one.groups) for one in ways}
+
+    late, in_time = (list_costs(list_candidates(layer, modes, longest=2, group_s=group_s)) for group_s in (5.0, 0.0))
+    for costs in list_costs(list_configurations(modes)):
+        assert any(all(a <= b for a, b in zip(candidate, costs, strict=True)) for candidate in late)
+    assert late != in_time
+
+
+def test_what_groups_cost_a_late_host_is_in_what_a_layer_costs():
+    layer = make_toy_layer()
+    link = LinkModel(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=1e6)
+    rank = make_toy_rank(layers=[[layer] * 2], link=link)
+    modes = list_modes(layer, min_offloaded_numel=1)
+    for point in measure_layer(dataclasses.replace(rank, late_group_s=0.25), layer, modes).every:
+        expected_s = point.configuration.recompute_s + 0.25 * point.configuration.groups
+        assert point.inner.added_s == pytest.approx(expected_s, abs=1e-3)
 
 
 def test_a_large_layer_has_some_hundred_candidates_and_fewer_for_each_place():
