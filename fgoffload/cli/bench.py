@@ -213,7 +213,10 @@ def _read_search_limit(options: argparse.Namespace) -> int | None:
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Measure, print the tables, write the files, and return the exit code: 1 where bits differ, or nothing was compared."""
+    """Measure, print the tables, write the files, and return the exit code.
+
+    It is 1 where bits differ or were not compared, and where no setting but `nothing` was measured.
+    """
     if (launch := find_launch()).world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {launch.world_size}, and bench starts the processes of a training itself. Leave torchrun out."
