@@ -87,7 +87,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
             layers.append(NumberedLayer(number=one.number, model=model))
             if all(run.is_leaving for run in _list_timed(own)):
                 left.add(one.number)
-    layers = [_borrow_times(layer, layers, left) if layer.number in left else layer for layer in layers]
+    layers = [_borrow(layer, layers, left) if layer.number in left else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
     first, last = segments[:1], segments[1:]
     # Logits are there for one microbatch at a time: its backward comes right after its forward, in every schedule.
@@ -97,26 +97,29 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
     return ChunkModel(layers=tuple(layers), first=first, last=last, saved_bytes=saved_bytes)
 
 
-def _borrow_times(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
-    """Return a layer that left while it was timed, with the times of those of its kind that stayed, where there are any.
+def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
+    """Return a layer that left while it was timed, with what others of its kind say of it.
 
-    Its own have waits for copies in them, which a plan counts by itself.
+    It ran beside copies, whose cost a plan counts by itself, and with a host that had more to do: its times are those of
+    layers that stayed, where there are any. What it has for a moment was not read, since what left is in the counters too: it
+    is the most of any.
 
     Args:
         layer: The layer.
         layers: All of its chunk.
         left: The numbers of those that left.
     """
-    stayed = [other.model.segments for other in layers if other.number not in left and _is_of_kind(other.model, layer.model)]
-    if not stayed:
-        return layer
+    alike = [other for other in layers if _is_of_kind(other.model, layer.model)]
+    stayed = [other for other in alike if other.number not in left] or [layer]
     segments = tuple(
         dataclasses.replace(
             segment,
-            forward_s=statistics.fmean(one.forward_s for one in alike),
-            backward_s=statistics.fmean(one.backward_s for one in alike),
+            forward_s=statistics.fmean(other.model.segments[index].forward_s for other in stayed),
+            backward_s=statistics.fmean(other.model.segments[index].backward_s for other in stayed),
+            forward_extra_bytes=max(other.model.segments[index].forward_extra_bytes for other in alike),
+            backward_extra_bytes=max(other.model.segments[index].backward_extra_bytes for other in alike),
         )
-        for segment, alike in zip(layer.model.segments, zip(*stayed, strict=True), strict=True)
+        for index, segment in enumerate(layer.model.segments)
     )
     return dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments))
 

@@ -16,6 +16,7 @@ from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.late_host import Tried
+from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import CPU, Profile, RankProfile, make_rank_model, merge_processes
@@ -94,6 +95,17 @@ class MeasuredStep:
     """Of the step in the training, from 1."""
     device_type: str
     policy: TransferPolicy
+
+    def join_extra_bytes(self, former: "MeasuredStep") -> "MeasuredStep":
+        """Return this step with what stretches of an older one of the same training had for a moment, where that was more.
+
+        Of a layer that leaves while it is measured nobody knows it: with little room one may have stayed in the older alone.
+        """
+        processes = [
+            dataclasses.replace(own, rank=_join_extra_bytes(own.rank, older.rank))
+            for own, older in zip(self.processes, former.processes, strict=True)
+        ]
+        return dataclasses.replace(self, processes=tuple(processes))
 
     def plan(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int, known: TriedStep | None = None) -> PlannedStep:
         """Return the fastest plan for `call`.
@@ -198,3 +210,33 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
             keys.append((seen[layer.model.kind], chunk, layer.number))
             seen[layer.model.kind] += 1
     return [(chunk, number) for _, chunk, number in sorted(keys)]
+
+
+def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
+    """Return `own` with the most that each stretch of a layer has for a moment in either."""
+    known = {
+        (chunk, layer.number, segment.name): segment
+        for chunk, one in enumerate(older.chunks)
+        for layer in one.layers
+        for segment in layer.model.segments
+    }
+    chunks = []
+    for chunk, one in enumerate(own.chunks):
+        layers = []
+        for layer in one.layers:
+            segments = tuple(
+                _join_segment(segment, known.get((chunk, layer.number, segment.name))) for segment in layer.model.segments
+            )
+            layers.append(dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments)))
+        chunks.append(dataclasses.replace(one, layers=tuple(layers)))
+    return dataclasses.replace(own, chunks=tuple(chunks))
+
+
+def _join_segment(own: Segment, older: Segment | None) -> Segment:
+    if older is None:
+        return own
+    return dataclasses.replace(
+        own,
+        forward_extra_bytes=max(own.forward_extra_bytes, older.forward_extra_bytes),
+        backward_extra_bytes=max(own.backward_extra_bytes, older.backward_extra_bytes),
+    )

@@ -60,7 +60,7 @@ class MegatronOffload:
         self._layer = -1
         self._microbatches_begun: dict[int, int] = {}
         self._open: list[tuple[str, Region]] = []
-        self._holding = _Holding(engine)
+        self._holding = _Holding(self._submit_held)
         self._call: ScheduleCall | None = None
         """Of the step that a schedule is in."""
         self._ending_block: weakref.ref[torch.nn.Module] | None = None
@@ -274,6 +274,13 @@ class MegatronOffload:
         """The host has waited: submit what was held, and hold no more."""
         self._holding.flush()
 
+    def _submit_held(self) -> None:
+        if self.measurement is None:
+            self.engine.flush()
+            return
+        with self.measurement.apart():
+            self.engine.flush()
+
     # Steps.
 
     def begin_step(self, call: "ScheduleCall") -> None:
@@ -368,16 +375,16 @@ class MegatronOffload:
 class _Holding:
     """Whether groups that end are held, and the context in which they are. One for all layers, which do not nest."""
 
-    __slots__ = ("_engine", "is_on")
+    __slots__ = ("_submit", "is_on")
 
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = engine
+    def __init__(self, submit: Callable[[], None]) -> None:
+        self._submit = submit
         self.is_on = False
 
     def flush(self) -> None:
         """Hold no more."""
         self.is_on = False
-        self._engine.flush()
+        self._submit()
 
     def __enter__(self) -> None:
         self.is_on = True

@@ -175,6 +175,10 @@ class StepMeasurement:
         """Return a region of the step that is recorded, for a site in the layer that forward is in."""
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for what is not the model's own: nothing that is recorded takes longer by it."""
+        return self._recorder.apart() if self._recorder is not None and self.is_recording else contextlib.nullcontext()
+
     # What comes of it.
 
     def take_profile(self) -> RankProfile:

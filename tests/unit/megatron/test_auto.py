@@ -12,18 +12,23 @@ from support.trainings import DENSE, HIDDEN_BYTES, MIXED, MOE, SHARED, make_trai
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
-from fgoffload.integrations.megatron import auto, measured_plans, profiling
+from fgoffload.engine.device import CpuDevice
+from fgoffload.integrations.megatron import auto, measured_layers, measured_plans, profiling
 from fgoffload.integrations.megatron.device_memory import MemoryReading
 from fgoffload.integrations.megatron.plan_trial import StepTimes
 from fgoffload.integrations.megatron.profiling import MeasurementState
+from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.planner import host_slowdown
 from fgoffload.planner.host_slowdown import MOST_SLOWDOWN
-from fgoffload.planner.ranks.rank_model import Turn
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, Turn
+from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving import solver
 from fgoffload.planner.solving.megatron_flags import MegatronFlags
-from fgoffload.policy import count_budget_bytes
+from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
+from fgoffload.planner.timing.profile import RankProfile
+from fgoffload.policy import TransferPolicy, count_budget_bytes
 from fgoffload.tags import default_tags
 from fgoffload.units import GIB
 
@@ -606,7 +611,7 @@ def test_where_this_process_has_no_second_measurement_all_are_told(monkeypatch, 
 
 def test_smaller_steps_are_not_timed_and_larger_ones_begin_anew(monkeypatch, caplog):
     changes = {4: {"global_batch_size": 2}, 5: {"global_batch_size": 4}, 10: {"global_batch_size": 8}}
-    host = OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_LEAVES)
+    host = OwnHost(monkeypatch, caplog, (1000.0, 500.0), second=ONE_LEAVES)  # longer than a busy machine takes
     found, lines = host.run(steps=12, changes=changes)
     # One step more by the first plan; and in the middle of the trial a plan for more microbatches.
     assert found.planned[5] is found.planned[1]
@@ -827,3 +832,90 @@ def test_a_layer_that_left_takes_the_times_of_one_of_its_kind_that_stayed(stayin
     # Two that are measured never take the same to the last digit.
     assert [own == times[1] for own in times] == [bool(staying), True, bool(staying)]
     assert len({tuple(own) for own in times}) == (1 if staying else 3)
+
+
+def test_waits_for_copies_are_in_no_time_of_a_layer_that_left_while_it_was_measured(monkeypatch):
+    now_s = [0.0]
+    copy_bytes = CpuDevice.copy_bytes
+
+    def copy_slowly(device, **options):
+        """Only copies take time."""
+        now_s[0] += 1.0
+        copy_bytes(device, **options)
+
+    monkeypatch.setattr(CpuDevice, "record_event", lambda device, stream, *, is_timed=False: now_s[0])
+    monkeypatch.setattr(CpuDevice, "copy_bytes", copy_slowly)
+    with make_trainer(f"{MOE} --num-layers 3", make_auto(GIB)) as trainer:
+        measurement = trainer.integration.measurement
+        measurement._measure(frozenset())
+        trainer.run_step()
+        copied_s = now_s[0]
+        (chunk,) = measurement.take_profile().chunks
+    assert copied_s > 3 * len(chunk.layers)
+    segments = [*chunk.first, *chunk.last, *(one for layer in chunk.layers for one in layer.model.segments)]
+    assert {(one.forward_s, one.backward_s) for one in segments} == {(0.0, 0.0)}
+
+
+def with_extra_bytes(layer, *extra_bytes):
+    """Return a toy layer whose stretches have so many bytes for a moment, backward and ten times that forward."""
+    segments = zip(layer.segments, extra_bytes, strict=True)
+    return dataclasses.replace(
+        layer,
+        segments=tuple(
+            dataclasses.replace(segment, forward_extra_bytes=10 * size, backward_extra_bytes=size) for segment, size in segments
+        ),
+    )
+
+
+def list_extra_bytes(layer):
+    return [(one.forward_extra_bytes, one.backward_extra_bytes) for one in layer.model.segments]
+
+
+def test_a_layer_that_left_takes_the_most_bytes_that_others_of_its_kind_have_for_a_moment():
+    extra_bytes = [(1, 0, 3, 0), (0, 0, 0, 0), (0, 2, 2, 0)]
+    layers = [
+        NumberedLayer(number=number, model=with_extra_bytes(make_toy_layer(), *sizes))
+        for number, sizes in enumerate(extra_bytes)
+    ]
+    other = NumberedLayer(number=3, model=with_extra_bytes(make_toy_layer(sizes=(1, 80, 6, 4, 2)), 9, 9, 9, 9))
+    for left in ({1}, {0, 1, 2}):
+        borrowed = measured_layers._borrow(layers[1], [*layers, other], left)
+        assert list_extra_bytes(borrowed) == [(10, 1), (20, 2), (30, 3), (0, 0)]
+
+
+def make_measured(*layers, number):
+    """Return a step of one process in which these were measured."""
+    chunk = ChunkModel(layers=tuple(NumberedLayer(number=index, model=layer) for index, layer in enumerate(layers)))
+    rank = RankProfile(rank=0, pipeline=Pipeline(stages=1, microbatches=2), chunks=(chunk,), static_bytes=0, step_s=1.0)
+    copies = (CopyRate(size_bytes=1, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, duplex_bytes_per_s=1e9),)
+    link = LinkProfile(copies=copies, compute_slowdown=0.0)
+    process = measured_plans.ProcessMeasurement(rank=rank, link=link, host_budget_bytes=0)
+    call = ScheduleCall(microbatches=2, tokens=1)
+    return measured_plans.MeasuredStep(
+        processes=(process,), call=call, number=number, device_type="cpu", policy=TransferPolicy()
+    )
+
+
+def test_what_a_layer_has_for_a_moment_is_known_from_either_measured_step():
+    older = make_measured(with_extra_bytes(make_toy_layer(), 1, 2, 0, 0), make_toy_layer(), number=1)
+    newer = make_measured(
+        with_extra_bytes(make_toy_layer(), 0, 0, 3, 0), with_extra_bytes(make_toy_layer(), 0, 4, 0, 0), number=6
+    )
+    joined = newer.join_extra_bytes(older)
+    first, second = joined.processes[0].rank.layers
+    assert list_extra_bytes(first) == [(10, 1), (20, 2), (30, 3), (0, 0)]
+    assert list_extra_bytes(second) == [(0, 0), (40, 4), (0, 0), (0, 0)]
+    assert joined.number == 6
+
+
+def test_a_second_plan_knows_what_was_measured_for_the_first(monkeypatch, caplog):
+    joined = []
+    join = measured_plans.MeasuredStep.join_extra_bytes
+
+    def note(measured, former):
+        joined.append((measured.number, former.number))
+        return join(measured, former)
+
+    monkeypatch.setattr(measured_plans.MeasuredStep, "join_extra_bytes", note)
+    OwnHost(monkeypatch, caplog, (1.0, 0.5), second=ONE_RUNS_AGAIN).run(steps=8)
+    assert joined == [(6, 1)]
