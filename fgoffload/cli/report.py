@@ -115,7 +115,7 @@ def _start_table(setting: Setting, *columns: str, record: RunRecord) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("", no_wrap=True)
+    table.add_column("")  # may go on in the next line: a terminal of 80 columns has no room for all names beside the values
     for column in columns:
         table.add_column(column, justify="right")
     return table

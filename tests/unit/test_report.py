@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 import pytest
@@ -7,6 +8,7 @@ from fgoffload.benchmark.steps import StepRecord
 from fgoffload.cli.comparison import Comparison, MemorySample, RunRecord, TagTransfer, Transfers
 from fgoffload.cli.report import Setting, build_comparison_table, build_single_table, describe_differences, write_memory_plot
 from fgoffload.config import OffloadConfig
+from fgoffload.engine.stats import KeptReason
 
 MIB = 2**20
 SETTING = Setting(
@@ -81,6 +83,16 @@ def test_the_table_shows_both_trainings_and_what_moved():
     assert "arguments/x.sh: 4 layers on CPU" in shown
     assert "torch 1, megatron-core 2 " in shown
     assert "memory and bytes: step 4; step time: median of steps 2 to 3 " in shown
+
+
+def test_no_value_is_left_out_where_a_terminal_is_narrow():
+    tags = {"core_attn": TagTransfer(d2h_bytes=3 * MIB, h2d_bytes=2 * MIB, kept_bytes={KeptReason.RECOMPUTED.value: 100})}
+    comparison = Comparison(without=make_run(10), with_offload=make_run(6, transfers=dataclasses.replace(TRANSFERS, tags=tags)))
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(build_comparison_table(comparison, SETTING))
+    shown = stream.getvalue()
+    for value in ("10.00 MiB", "40.0%", "3.00 MiB / 2.00 MiB", "100 B", "6 / 7", "64 elements"):
+        assert value in shown
 
 
 def test_a_gradient_that_differs_is_shown_and_named():
