@@ -101,17 +101,24 @@ class Summary:
     def find_interval(self) -> tuple[float, float] | None:
         """Return where the mean ratio is with 95% confidence, or None with fewer repeats than `FEWEST_REPEATS`.
 
-        The repeats are pairs: each has its own `nothing`, so that a machine that drifts drifts for both. Ratios multiply, so
-        the interval is Student's, of their logarithms.
+        The repeats are pairs: each has its own `nothing`, so that a machine that drifts drifts for both.
         """
-        if len(self.ratios) < FEWEST_REPEATS:
-            return None
-        from scipy import stats
+        return find_ratio_interval(self.ratios)
 
-        logs = [math.log(ratio) for ratio in self.ratios]
-        mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-        reach = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1))
-        return math.exp(mean - reach), math.exp(mean + reach)
+
+def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Return where the mean of ratios is with 95% confidence, or None with fewer than `FEWEST_REPEATS`.
+
+    Ratios multiply, so the interval is Student's, of their logarithms.
+    """
+    if len(ratios) < FEWEST_REPEATS:
+        return None
+    from scipy import stats
+
+    logs = [math.log(ratio) for ratio in ratios]
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    reach = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1))
+    return math.exp(mean - reach), math.exp(mean + reach)
 
 
 def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:

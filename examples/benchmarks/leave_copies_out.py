@@ -1,0 +1,196 @@
+"""What copies cost a step, and what the rest of offload does: the same steps with all copies, and with some left out.
+
+    python examples/benchmarks/leave_copies_out.py ARGUMENTS.sh [--settings ours:expert_fc1 plan:FILE ...] [--rounds 12]
+        [--warmup 2] [--out FILE] [Megatron's flags]
+
+One model for each setting, and in each round one step of each kind: with all copies; without those to the host; without any;
+and one in which nothing leaves, while what a plan runs again runs again. Every other round goes backwards. All but the copies
+is the same to the last call: groups, events, waits and memory. Without copies what comes back is garbage, and so gradients are;
+no optimizer runs, and forward has nothing of it.
+
+What you should see: of each setting a row for each kind of step, with its median and what it takes over the step of the same
+round in which nothing leaves, with an interval of 95% over the rounds. "without any copy" is what groups cost the host; what is
+beyond that is the copies': compute that waits for them, or a host whose memory they take. `--out` has every step, as JSON.
+"""
+
+import argparse
+import contextlib
+import enum
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fgoffload.benchmark.job import Job
+from fgoffload.benchmark.loading import load_arguments
+from fgoffload.benchmark.measurement import find_ratio_interval
+from fgoffload.benchmark.runner import Runner, quiet_collector
+from fgoffload.benchmark.settings import Setting, System, parse_setting
+from fgoffload.errors import ConfigError, OffloadError
+from fgoffload.integrations.megatron import MegatronOffload
+from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, name_device
+from fgoffload.integrations.megatron.training_policy import Kernels, Update
+
+HEADINGS = ("setting", "step", "ms", "over nothing leaves")
+LEAVING = (System.OURS, System.PLAN)
+
+
+class Kind(enum.Enum):
+    """What is left out of a step."""
+
+    ALL = "all copies"
+    NONE_OUT = "without those to the host"
+    NONE = "without any copy"
+    STAYS = "nothing leaves"
+
+
+class Omission:
+    """Leaves copies out of what an integration does.
+
+    Args:
+        integration: Of the trainer.
+    """
+
+    def __init__(self, integration: MegatronOffload) -> None:
+        self.kind = Kind.ALL
+        device = integration.engine.device
+        copy_bytes, find_region = device.copy_bytes, integration.find_region
+
+        def copy(*, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+            is_left_out = self.kind is Kind.NONE or (self.kind is Kind.NONE_OUT and stream is device.d2h_stream)
+            if not is_left_out:
+                copy_bytes(destination=destination, source=source, stream=stream)
+
+        self._undo = contextlib.ExitStack()
+        self._replace(device, "copy_bytes", copy)
+        self._replace(integration, "find_region", lambda tag: None if self.kind is Kind.STAYS else find_region(tag))
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        setattr(owner, name, function)
+        self._undo.callback(delattr, owner, name)  # of the instance: the class has its own
+
+    def close(self) -> None:
+        """Put everything back."""
+        self._undo.close()
+
+
+@contextlib.contextmanager
+def omitting(integration: MegatronOffload) -> Iterator[Omission]:
+    """Let copies be left out inside."""
+    omission = Omission(integration)
+    try:
+        yield omission
+    finally:
+        omission.close()
+
+
+def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> dict[Kind, list[float]]:
+    """Return the seconds of each step of a setting, by kind, in the order of the rounds."""
+    found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    with runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
+        if trainer.integration is None:
+            raise ConfigError(f"{setting.name} offloads nothing. Give a setting of ours that does, such as ours:expert_fc1.")
+        with omitting(trainer.integration) as omission:
+            for number in range(warmup + rounds):
+                for kind in reversed(Kind) if number % 2 else Kind:
+                    omission.kind = kind
+                    gc.collect()
+                    seconds = trainer.run_step(with_digests=False).seconds
+                    if number >= warmup:
+                        found[kind].append(seconds)
+            omission.kind = Kind.ALL
+    return found
+
+
+def build_table(title: str, results: dict[str, dict[Kind, list[float]]]) -> Table:
+    """Return the medians of all settings and kinds of steps."""
+    table = Table(title=Text(title), title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
+    for name, steps in results.items():
+        for kind, seconds in steps.items():
+            ratios = [one / base for one, base in zip(seconds, steps[Kind.STAYS], strict=True)]
+            shown = "" if kind is Kind.STAYS else describe_ratios(ratios)
+            table.add_row(name if kind is Kind.ALL else "", kind.value, f"{1e3 * statistics.median(seconds):.1f}", shown)
+    return table
+
+
+def describe_ratios(ratios: Sequence[float]) -> str:
+    """Return the mean of ratios, with its interval of 95% where there are enough for one."""
+    interval = find_ratio_interval(ratios)
+    mean = statistics.geometric_mean(ratios)
+    return f"{mean:.3f}" if interval is None else f"{mean:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
+
+
+def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console) -> None:
+    """Measure all settings and show them.
+
+    Raises:
+        OffloadError: A setting cannot be trained here, in one process, or offloads nothing.
+    """
+    settings = [parse_setting(word) for word in options.settings]
+    for setting in settings:
+        if setting.system not in LEAVING:
+            raise ConfigError(f"{setting.name} offloads nothing of ours. Give settings such as ours:expert_fc1 or plan:FILE.")
+    with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
+        job = Job(
+            source=str(options.file),
+            file_flags=read_argument_file(options.file, variables=os.environ),
+            typed_flags=tuple(flags),
+            own_flags=("--settings", "--rounds", "--warmup", "--out"),
+            warmup=options.warmup,
+            steps=options.rounds,
+            plan_folder=Path(folder),
+        )
+        arguments = load_arguments(job)
+        if arguments.world_size > 1:
+            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
+        initialize_parallel(arguments)
+        try:
+            runner = Runner(job, on_step=lambda _: None)
+            results = {one.name: measure(runner, one, warmup=options.warmup, rounds=options.rounds) for one in settings}
+            title = f"{job.source} on {name_device()}: {options.rounds} rounds"
+        finally:
+            destroy_parallel()
+    console.print(build_table(title, results))
+    if options.out is not None:
+        document = {name: {kind.value: seconds for kind, seconds in steps.items()} for name, steps in results.items()}
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("file", metavar="ARGUMENTS.sh", type=Path)
+    parser.add_argument("--settings", metavar="NAME", nargs="+", default=["ours:expert_fc1"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--out", metavar="FILE", type=Path)
+    options, flags = parser.parse_known_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} is below 1.")
+    # As launch scripts of Megatron have it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    console = Console()
+    console.width = max(console.width, 120)
+    try:
+        run_all(options, flags, console)
+    except OffloadError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
