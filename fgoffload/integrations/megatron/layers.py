@@ -18,6 +18,7 @@ from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.model_config import list_accepted, read_facts
 from fgoffload.integrations.megatron.offload import MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.plan_files import naming_file
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.site_actions import LayerSites
@@ -189,19 +190,18 @@ class _Registrar:
             for block in new
             for index, layer in enumerate(filter(None, map(_find_layer, block.layers)))
         ]
-        offload.actions.register_layers(
-            chunk,
-            [
-                LayerSites(
-                    number=get_number(layer),
-                    tags=(*input_tag, *find_tags(layer, offload.selected)),
-                    fused=find_fused_tags(layer, offload.selected),
-                    units=recompute.find_units(layer),
-                    shares_router_input=shares_router_input(layer),
-                )
-                for layer, input_tag in found
-            ],
-        )
+        sites = [
+            LayerSites(
+                number=get_number(layer),
+                tags=(*input_tag, *find_tags(layer, offload.selected)),
+                fused=find_fused_tags(layer, offload.selected),
+                units=recompute.find_units(layer),
+                shares_router_input=shares_router_input(layer),
+            )
+            for layer, input_tag in found
+        ]
+        with naming_file(offload.config.offload_plan):
+            offload.actions.register_layers(chunk, sites)
         offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
             number = get_number(layer)
@@ -279,7 +279,8 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             "move the same tensors. Leave one of them out."
         )
     if offload.actions.plan is not None:
-        offload.actions.plan.check_made_for(read_facts(config))
+        with naming_file(offload.config.offload_plan):
+            offload.actions.plan.check_made_for(read_facts(config))
     granularity = getattr(config, "recompute_granularity", None)
     if granularity is not None and offload.measurement is not None:
         raise IntegrationError(

@@ -15,6 +15,7 @@ from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.plan_files import naming_file
 from fgoffload.integrations.megatron.selected_tags import list_selected_tags
 from fgoffload.integrations.megatron.site_actions import SiteActions
 from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan, Site
@@ -296,9 +297,11 @@ class MegatronOffload:
             self.measurement.begin_step(call)
 
     def _check_step(self, plan: OffloadPlan, call: "ScheduleCall") -> None:
-        plan.check_made_for({TOKENS: call.tokens})
+        with naming_file(self.config.offload_plan):
+            plan.check_made_for({TOKENS: call.tokens})
         try:
-            plan.check_made_for({MICROBATCHES: call.microbatches})
+            with naming_file(self.config.offload_plan):
+                plan.check_made_for({MICROBATCHES: call.microbatches})
         except PlanError as error:
             if not self._is_first_step_over:
                 raise
@@ -346,7 +349,8 @@ class MegatronOffload:
             actions = self.actions
             check_alike(self.selected, actions.plan)
             if actions.plan is not None:
-                check_plan(actions.plan, actions.by_site, actions.layers)
+                with naming_file(self.config.offload_plan):
+                    check_plan(actions.plan, actions.by_site, actions.layers)
             check_tags(self.selected, actions.by_site, actions.fused_tags, self.last_step)
         if self.config.delta_offload_bytes_across_pp_ranks:
             self._balance_ranks(microbatches)

@@ -1,5 +1,7 @@
-"""Whether a plan's file is one of a training, before its model is built."""
+"""Whether a plan's file is one of a training, before its model is built, and which file an error is about."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,17 @@ from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.model_config import read_facts
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan
+
+
+@contextlib.contextmanager
+def naming_file(path: Path | None) -> Iterator[None]:
+    """Let each `PlanError` from inside begin with the file that the plan is of; None where it is of none."""
+    try:
+        yield
+    except PlanError as error:
+        if path is None:
+            raise
+        raise PlanError(f"--offload-plan {path}: {error}") from error
 
 
 def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
@@ -26,10 +39,8 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
         TOKENS: arguments.seq_length * arguments.micro_batch_size,
         MICROBATCHES: arguments.num_microbatches,  # once the batch has ramped up
     }
-    try:
+    with naming_file(path):
         plan.check_made_for({**read_facts(config), **step})
-    except PlanError as error:
-        raise PlanError(f"{name}: {error}") from error
     if arguments.offload is not None:
         arguments.offload.tags.check(plan.offloaded_tags, flag=name)
     layers = config.num_layers + (config.mtp_num_layers or 0)

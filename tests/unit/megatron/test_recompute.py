@@ -284,8 +284,12 @@ def record_leaves(monkeypatch):
 def test_what_a_layer_cannot_do_is_refused_by_name(plan, message, tmp_path):
     path = write_plan(tmp_path / "plan.json", plan)
     tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
-    with make_trainer(MIXED, make_config(*tags, offload_plan=path)) as trainer, pytest.raises(PlanError, match=message):
+    with (
+        make_trainer(MIXED, make_config(*tags, offload_plan=path)) as trainer,
+        pytest.raises(PlanError, match=message) as caught,
+    ):
         trainer.run_step()
+    assert str(caught.value).startswith(f"--offload-plan {path}: The plan recomputes ")
 
 
 def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_together(tmp_path):
