@@ -71,8 +71,7 @@ def show_plan(
         console.print(build_kept_table(report))
     else:
         console.print("Everything is kept: the budget holds as it is.")
-    if len(ranks) > 1:
-        console.print(build_rank_table(report))
+    console.print(build_rank_table(report))
     console.print(describe_flags(report.solution.nearest, report.solution.result))
     if (path := files["json"]) is not None:
         _write(
@@ -80,7 +79,7 @@ def show_plan(
         )
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)
     if files["plot"] is not None or files["timeline"] is not None:
-        # Side by side: with every pass noted a step takes as long to simulate as a plan to find.
+        # Side by side: with every pass of all ranks noted a step takes as long to simulate as a plan to find.
         drawn = {PLAN: report.solution.plan} | ({"nothing": NOTHING} if files["plot"] is not None else {})
         only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
         note = functools.partial(_simulate_drawn, report.ranks, only)
@@ -97,11 +96,7 @@ def show_plan(
 
 def _simulate_drawn(ranks: Sequence[RankModel], only: int | None, plan: OffloadPlan) -> StepResult:
     """Return a step with what happens when; of the rank with the number `only` where one is given."""
-    result = simulate(ranks, plan, detail=Detail.TIMELINE)
-    if only is None:
-        return result
-    others = (dataclasses.replace(one, timeline=None) for one in result.ranks)
-    return StepResult(ranks=tuple(one if one.rank == only else other for one, other in zip(result.ranks, others, strict=True)))
+    return simulate(ranks, plan, detail=Detail.TIMELINE, only=only)
 
 
 def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) -> None:

@@ -294,6 +294,16 @@ def test_a_late_host_is_planned_for_with_fewer_copies_and_named(capsys, config, 
     assert not moved[1]
 
 
+@pytest.mark.parametrize(("words", "is_late"), [(("--late-host",), True), ((), False)])
+def test_one_stage_alone_shows_what_waits_for_a_late_host_too(capsys, words, is_late):
+    sizes = ("--no-optimizer", "--grad-reduce-in-bf16", "--reserve", "0", "--offload-memory-budget", "16.5GiB")
+    code, out, _ = plan(capsys, str(ROOT / "arguments" / "w2_moe.sh"), "--gpu", "h100", *sizes, *words)
+    assert code == 0
+    (rank,) = [line for line in out.partition("By pipeline rank")[2].splitlines() if line.startswith("│    0 ")]
+    late = rank.strip("│").split("│")[8]
+    assert (float(late.removesuffix(" ms ")) > 0) == is_late
+
+
 def test_thorough_looks_longer(capsys, config, monkeypatch):
     limits = []
     solve = planning.solve

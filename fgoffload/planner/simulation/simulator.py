@@ -29,7 +29,12 @@ __all__ = ["Detail", "RankResult", "StepResult", "simulate", "simulate_rank"]
 
 
 def simulate(
-    ranks: Sequence[RankModel], plan: OffloadPlan, *, p2p_s: float = 0.0, detail: Detail = Detail.TOTALS
+    ranks: Sequence[RankModel],
+    plan: OffloadPlan,
+    *,
+    p2p_s: float = 0.0,
+    detail: Detail = Detail.TOTALS,
+    only: int | None = None,
 ) -> StepResult:
     """Return what a step under `plan` comes to on all ranks of a pipeline.
 
@@ -38,6 +43,7 @@ def simulate(
         plan: For all ranks; what it does not name is kept.
         p2p_s: Seconds from the end of a pass to the moment when the next stage can begin with its output.
         detail: What to note. With `Detail.TIMELINE` every pass is simulated.
+        only: The number of the rank of which it is noted; None for all. Of the others there are totals, which takes less time.
 
     Raises:
         ConfigError: The ranks are no pipeline, or their passes wait for each other for ever.
@@ -48,7 +54,8 @@ def simulate(
     _check_layers(ranks, actions)
     programs = [compile_rank(rank, actions, loss_window_bytes=plan.loss_window_bytes) for rank in ranks]
     order = functools.partial(InPipeline, chunks=len(ranks[0].chunks), p2p_s=p2p_s)
-    return StepResult(ranks=_simulate(ranks, programs, order, detail))
+    details = [detail if only is None or rank.rank == only else Detail.TOTALS for rank in ranks]
+    return StepResult(ranks=_simulate(ranks, programs, order, details))
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
@@ -63,18 +70,18 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         PlanError: A layer cannot do what the plan says of it.
     """
     programs = [compile_rank(rank, _group_by_layer(plan), loss_window_bytes=plan.loss_window_bytes)]
-    return _simulate([rank], programs, Alone, detail)[0]
+    return _simulate([rank], programs, Alone, [detail])[0]
 
 
 def _simulate(
     ranks: Sequence[RankModel],
     programs: Sequence[Sequence[ChunkProgram]],
     make_order: Callable[..., PassOrder],
-    detail: Detail,
+    details: Sequence[Detail],
 ) -> tuple[RankResult, ...]:
-    runs = [_make_run(rank, own, detail) for rank, own in zip(ranks, programs, strict=True)]
+    runs = [_make_run(rank, own, detail) for rank, own, detail in zip(ranks, programs, details, strict=True)]
     passes = [rank.passes for rank in ranks]
-    rounds = find_rounds(passes, len(ranks[0].chunks)) if detail is not Detail.TIMELINE else None
+    rounds = find_rounds(passes, len(ranks[0].chunks)) if Detail.TIMELINE not in details else None
     order = make_order(runs, passes, rounds.list_marks() if rounds else ())
     left_out = leave_out_rounds(order, rounds) if rounds else []
     order.run()

@@ -16,6 +16,9 @@ from fgoffload.planner.solving.choices import list_needs
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.units import format_bytes
 
+_SHOWN_S = 5e-5
+"""Half of what a table shows: a step that is longer by less is as long there."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
@@ -35,9 +38,11 @@ class Price:
     def describe(self) -> str:
         """Return why the plan does it, as far as the two steps say."""
         along = f" (and {', '.join(self.taken_along)}, which needs it)" if self.taken_along else ""
+        # What runs again hides copies, and what leaves moves others to a better time.
+        longer = ", and what else the plan does takes longer" if self.cost_s <= -_SHOWN_S else ""
         if self.lacking_bytes:
-            return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
-        return f"the budget holds without it{along} too"
+            return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}{longer}"
+        return f"the budget holds without it{along} too{longer}"
 
 
 def price_decisions(

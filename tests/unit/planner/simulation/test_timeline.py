@@ -1,5 +1,6 @@
 """The Chrome trace of a simulated step: what a viewer needs, and the lanes and memory of schedules worked out by hand."""
 
+import dataclasses
 import json
 
 import pytest
@@ -78,3 +79,14 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     result = simulate([make_rank(make_chunk(FC1))], OffloadPlan(actions={}), detail=Detail.TIMELINE)
     with pytest.raises(ConfigError, match=r"trace file .*nowhere.*No such file"):
         write_chrome_trace(result, tmp_path / "nowhere" / "trace.json")
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_one_rank_of_a_pipeline_has_the_timeline_that_it_has_among_all(only):
+    pipeline = Pipeline(microbatches=6, stages=2)
+    ranks = [make_rank(make_chunk(FC1, FC1, first_number=2 * rank), rank=rank, pipeline=pipeline) for rank in range(2)]
+    plan = offload("expert_fc1", (0, 1, 2, 3))
+    every = simulate(ranks, plan, detail=Detail.TIMELINE).ranks
+    found = simulate(ranks, plan, detail=Detail.TIMELINE, only=only).ranks
+    assert found[only] == every[only]
+    assert found[1 - only] == dataclasses.replace(every[1 - only], timeline=None)

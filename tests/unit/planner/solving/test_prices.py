@@ -10,7 +10,7 @@ from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving import prices
-from fgoffload.planner.solving.prices import price_decisions
+from fgoffload.planner.solving.prices import Price, price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve
@@ -80,6 +80,13 @@ def test_what_the_budget_needs_is_said_with_what_is_lacking():
     assert (
         price(rank, rows, decide("moe_act", R, 0), budget_bytes=without_bytes).describe() == "the budget holds without it too"
     )
+
+
+@pytest.mark.parametrize(("cost_s", "is_said"), [(-1.0, True), (-5e-5, True), (-4e-5, False), (0.0, False), (1.0, False)])
+@pytest.mark.parametrize("lacking_bytes", [0, 1])
+def test_a_cost_below_nothing_says_that_the_rest_takes_longer_without_it(cost_s, is_said, lacking_bytes):
+    said = Price(cost_s=cost_s, rank=0, peak_bytes=1, lacking_bytes=lacking_bytes).describe()
+    assert said.endswith(", and what else the plan does takes longer") == is_said
 
 
 def test_what_needs_the_action_goes_with_it_and_is_named():

@@ -10,7 +10,7 @@ from fgoffload import Action, OffloadPlan
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import Detail
 from fgoffload.planner.simulation.simulator import simulate_rank
-from fgoffload.planner.solving import rank_searches, search
+from fgoffload.planner.solving import search, single_ranks
 from fgoffload.planner.solving.choices import list_configurations, list_modes
 from fgoffload.planner.solving.frontier import measure_layer
 from fgoffload.planner.solving.placement import keep_all, list_slots, make_plan
@@ -128,7 +128,7 @@ def test_walks_are_for_budgets_near_full_recompute_and_for_plans_far_above_their
     assert list_drawn(monkeypatch, rank, least)
     found = solve([rank], budget_bytes=kept - 1, limits=NO_MOVES)
     assert found.gap is not None
-    monkeypatch.setattr(rank_searches, "_FAR", found.gap + 0.001)
+    monkeypatch.setattr(single_ranks, "_FAR", found.gap + 0.001)
     assert not list_drawn(monkeypatch, rank, kept - 1)
-    monkeypatch.setattr(rank_searches, "_FAR", -1.0)
+    monkeypatch.setattr(single_ranks, "_FAR", -1.0)
     assert list_drawn(monkeypatch, rank, kept - 1)
