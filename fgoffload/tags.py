@@ -232,7 +232,7 @@ RECOMPUTE_UNITS = (
         name="layer",
         runs="the whole layer, from its input",
         recompute_module=None,
-        covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS),
+        covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS, "dispatch"),
     ),
     RecomputeUnit(name="attn_norm", runs="the norm before attention", recompute_module="layernorm"),
     RecomputeUnit(
@@ -253,7 +253,7 @@ RECOMPUTE_UNITS = (
         covers=("mlp_act", "mlp_fc2"),
     ),
     RecomputeUnit(name="mlp", runs="a dense MLP", recompute_module="mlp", covers=_MLP_TAGS),
-    RecomputeUnit(name="moe", runs="router, dispatch and all experts", recompute_module="moe", covers=_MOE_TAGS),
+    RecomputeUnit(name="moe", runs="router, dispatch and all experts", recompute_module="moe", covers=(*_MOE_TAGS, "dispatch")),
     RecomputeUnit(
         name="shared_expert", runs="the shared experts", recompute_module="shared_experts", covers=("shared_expert",)
     ),
@@ -264,6 +264,12 @@ RECOMPUTE_UNITS = (
         covers=("moe_act", "expert_fc2"),
     ),
     RecomputeUnit(name="moe_act", runs="the activation of the experts", recompute_module="moe_act", covers=("expert_fc2",)),
+    RecomputeUnit(
+        name="dispatch",
+        runs="the permutation of tokens for experts that are all on their rank",
+        recompute_module=None,
+        covers=("expert_fc1",),
+    ),
 )
 """Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one. Whole layers are ours, and first
 linears with what is around them: see `first_parts.py` of the Megatron integration."""

@@ -40,7 +40,13 @@ WHOLE_MOE: Choices = {"moe": (K, R)}
 _EXPERTS: Choices = {"expert_fc1": (K, O), "moe_act": (K, O), "expert_fc2": (K, O)}
 _GROUPED_EXPERTS: Choices = {"expert_fc1": (K, R, O, B), "moe_act": (K, R, O, B), "expert_fc2": (K, O)}
 MOE_PARTS: Choices = {"shared_expert": (K, R, O), "router": (K, O), **_EXPERTS, "moe_combine": (K, O)}
-GROUPED_MOE_PARTS: Choices = {"shared_expert": (K, R, O), "router": (K, O), **_GROUPED_EXPERTS, "moe_combine": (K, O)}
+GROUPED_MOE_PARTS: Choices = {
+    "shared_expert": (K, R, O),
+    "router": (K, O),
+    "dispatch": (K, R),
+    **_GROUPED_EXPERTS,
+    "moe_combine": (K, O),
+}
 
 Layer = Sequence[Choices]
 """The ways through a layer: as a whole, with its MLP as a whole, and part by part."""

@@ -280,6 +280,8 @@ class _LayerBuilder:
             units.insert(0, self._build_whole(segments))
         if "moe_act" in self._facts.units:
             units.append(self._build_activation())
+        if "dispatch" in self._facts.units:
+            units.append(self._build_permutation(segments))
         parts = [(unit, until) for unit, until in _FIRST_PARTS if unit in self._facts.units]
         units += [self._build_first_part(unit, until, segments) for unit, until in parts]
         return tuple(unit for unit in units if unit is not None and unit.drops)
@@ -342,6 +344,19 @@ class _LayerBuilder:
             drops=tuple(name for key, name in self._names.items() if key in outputs or key in inside),
             before="expert_fc2",
             extra_bytes=output_bytes,
+        )
+
+    def _build_permutation(self, segments: Sequence[Segment]) -> UnitModel | None:
+        names = [segment.name for segment in segments]
+        given, made = (self._run.input_keys.get(tag) for tag in ("router", "expert_fc1"))
+        # It runs again from what the router saves. A router that works in fp32 saves a copy of its own.
+        if not {"router", "expert_fc1"} <= set(names) or given not in self._names or made not in self._names:
+            return None
+        return UnitModel(
+            name="dispatch",
+            segments=(names[names.index("expert_fc1") - 1],),
+            drops=(self._names[made],),
+            before="expert_fc1",
         )
 
     def _build_first_part(self, unit: str, until: str, segments: Sequence[Segment]) -> UnitModel | None:

@@ -4,7 +4,7 @@ Where Megatron's modules have an attribute of their own for it, that attribute i
 flags set it in all layers alike. Where the module has a checkpoint without output then, `reruns.py` takes its place (see
 `checkpoints.py`). A whole layer goes through a checkpoint: Megatron's, which restores the random states of all its
 generators, or Transformer Engine's where FP8 is on, which restores the scaling too. First linears, with what is before and
-behind them, are the first parts of their modules' forward.
+behind them, are the first parts of their modules' forward. Tokens are permuted again by `permutations.py`.
 
 | unit | what does it | since |
 |---|---|---|
@@ -20,6 +20,7 @@ behind them, are the first parts of their modules' forward.
 | `shared_expert` | `MoELayer.shared_experts_recompute` | 0.16.1 |
 | `expert_fc1` | `first_parts.py` around `TEGroupedMLP.forward` | 0.16.1 |
 | `moe_act` | `TEGroupedMLP.activation_recompute` | 0.16.1 |
+| `dispatch` | `permutations.py` around `MoEAlltoAllTokenDispatcher` and the experts' first linear | 0.16.1 |
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.integrations.megatron import first_parts
+from fgoffload.integrations.megatron import first_parts, permutations
 from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
@@ -57,7 +58,8 @@ def find_units(layer: Any) -> tuple[str, ...]:
     if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
         # They need linears that save their original input, which Transformer Engine refuses with delayed scaling.
         switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
-    return ("layer", *switches, *first_parts.find_first_parts(layer))
+    permutation = (permutations.UNIT,) if permutations.can_permute_again(layer) else ()
+    return ("layer", *switches, *first_parts.find_first_parts(layer), *permutation)
 
 
 def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:
@@ -68,6 +70,9 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
     part = first_parts.find_first_parts(layer).get(unit)
     if part is not None:
         first_parts.run_again(patches, inputs.get_offload, part)
+        return
+    if unit == permutations.UNIT:
+        permutations.permute_again(patches, layer)
         return
     switch = _find_switches(layer)[unit]
     set_attribute(patches, switch.target, switch.attribute, True)  # noqa: FBT003 - the value of Megatron's attribute

@@ -99,7 +99,7 @@ class Rerun:
         self._states = None if draws is False else _get_states()
         """The random states before forward; None where it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
-        self._inputs = [_save(arg, place) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._inputs = [save_input(arg, place) if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._dropped: list[_Dropped | None] = []
         """What the function saved, in its order; None for leaves, which stay, since their owner holds them anyway."""
         self._outputs: list[_Output | None] = []
@@ -309,7 +309,7 @@ class _Output(NamedTuple):
         storage.copy_(other)
 
 
-def _save(tensor: torch.Tensor, place: Place) -> _Input:
+def save_input(tensor: torch.Tensor, place: Place) -> _Input:
     """Save `tensor` as autograd would: through the innermost hooks, where there are any."""
     hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     if hooks is None:

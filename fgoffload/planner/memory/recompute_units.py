@@ -3,11 +3,12 @@
 Two kinds. A checkpoint saves its input, and runs again right before its own backward: `layer`, `core_attn`, `mlp`, `moe` and
 `shared_expert`. The others drop what they return, which the module behind them would save; they run again as soon as backward
 reaches the end of what used it, and fill the dropped storage with a copy, beside which what ran again is there once more.
-`qkv_linear`, `mlp_fc1` and `expert_fc1` run again right before the backward of what they ran for.
+`qkv_linear`, `mlp_fc1` and `expert_fc1` run again right before the backward of what they ran for; `dispatch` does so too, and
+makes a new tensor, which nobody copies.
 
-Source: `reruns.py` of the Megatron integration; `checkpoint` of megatron/core/tensor_parallel/random.py and the callers of it
-and of `CheckpointWithoutOutput` in transformer_layer.py, multi_latent_attention.py, attention.py and moe/, in megatron-core
-0.16.1.
+Source: `reruns.py` and `permutations.py` of the Megatron integration; `checkpoint` of megatron/core/tensor_parallel/random.py
+and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py, multi_latent_attention.py, attention.py and
+moe/, in megatron-core 0.16.1.
 """
 
 import math
@@ -53,7 +54,8 @@ def make_units(
     checkpoints = _list_checkpoints(shape, names, tensors)
     refills = _list_refills(shape, names, tensors, copy_bytes_per_s)
     first_parts = _list_first_parts(shape, names, tensors, copy_bytes_per_s)
-    found = {unit.name: unit for unit in (*checkpoints, *refills, *first_parts)}
+    permutation = _list_permutation(shape, tensors)
+    found = {unit.name: unit for unit in (*checkpoints, *refills, *first_parts, *permutation)}
     return tuple(found[unit.name] for unit in RECOMPUTE_UNITS if unit.name in found)
 
 
@@ -196,6 +198,19 @@ def _list_first_parts(
         yield make(
             ("expert_fc1", "moe_act"), "expert_fc2", "activation's output", inner, "permuted tokens", "permuted probabilities"
         )
+
+
+def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
+    """Yield the permutation of tokens where a rank has all experts, and all of each: it runs again from what the router saves.
+
+    Source: `permutations.py` of the Megatron integration.
+    """
+    experts = shape.experts
+    if experts is None or shape.fp8_recipe is not None:
+        return
+    if experts.expert_parallel_size == experts.expert_tensor_parallel_size == 1:
+        drops = _pick(tensors, "permuted tokens")
+        yield UnitModel(name="dispatch", segments=("dispatch",), drops=drops, before="expert_fc1")
 
 
 def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:

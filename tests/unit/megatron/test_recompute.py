@@ -64,7 +64,11 @@ LATENT_EXPERT_LAYER = make_layer(LATENT_ATTENTION, WHOLE_MOE, MOE_PARTS)[1:]
 LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 MODELS = {
     "dense, experts": Model(MIXED, (DENSE_LAYER, EXPERT_LAYER)),
-    "grouped experts, dense": Model(MIXED.replace("[0]*1+[1]*1", "[1]*1+[0]*1"), (GROUPED_LAYER, DENSE_LAYER), grouped_experts),
+    "grouped experts, dense": Model(
+        f"{MIXED.replace('[0]*1+[1]*1', '[1]*1+[0]*1')} --moe-token-dispatcher-type alltoall",
+        (GROUPED_LAYER, DENSE_LAYER),
+        grouped_experts,
+    ),
     "latent attention": Model(f"{MIXED} {LATENT}", (LATENT_DENSE_LAYER, LATENT_EXPERT_LAYER), reference_attention),
 }
 PLANS = {name: design(model.layers) for name, model in MODELS.items()}
@@ -147,13 +151,16 @@ def test_neighbours_follow_each_other_in_forward_and_over_the_end_of_a_layer():
     attention = set(itertools.pairwise(("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")))
     latent = set(itertools.pairwise(("attn_norm", "qkv_linear", "mla_up_proj", "core_attn", "attn_proj", "mlp_norm")))
     mlp = set(itertools.pairwise(("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"))) | {("mlp_norm", "mlp")}
-    experts = ("mlp_norm", "shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
-    moe = set(itertools.pairwise(experts)) | {("mlp_norm", "moe")}
+    experts = ("expert_fc1", "moe_act", "expert_fc2", "moe_combine")
+    moe, grouped = (
+        set(itertools.pairwise(("mlp_norm", "shared_expert", "router", *dispatch, *experts))) | {("mlp_norm", "moe")}
+        for dispatch in ((), ("dispatch",))
+    )
     behind = ("attn_norm", "layer")
     assert found == {
         "dense, experts": attention | mlp | moe,
         "dense, experts, end": set(itertools.product(("mlp_fc2", "mlp", "layer"), behind)),
-        "grouped experts, dense": attention | mlp | moe,
+        "grouped experts, dense": attention | mlp | grouped,
         "grouped experts, dense, end": set(itertools.product(("moe_combine", "moe"), behind)),
         "latent attention": latent | mlp | moe,
         "latent attention, end": set(itertools.product(("mlp_fc2", "mlp"), behind[:1])),

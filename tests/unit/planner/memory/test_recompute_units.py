@@ -57,7 +57,10 @@ MIXTURE_UNITS = {
     "shared_expert": (MIXTURE_BYTES, MIXTURE_BYTES - SHARED),
     "expert_fc1": (MIXTURE_BYTES, MIXTURE_BYTES - GATES - EXPERT_INNER),
     "moe_act": (MIXTURE_BYTES, MIXTURE_BYTES - EXPERT_INNER),
+    "dispatch": (MIXTURE_BYTES, MIXTURE_BYTES - PERMUTED),
 }
+MOE_UNITS = ["layer", "qkv_linear", "core_attn", "mlp_norm", "moe", "expert_fc1", "moe_act"]
+"""Of a rank that has a part of the experts, or a part of each."""
 LATENT_UNITS = {
     "layer": (LATENT_BYTES, HIDDEN),
     "attn_norm": (LATENT_BYTES, LATENT_BYTES - HIDDEN - ROWS),
@@ -122,7 +125,12 @@ def test_an_unfused_activation_that_runs_again_saves_what_a_fused_one_does():
         (DENSE, list(DENSE_UNITS)),
         (MIXTURE, list(MIXTURE_UNITS)),
         (MLA, list(LATENT_UNITS)),
-        (MOE, ["layer", "qkv_linear", "core_attn", "mlp_norm", "moe", "expert_fc1", "moe_act"]),
+        (MOE, ["layer", "qkv_linear", "core_attn", "mlp_norm", "moe", "expert_fc1", "moe_act", "dispatch"]),
+        # Tokens of other ranks would have to be sent again, and those of half an expert are gathered.
+        *(
+            (dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **{name: 2})), MOE_UNITS)
+            for name in ("expert_parallel_size", "expert_tensor_parallel_size")
+        ),
         (
             dataclasses.replace(DENSE, has_fused_norms=False),
             ["layer", "attn_norm", "qkv_linear", "core_attn", "mlp_norm", "mlp_fc1", "mlp"],
@@ -130,7 +138,7 @@ def test_an_unfused_activation_that_runs_again_saves_what_a_fused_one_does():
         # The dispatcher runs shared experts that overlap, and no checkpoint can be around them.
         (
             change_experts(shared_ffn_hidden_size=24, has_shared_overlap=True),
-            ["layer", "qkv_linear", "core_attn", "mlp_norm", "moe", "expert_fc1", "moe_act"],
+            [*MOE_UNITS, "dispatch"],
         ),
         # Linears cannot keep their input as it was given, which norms and activations that run again need.
         (dataclasses.replace(MIXTURE, fp8_recipe="delayed"), ["layer", "core_attn", "moe", "shared_expert"]),
@@ -159,6 +167,7 @@ def test_each_unit_runs_its_stretches_again_where_megatron_asks_for_them():
         "shared_expert": (("shared_expert",), "shared_expert"),
         "expert_fc1": (("expert_fc1", "moe_act"), "expert_fc2"),
         "moe_act": (("moe_act",), "expert_fc2"),
+        "dispatch": (("dispatch",), "expert_fc1"),
     }
     latent = {name: (unit.segments, unit.before) for name, unit in make_found(MLA).items()}
     assert latent["attn_norm"] == (("attn_norm",), "attn_proj")
@@ -319,6 +328,7 @@ def test_what_is_filled_again_is_copied_and_there_twice():
         "shared_expert": (0, HIDDEN),
         "expert_fc1": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
         "moe_act": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
+        "dispatch": (0, 0),  # a new tensor, which nobody copies
     }
     latent = make_found(MLA)["mla_up_proj"]
     assert (latent.extra_s, latent.extra_bytes) == (pytest.approx(2 * LATENT_QUERY_KEY_VALUE / FAST), LATENT_QUERY_KEY_VALUE)

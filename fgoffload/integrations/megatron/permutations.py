@@ -1,0 +1,198 @@
+"""Permuting tokens for their experts again in backward, so that the experts' first linear keeps nothing of its own.
+
+    forward     router  ->  permutation, which copies each token for each of its experts  ->  first linear
+    backward    permutation again, of what the router was given  ->  first linear
+
+Without it the first linear saves what it is given, as many times the router's input as a token has experts, and the router
+saves that input anyway. A copy is cheap: nothing is computed, and the bits are the same.
+
+[Note: Where it can]
+Tokens from other ranks would have to be sent again. So the unit is there where a rank has all experts, and all of each: then
+nothing is exchanged, and the sort by expert that comes behind the exchange finds the order that there is. What the dispatcher
+returns is what the permutation made, in another storage. The counts are known from forward, and the host waits for nothing.
+
+[Note: Nothing is emptied]
+What other units return is emptied behind its last use, since somebody else saves it (`reruns.py`). Here the hooks around the
+first linear save no tensor at all, so that it goes with the frames of forward, and comes as a new one when backward asks. That
+spares the copy of it into the storage of the old one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fgoffload.engine import is_inert
+from fgoffload.engine.handles import hold
+from fgoffload.engine.identity import get_key
+from fgoffload.engine.place import Place
+from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
+from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
+from fgoffload.integrations.megatron.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.methods import wrap_method
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.reruns import save_input
+from fgoffload.integrations.megatron.sites import has_op_fuser
+
+UNIT = "dispatch"
+"""Of `fgoffload.tags.RECOMPUTE_UNITS`."""
+
+
+def can_permute_again(layer: Any) -> bool:
+    """Return whether the tokens of a Megatron layer can be permuted again by themselves. See [Note: Where it can]."""
+    experts: Any = getattr(layer.mlp, "experts", None)
+    dispatcher: Any = getattr(layer.mlp, "token_dispatcher", None)
+    grouped = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP
+    if type(experts) is not grouped or type(dispatcher) is not load_module(DISPATCHERS).MoEAlltoAllTokenDispatcher:
+        return False
+    # Quantized linears save what they made of their input. What is projected first is no input of the router.
+    if is_quantized(layer.config) or has_op_fuser(experts) or getattr(layer.config, "moe_latent_size", None):
+        return False
+    return bool(dispatcher.ep_size == dispatcher.tp_size == 1 and not dispatcher.drop_and_pad)
+
+
+def permute_again(patches: Patches, layer: Any) -> None:
+    """Let the tokens of `layer` be permuted again in backward, until `patches` are removed."""
+    runs = _Runs(Place(None, f"the permutation of layer {layer.layer_number - 1}"))
+    dispatcher = layer.mlp.token_dispatcher
+    wrap_method(patches, dispatcher, "dispatch_preprocess", runs.wrap_permutation)
+    wrap_method(patches, dispatcher, "dispatch_postprocess", runs.wrap_end)
+    wrap_method(patches, layer.mlp.experts.linear_fc1, "forward", runs.wrap_linear)
+
+
+class _Runs:
+    """The forwards of one layer. At most one of them is between its permutation and its first linear."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._permutation: _Permutation | None = None
+        self._key: int | None = None
+        """Of the storage of what the dispatcher returned, while that is there."""
+
+    def wrap_permutation(self, original: Any) -> Any:
+        """Wrap what permutes the tokens."""
+
+        def dispatch_preprocess(dispatcher: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._permutation = self._key = None
+            outputs = original(dispatcher, hidden_states, *args, **kwargs)
+            if not is_inert() and hidden_states.requires_grad:
+                self._permutation = _Permutation(hidden_states, _find_permutation(dispatcher), self._place)
+            return outputs
+
+        return dispatch_preprocess
+
+    def wrap_end(self, original: Any) -> Any:
+        """Wrap what returns the tokens for the experts."""
+
+        def dispatch_postprocess(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = original(dispatcher, *args, **kwargs)
+            self._key = get_key(outputs[0])
+            return outputs
+
+        return dispatch_postprocess
+
+    def wrap_linear(self, original: Any) -> Any:
+        """Wrap the forward of the experts' first linear."""
+
+        def forward(linear: Any, *args: Any, **kwargs: Any) -> Any:
+            permutation, key = self._permutation, self._key
+            self._permutation = self._key = None
+            if permutation is None or key is None:
+                return original(linear, *args, **kwargs)
+            hooks = _Hooks(permutation, key, self._place)
+            _push_hooks(hooks.pack, hooks.unpack)
+            try:
+                return original(linear, *args, **kwargs)
+            finally:
+                _pop_hooks()
+
+        return forward
+
+
+def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes of tokens, `[tokens, hidden]`, those for the experts, as the forward that was here last did."""
+    if not dispatcher.config.moe_permute_fusion:
+        # The mapping says where each comes from. To find it again, the host would wait for the number of tokens.
+        indices = dispatcher.reversed_local_input_permutation_mapping
+        return lambda tokens: tokens.index_select(0, indices)
+    permute = functools.partial(
+        load_module(DISPATCHERS).permute,
+        routing_map=dispatcher.routing_map,
+        num_out_tokens=dispatcher.num_out_tokens,
+        fused=True,
+    )
+    return lambda tokens: permute(tokens)[0]
+
+
+class _Permutation:
+    """One permutation, which runs again when backward asks for what it made.
+
+    Args:
+        hidden: What it permutes; saved here as autograd would save it.
+        permute: Makes of it, as `[tokens, hidden]`, the tokens for the experts.
+        place: For errors.
+    """
+
+    def __init__(self, hidden: torch.Tensor, permute: Callable[[torch.Tensor], torch.Tensor], place: Place) -> None:
+        self._hidden = save_input(hidden, place)
+        self._permute = permute
+        self._packed = self._taken = 0
+        self._again: torch.Tensor | None = None
+        """What the second run made, until all who saved a part of it have theirs."""
+
+    def pack(self, tensor: torch.Tensor) -> "_Part":
+        """Return what stands for a tensor that looks at what the permutation made."""
+        self._packed += 1
+        return _Part(self, tensor)
+
+    def take(self) -> torch.Tensor:
+        """Return what the permutation makes, of the same bits."""
+        if self._again is None:
+            with torch.no_grad():
+                hidden = self._hidden.unpack()
+                self._again = self._permute(hidden.reshape(-1, hidden.size(-1)))
+        again = self._again
+        self._taken = (self._taken + 1) % self._packed
+        if not self._taken:
+            self._again = None
+        return again
+
+
+class _Part:
+    """What stands in the graph for a tensor that looks at what the permutation made: where it lies in that."""
+
+    __slots__ = ("_offset", "_permutation", "_size", "_stride")
+
+    def __init__(self, permutation: _Permutation, tensor: torch.Tensor) -> None:
+        self._permutation = permutation
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self._permutation.take().as_strided(self._size, self._stride, self._offset)
+
+
+class _Hooks:
+    """Hooks around the first linear, which pass on to those around them whatever is not the permutation's."""
+
+    def __init__(self, permutation: _Permutation, key: int, place: Place) -> None:
+        self._permutation = permutation
+        self._key = key
+        self._place = place
+        hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+        self._pack: Callable[[torch.Tensor], Any]
+        self._unpack: Callable[[Any], torch.Tensor]
+        if hooks is None:
+            self._pack, self._unpack = (lambda tensor: hold(tensor, place)), (lambda handle: handle.take())
+        else:
+            self._pack, self._unpack = hooks
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what stands for `tensor` in the graph."""
+        return self._permutation.pack(tensor) if get_key(tensor) == self._key else self._pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor."""
+        return packed.take() if type(packed) is _Part else self._unpack(packed)

@@ -1,0 +1,163 @@
+"""Tokens that are permuted again: the first linear of the experts keeps nothing, and bits stay."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from support.grouped_experts import GroupedLinear, grouped_experts
+from support.trainings import HIDDEN_BYTES, MOE, make_config, make_trainer, write_plan
+
+from fgoffload import Action
+from fgoffload.engine.place import Place
+from fgoffload.integrations.megatron import training
+from fgoffload.integrations.megatron.permutations import _Permutation
+from fgoffload.integrations.megatron.recompute import find_units
+
+pytest.importorskip("megatron.core.transformer.moe.experts")
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+GROUPED = f"{MOE} --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+R, B, O = Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD, Action.OFFLOAD  # noqa: E741 - as elsewhere
+TOP_K = 2
+
+
+@contextlib.contextmanager
+def make_grouped_trainer(plan, tmp_path, flags=GROUPED):
+    tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
+    config = make_config(*tags, offload_plan=write_plan(tmp_path / "plan.json", plan)) if plan else None
+    with stand_ins(), make_trainer(flags, config) as trainer:
+        yield trainer
+
+
+@contextlib.contextmanager
+def stand_ins():
+    """Give Megatron's local layers grouped experts, which they are refused with, until the body ends."""
+    with grouped_experts(), mock.patch.object(training, "refuse_what_is_not_built"):
+        yield
+
+
+def run(plan, tmp_path, *, steps=2, flags=GROUPED):
+    """Return losses and gradients of each step."""
+    with make_grouped_trainer(plan, tmp_path, flags) as trainer:
+        found = [trainer.run_step() for _ in range(steps)]
+    return [(one.losses, one.gradient_digests) for one in found]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {(0, "dispatch"): R},
+        {(0, "dispatch"): R, (1, "dispatch"): R},
+        {(0, "dispatch"): R, (0, "mlp_norm"): R, (1, "dispatch"): R, (1, "mlp_norm"): B},
+        {(0, "dispatch"): R, (0, "router"): O, (0, "moe_act"): R, (0, "expert_fc2"): Action.KEEP},
+        {(0, "dispatch"): R, (0, "moe_act"): O, (0, "core_attn"): O, (1, "expert_fc1"): O},
+        {(0, "dispatch"): R, (1, "moe"): R},
+        {(0, "dispatch"): R, (1, "layer"): R},
+        {(0, "dispatch"): R, (1, "expert_fc1"): R},
+    ],
+    ids=str,
+)
+def test_bits_stay(plan, tmp_path):
+    assert run(plan, tmp_path) == run({}, tmp_path)
+
+
+def list_first_inputs(trainer):
+    """Let each first linear of the experts note the storage of what it is given, by weak reference; return the notes."""
+    found = []
+
+    def note(module, args):
+        found.append((module, torch.multiprocessing.reductions.StorageWeakRef(args[0].untyped_storage())))
+
+    for layer in trainer.chunks[0].decoder.layers:
+        layer.mlp.experts.linear_fc1.register_forward_pre_hook(note)
+    return found
+
+
+def test_the_first_linears_input_is_gone_behind_it_in_the_layers_of_the_plan_alone(tmp_path):
+    with make_grouped_trainer({(0, "dispatch"): R}, tmp_path) as trainer:
+        trainer.run_step()
+        model = trainer.chunks[0]
+        given, gone = list_first_inputs(trainer), []
+        model.output_layer.register_forward_pre_hook(lambda *_: gone.append([one.expired() for _, one in given[-2:]]))
+        trainer.run_step()
+    assert gone == [[True, False]] * 2
+
+
+def test_it_is_permuted_once_more_for_all_experts_together_and_twice_where_backward_comes_twice(tmp_path, monkeypatch):
+    with make_grouped_trainer({(0, "dispatch"): R}, tmp_path) as trainer:
+        trainer.run_step()
+        selected = []
+        select = torch.Tensor.index_select
+
+        def count(tensor, dim, index):
+            selected.append(index.numel())
+            return select(tensor, dim, index)
+
+        monkeypatch.setattr(torch.Tensor, "index_select", count)
+        trainer.run_step()
+    tokens = HIDDEN_BYTES // 4 // 32
+    # Two layers forward in each of two microbatches, and one of them in backward.
+    assert selected.count(TOP_K * tokens) == 2 * 3
+
+
+def test_a_layer_behind_frozen_ones_permutes_once(tmp_path):
+    def train_frozen(plan):
+        with make_grouped_trainer(plan, tmp_path) as trainer:
+            model = trainer.chunks[0]
+            model.embedding.requires_grad_(requires_grad=False)
+            for name, weight in model.decoder.layers[0].named_parameters():
+                weight.requires_grad_(requires_grad="experts" in name)
+            result = trainer.run_step()
+        return result.losses, result.gradient_digests
+
+    assert train_frozen({(0, "dispatch"): R}) == train_frozen({})
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_unit"),
+    [
+        (GROUPED, True),
+        (GROUPED.replace("alltoall", "allgather"), False),
+        (f"{GROUPED} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", False),
+    ],
+)
+def test_which_layers_can_permute_again(flags, has_unit):
+    with stand_ins(), make_trainer(flags, None) as trainer:
+        units = [find_units(layer) for layer in trainer.chunks[0].decoder.layers]
+    assert [("dispatch" in one) for one in units] == [has_unit] * 2
+
+
+def test_experts_one_after_the_other_keep_their_tokens():
+    with make_trainer(f"{MOE} --moe-token-dispatcher-type alltoall", None) as trainer:
+        assert "dispatch" not in find_units(trainer.chunks[0].decoder.layers[0])
+
+
+def test_what_runs_again_is_there_until_all_parts_have_theirs_and_made_anew_for_another_backward():
+    runs = []
+
+    def permute(tokens):
+        runs.append(tokens.shape)
+        return tokens.flip(0)
+
+    hidden = torch.arange(12.0).reshape(2, 2, 3).requires_grad_()
+    permutation = _Permutation(hidden * 1, permute, Place(None, "a test"))
+    made = hidden.detach().reshape(4, 3).flip(0)
+    parts = [permutation.pack(one) for one in (made[:1], made[1:], made[4:])]
+    for count in (1, 2):
+        again = [part.take() for part in parts]
+        assert [one.tolist() for one in again] == [made[:1].tolist(), made[1:].tolist(), []]
+        assert runs == [(4, 3)] * count
+        assert permutation._again is None
+
+
+def test_tokens_of_other_ranks_are_not_sent_again(monkeypatch):
+    with stand_ins(), make_trainer(GROUPED, None) as trainer:
+        layer = trainer.chunks[0].decoder.layers[0]
+        assert type(layer.mlp.experts.linear_fc1) is GroupedLinear
+        for name in ("ep_size", "tp_size"):
+            with monkeypatch.context() as patch:
+                patch.setattr(layer.mlp.token_dispatcher, name, 2)
+                assert "dispatch" not in find_units(layer)
+        assert "dispatch" in find_units(layer)
