@@ -114,6 +114,16 @@ PLAN_UNITS = (
     (2, "expert_fc1", "offload"),
 )
 
+PLAN_PERMUTATION = (
+    (0, "mlp_fc1", "recompute"),
+    (1, "dispatch", "recompute"),
+    (1, "mlp_norm", "recompute+offload"),
+    (1, "moe_act", "recompute+offload"),
+    (2, "dispatch", "recompute"),
+    (2, "router", "offload"),
+    (2, "moe_act", "offload"),
+    (2, "expert_fc2", "offload"),
+)
 PLAN_FIRST_LINEARS = (
     (0, "qkv_linear", "recompute"),
     (0, "mlp_fc1", "recompute+offload"),
@@ -259,6 +269,13 @@ ROWS = (
         "",
         plan=PLAN_FIRST_LINEARS,
     ),
+    Row("plan: permutation", MIXED, "", plan=PLAN_PERMUTATION),
+    Row(
+        "plan: permutation, no activation fusion, fused permutation",
+        f"{MIXED} --no-bias-swiglu-fusion --moe-permute-fusion",
+        "",
+        plan=PLAN_PERMUTATION,
+    ),
     Row("plan, FP8 blockwise", f"{MIXED} {BLOCKWISE}", "", plan=PLAN_MIX),
     Row("plan, FP8 delayed", f"{MIXED} {DELAYED}", "", plan=PLAN_DELAYED),
     Row("plan, FP8 tensorwise", f"{MIXED} {TENSORWISE}", "", plan=PLAN_MIX),
@@ -333,6 +350,7 @@ ROWS = (
         gpus=2,
         plan=PLAN_FIRST_LINEARS,
     ),
+    Row("1F1B, permutation", f"{MIXED} {TWO} {UNEVEN}", "", gpus=2, plan=PLAN_PERMUTATION),
     Row("1F1B, plan: other units", f"{MIXED} {TWO} {UNEVEN}", "", gpus=2, plan=PLAN_UNITS),
     Row("1F1B, plan, FP8 blockwise", f"{MIXED} {TWO} {UNEVEN} {BLOCKWISE}", "", gpus=2, plan=PLAN_MIX),
     Row("1F1B, plan, FP8 delayed", f"{MIXED} {TWO} {UNEVEN} {DELAYED}", "", gpus=2, plan=PLAN_DELAYED),
