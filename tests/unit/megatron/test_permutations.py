@@ -8,11 +8,12 @@ import torch
 from support.grouped_experts import GroupedLinear, grouped_experts
 from support.trainings import HIDDEN_BYTES, MOE, make_config, make_trainer, write_plan
 
-from fgoffload import Action
+from fgoffload import Action, OffloadConfig
 from fgoffload.engine.place import Place
-from fgoffload.integrations.megatron import training
+from fgoffload.integrations.megatron import measured_layers, training
 from fgoffload.integrations.megatron.permutations import _Permutation
 from fgoffload.integrations.megatron.recompute import find_units
+from fgoffload.units import GIB
 
 pytest.importorskip("megatron.core.transformer.moe.experts")
 
@@ -127,6 +128,30 @@ def test_which_layers_can_permute_again(flags, has_unit):
     with stand_ins(), make_trainer(flags, None) as trainer:
         units = [find_units(layer) for layer in trainer.chunks[0].decoder.layers]
     assert [("dispatch" in one) for one in units] == [has_unit] * 2
+
+
+def measure_layer(flags):
+    """Return the model of the first layer, as a measured step has it."""
+    with stand_ins(), make_trainer(flags, OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=GIB)) as trainer:
+        trainer.run_step()
+        return trainer.integration.measurement.take_profile().layers[0].model
+
+
+def test_a_profile_offers_it_with_what_it_drops_and_what_runs_before_the_first_linear():
+    layer = measure_layer(GROUPED)
+    unit, tensors = layer.find_unit("dispatch"), {one.name: one for one in layer.tensors}
+    assert [(tensors[name].tags, tensors[name].size_bytes) for name in unit.drops] == [(("expert_fc1",), TOP_K * HIDDEN_BYTES)]
+    assert (unit.segments, unit.before, unit.keeps, unit.extra_bytes) == (("after router",), "expert_fc1", (), 0)
+
+
+def test_a_profile_offers_none_where_nobody_saves_what_it_would_run_again_from(monkeypatch):
+    list_tags = measured_layers._LayerBuilder._name_tensors
+
+    def leave_out_router(builder, run):
+        return {key: name for key, name in list_tags(builder, run).items() if key != run.input_keys["router"]}
+
+    monkeypatch.setattr(measured_layers._LayerBuilder, "_name_tensors", leave_out_router)
+    assert measure_layer(GROUPED).find_unit("dispatch") is None
 
 
 def test_experts_one_after_the_other_keep_their_tokens():
