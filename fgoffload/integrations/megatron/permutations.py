@@ -75,10 +75,9 @@ class _Runs:
         """Wrap what permutes the tokens."""
 
         def dispatch_preprocess(dispatcher: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._permutation = self._key = None
             outputs = original(dispatcher, hidden_states, *args, **kwargs)
-            if not is_inert() and hidden_states.requires_grad:
-                self._permutation = _Permutation(hidden_states, _find_permutation(dispatcher), self._place)
+            # Behind frozen layers too: the first linear saves what it is given for its own weights.
+            self._permutation = None if is_inert() else _Permutation(hidden_states, _find_permutation(dispatcher), self._place)
             return outputs
 
         return dispatch_preprocess

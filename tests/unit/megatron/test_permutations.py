@@ -9,8 +9,9 @@ from support.grouped_experts import GroupedLinear, grouped_experts
 from support.trainings import HIDDEN_BYTES, MOE, make_config, make_trainer, write_plan
 
 from fgoffload import Action, OffloadConfig
+from fgoffload.engine import ActivationLedger
 from fgoffload.engine.place import Place
-from fgoffload.integrations.megatron import measured_layers, training
+from fgoffload.integrations.megatron import measured_layers, permutations, training
 from fgoffload.integrations.megatron.permutations import _Permutation
 from fgoffload.integrations.megatron.recompute import find_units
 from fgoffload.units import GIB
@@ -103,7 +104,33 @@ def test_it_is_permuted_once_more_for_all_experts_together_and_twice_where_backw
     assert selected.count(TOP_K * tokens) == 2 * 3
 
 
-def test_a_layer_behind_frozen_ones_permutes_once(tmp_path):
+def test_below_hooks_of_others_it_permutes_once(tmp_path, monkeypatch):
+    selected = []
+    select = torch.Tensor.index_select
+    monkeypatch.setattr(torch.Tensor, "index_select", lambda *args: selected.append(args[2].numel()) or select(*args))
+    monkeypatch.setattr(permutations, "is_inert", lambda: True)
+    with make_grouped_trainer({(0, "dispatch"): R}, tmp_path) as trainer:
+        trainer.run_step()
+    assert selected.count(TOP_K * HIDDEN_BYTES // 4 // 32) == 2 * 2
+
+
+def count_peak(plan, tmp_path):
+    """Return the most bytes that activations take in a step."""
+    with make_grouped_trainer(plan, tmp_path) as trainer:
+        trainer.run_step()
+        ledger = ActivationLedger(parameters=trainer.chunks[0].parameters())
+        with trainer.observe(ledger):
+            trainer.run_step()
+        return ledger.peak_bytes
+
+
+def test_the_peak_is_lower_by_what_the_first_linear_would_keep(tmp_path):
+    # The activation leaves, so that hooks of the engine are around both times.
+    peaks = [count_peak({(0, "moe_act"): O, **plan}, tmp_path) for plan in ({}, {(0, "dispatch"): R})]
+    assert peaks[0] - peaks[1] == TOP_K * HIDDEN_BYTES
+
+
+def test_weights_of_a_layer_behind_frozen_ones_get_their_gradients(tmp_path):
     def train_frozen(plan):
         with make_grouped_trainer(plan, tmp_path) as trainer:
             model = trainer.chunks[0]
@@ -167,14 +194,24 @@ def test_what_runs_again_is_there_until_all_parts_have_theirs_and_made_anew_for_
         return tokens.flip(0)
 
     hidden = torch.arange(12.0).reshape(2, 2, 3).requires_grad_()
-    permutation = _Permutation(hidden * 1, permute, Place(None, "a test"))
+    permutation = _Permutation(hidden, permute, Place(None, "a test"))
     made = hidden.detach().reshape(4, 3).flip(0)
     parts = [permutation.pack(one) for one in (made[:1], made[1:], made[4:])]
     for count in (1, 2):
         again = [part.take() for part in parts]
+        assert not any(one.requires_grad for one in again)
         assert [one.tolist() for one in again] == [made[:1].tolist(), made[1:].tolist(), []]
         assert runs == [(4, 3)] * count
         assert permutation._again is None
+
+
+@pytest.mark.parametrize(("field", "value"), [("fp8", "e4m3"), ("fp4", "e2m1"), ("moe_latent_size", 16)])
+def test_quantized_and_projected_tokens_are_kept(monkeypatch, field, value):
+    with stand_ins(), make_trainer(GROUPED, None) as trainer:
+        layer = trainer.chunks[0].decoder.layers[0]
+        assert permutations.can_permute_again(layer)
+        monkeypatch.setattr(layer.config, field, value, raising=False)
+        assert not permutations.can_permute_again(layer)
 
 
 def test_tokens_of_other_ranks_are_not_sent_again(monkeypatch):
