@@ -24,11 +24,10 @@ MODEL = ModelShape(
 )
 
 
-@pytest.fixture(scope="module")
-def rank():
+def make_rank(**sizes):
     (rank,) = build_ranks(
         MODEL,
-        Parallelism(micro_batch_size=2, microbatches=4),
+        Parallelism(micro_batch_size=2, microbatches=4, **sizes),
         get_hardware("h200"),
         assumptions=Assumptions(state=NO_OPTIMIZER, reserve_bytes=0),
     )
@@ -36,7 +35,16 @@ def rank():
 
 
 @pytest.fixture(scope="module")
+def rank():
+    return make_rank()
+
+
+@pytest.fixture(scope="module")
 def ladders(rank):
+    return make_ladders(rank)
+
+
+def make_ladders(rank):
     slots = list_slots(rank)
     layer = slots[0].layer
     return list(list_ladders(slots, {layer.kind: list_modes(layer, min_offloaded_numel=rank.min_offloaded_numel)}))
@@ -56,12 +64,13 @@ def test_the_first_layers_free_more_and_the_others_less(ladders):
 
 
 def test_the_first_ladder_runs_cheap_things_again(ladders):
-    cheap = {"mlp_norm": Action.RECOMPUTE, "moe_act": Action.RECOMPUTE}
+    cheap = {"mlp_norm": Action.RECOMPUTE, "moe_act": Action.RECOMPUTE, "dispatch": Action.RECOMPUTE}
     assert name_layers(ladders[0](2)) == [cheap] * 2 + [{}] * 4
     assert name_layers(ladders[0](0)) == [{}] * 6
 
 
-def test_one_ladder_lets_the_permuted_tokens_leave_beside_what_runs_again(ladders):
+def test_one_ladder_lets_permuted_tokens_that_came_from_other_ranks_leave_beside_what_runs_again():
+    ladders = make_ladders(make_rank(expert_parallel_size=2, data_parallel_size=2))
     cheap = {"mlp_norm": Action.RECOMPUTE, "moe_act": Action.RECOMPUTE}
     moving = {**cheap, "expert_fc1": Action.OFFLOAD}
     assert any(name_layers(ladder(3)) == [moving] * 3 + [cheap] * 3 for ladder in ladders)
