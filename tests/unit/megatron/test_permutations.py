@@ -193,7 +193,7 @@ def test_what_runs_again_is_there_until_all_parts_have_theirs_and_made_anew_for_
         runs.append(tokens.shape)
         return tokens.flip(0)
 
-    hidden = torch.arange(12.0).reshape(2, 2, 3).requires_grad_()
+    hidden = torch.arange(12.0).reshape(2, 2, 3).clone().requires_grad_()
     permutation = _Permutation(hidden, permute, Place(None, "a test"))
     made = hidden.detach().reshape(4, 3).flip(0)
     parts = [permutation.pack(one) for one in (made[:1], made[1:], made[4:])]
