@@ -40,5 +40,10 @@ def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]
     if _EXPERT_TAGS.isdisjoint(offloaded):
         return
     for linear in (getattr(experts, "linear_fc1", None), getattr(experts, "linear_fc2", None)):
-        if hasattr(linear, _ATTRIBUTE):
-            set_attribute(patches, linear, _ATTRIBUTE, True)  # noqa: FBT003 - the value of Transformer Engine's attribute
+        save_whole_input(patches, linear)
+
+
+def save_whole_input(patches: Patches, linear: Any) -> None:
+    """Have a grouped linear that is not quantized save its input as one tensor; any other stays as it is."""
+    if hasattr(linear, _ATTRIBUTE):
+        set_attribute(patches, linear, _ATTRIBUTE, True)  # noqa: FBT003 - the value of Transformer Engine's attribute

@@ -29,7 +29,7 @@ from fgoffload.engine.identity import get_key
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
-from fgoffload.integrations.megatron.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
@@ -59,7 +59,9 @@ def permute_again(patches: Patches, layer: Any) -> None:
     dispatcher = layer.mlp.token_dispatcher
     wrap_method(patches, dispatcher, "dispatch_preprocess", runs.wrap_permutation)
     wrap_method(patches, dispatcher, "dispatch_postprocess", runs.wrap_end)
-    wrap_method(patches, layer.mlp.experts.linear_fc1, "forward", runs.wrap_linear)
+    linear = layer.mlp.experts.linear_fc1
+    wrap_method(patches, linear, "forward", runs.wrap_linear)
+    save_whole_input(patches, linear)  # one part to stand for, and not one for each expert
 
 
 class _Runs:
@@ -179,7 +181,6 @@ class _Hooks:
     def __init__(self, permutation: _Permutation, key: int, place: Place) -> None:
         self._permutation = permutation
         self._key = key
-        self._place = place
         hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
         self._pack: Callable[[torch.Tensor], Any]
         self._unpack: Callable[[Any], torch.Tensor]
@@ -190,7 +191,10 @@ class _Hooks:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what stands for `tensor` in the graph."""
-        return self._permutation.pack(tensor) if get_key(tensor) == self._key else self._pack(tensor)
+        # Most are weights of experts, and the device waits for the host here: these are not asked for their storage.
+        if type(tensor) is torch.nn.Parameter or get_key(tensor) != self._key:
+            return self._pack(tensor)
+        return self._permutation.pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor."""

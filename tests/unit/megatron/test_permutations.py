@@ -104,6 +104,14 @@ def test_it_is_permuted_once_more_for_all_experts_together_and_twice_where_backw
     assert selected.count(TOP_K * tokens) == 2 * 3
 
 
+def test_the_first_linear_of_such_a_layer_saves_its_input_as_one_tensor(tmp_path):
+    with make_grouped_trainer({(0, "dispatch"): R}, tmp_path) as trainer:
+        trainer.run_step()
+        linears = [layer.mlp.experts.linear_fc1 for layer in trainer.chunks[0].decoder.layers]
+        assert [linear.save_original_input for linear in linears] == [True, False]
+    assert [linear.save_original_input for linear in linears] == [False, False]
+
+
 def test_below_hooks_of_others_it_permutes_once(tmp_path, monkeypatch):
     selected = []
     select = torch.Tensor.index_select
