@@ -21,24 +21,21 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from one_process import open_runner
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.loading import load_arguments
 from fgoffload.benchmark.runner import Runner, quiet_collector
 from fgoffload.benchmark.settings import Setting, parse_setting
-from fgoffload.errors import ConfigError, OffloadError
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, name_device
+from fgoffload.errors import OffloadError
+from fgoffload.integrations.megatron.parallel import name_device
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.training_policy import Kernels, Update
 
@@ -156,26 +153,10 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
         OffloadError: A setting cannot be trained here, in one process.
     """
     settings = [parse_setting(word) for word in options.settings]
-    with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
-        job = Job(
-            source=str(options.file),
-            file_flags=read_argument_file(options.file, variables=os.environ),
-            typed_flags=tuple(flags),
-            own_flags=("--settings", "--steps", "--warmup", "--out"),
-            warmup=options.warmup,
-            steps=options.steps,
-            plan_folder=Path(folder),
-        )
-        arguments = load_arguments(job)
-        if arguments.world_size > 1:
-            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
-        initialize_parallel(arguments)
-        try:
-            runner = Runner(job, on_step=lambda _: None)
-            results = {one.name: measure(runner, one, warmup=job.warmup, steps=job.steps) for one in settings}
-            title = f"{job.source} on {name_device()}: ms of a step"
-        finally:
-            destroy_parallel()
+    own_flags = ("--settings", "--steps", "--warmup", "--out")
+    with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.steps) as runner:
+        results = {one.name: measure(runner, one, warmup=options.warmup, steps=options.steps) for one in settings}
+        title = f"{options.file} on {name_device()}: ms of a step"
     console.print(build_table(title, results))
     if options.out is not None:
         document = {name: [dataclasses.asdict(step) for step in steps] for name, steps in results.items()}

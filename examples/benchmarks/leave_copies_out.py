@@ -21,25 +21,25 @@ import json
 import os
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from one_process import open_runner
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.loading import load_arguments
 from fgoffload.benchmark.measurement import find_ratio_interval
 from fgoffload.benchmark.runner import Runner, quiet_collector
 from fgoffload.benchmark.settings import Setting, System, parse_setting
+from fgoffload.engine import Region
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron import MegatronOffload
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, name_device
+from fgoffload.integrations.megatron.methods import set_attribute
+from fgoffload.integrations.megatron.parallel import name_device
+from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.training_policy import Kernels, Update
 
 HEADINGS = ("setting", "step", "ms", "over nothing leaves")
@@ -56,60 +56,47 @@ class Kind(enum.Enum):
 
 
 class Omission:
-    """Leaves copies out of what an integration does.
+    """Which copies are left out now."""
 
-    Args:
-        integration: Of the trainer.
-    """
-
-    def __init__(self, integration: MegatronOffload) -> None:
+    def __init__(self) -> None:
         self.kind = Kind.ALL
-        device = integration.engine.device
-        copy_bytes, find_region = device.copy_bytes, integration.find_region
-
-        def copy(*, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-            is_left_out = self.kind is Kind.NONE or (self.kind is Kind.NONE_OUT and stream is device.d2h_stream)
-            if not is_left_out:
-                copy_bytes(destination=destination, source=source, stream=stream)
-
-        self._undo = contextlib.ExitStack()
-        self._replace(device, "copy_bytes", copy)
-        self._replace(integration, "find_region", lambda tag: None if self.kind is Kind.STAYS else find_region(tag))
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        setattr(owner, name, function)
-        self._undo.callback(delattr, owner, name)  # of the instance: the class has its own
-
-    def close(self) -> None:
-        """Put everything back."""
-        self._undo.close()
 
 
 @contextlib.contextmanager
 def omitting(integration: MegatronOffload) -> Iterator[Omission]:
-    """Let copies be left out inside."""
-    omission = Omission(integration)
-    try:
+    """Let copies of `integration` be left out inside."""
+    omission, device = Omission(), integration.engine.device
+    copy_bytes, find_region = device.copy_bytes, integration.find_region
+
+    def copy(*, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        is_left_out = omission.kind is Kind.NONE or (omission.kind is Kind.NONE_OUT and stream is device.d2h_stream)
+        if not is_left_out:
+            copy_bytes(destination=destination, source=source, stream=stream)
+
+    def find(tag: str) -> Region | None:
+        return None if omission.kind is Kind.STAYS else find_region(tag)
+
+    with Patches() as patches:
+        set_attribute(patches, device, "copy_bytes", copy)
+        set_attribute(patches, integration, "find_region", find)
         yield omission
-    finally:
-        omission.close()
 
 
 def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> dict[Kind, list[float]]:
     """Return the seconds of each step of a setting, by kind, in the order of the rounds."""
     found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
-    with runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
-        if trainer.integration is None:
-            raise ConfigError(f"{setting.name} offloads nothing. Give a setting of ours that does, such as ours:expert_fc1.")
-        with omitting(trainer.integration) as omission:
-            for number in range(warmup + rounds):
-                for kind in reversed(Kind) if number % 2 else Kind:
-                    omission.kind = kind
-                    gc.collect()
-                    seconds = trainer.run_step(with_digests=False).seconds
-                    if number >= warmup:
-                        found[kind].append(seconds)
-            omission.kind = Kind.ALL
+    with (
+        runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer,
+        quiet_collector(),
+        omitting(trainer.integration) as omission,
+    ):
+        for number in range(warmup + rounds):
+            for kind in reversed(Kind) if number % 2 else Kind:
+                omission.kind = kind
+                gc.collect()
+                seconds = trainer.run_step(with_digests=False).seconds
+                if number >= warmup:
+                    found[kind].append(seconds)
     return found
 
 
@@ -143,26 +130,10 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
     for setting in settings:
         if setting.system not in LEAVING:
             raise ConfigError(f"{setting.name} offloads nothing of ours. Give settings such as ours:expert_fc1 or plan:FILE.")
-    with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
-        job = Job(
-            source=str(options.file),
-            file_flags=read_argument_file(options.file, variables=os.environ),
-            typed_flags=tuple(flags),
-            own_flags=("--settings", "--rounds", "--warmup", "--out"),
-            warmup=options.warmup,
-            steps=options.rounds,
-            plan_folder=Path(folder),
-        )
-        arguments = load_arguments(job)
-        if arguments.world_size > 1:
-            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
-        initialize_parallel(arguments)
-        try:
-            runner = Runner(job, on_step=lambda _: None)
-            results = {one.name: measure(runner, one, warmup=options.warmup, rounds=options.rounds) for one in settings}
-            title = f"{job.source} on {name_device()}: {options.rounds} rounds"
-        finally:
-            destroy_parallel()
+    own_flags = ("--settings", "--rounds", "--warmup", "--out")
+    with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.rounds) as runner:
+        results = {one.name: measure(runner, one, warmup=options.warmup, rounds=options.rounds) for one in settings}
+        title = f"{options.file} on {name_device()}: {options.rounds} rounds"
     console.print(build_table(title, results))
     if options.out is not None:
         document = {name: {kind.value: seconds for kind, seconds in steps.items()} for name, steps in results.items()}

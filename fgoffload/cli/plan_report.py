@@ -19,7 +19,7 @@ from fgoffload.cli.plan_tables import (
     build_sweep_table,
 )
 from fgoffload.errors import ConfigError
-from fgoffload.plan import NOTHING, OffloadPlan
+from fgoffload.plan import NOTHING
 from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
@@ -82,7 +82,7 @@ def show_plan(
         # Side by side: with every pass of all ranks noted a step takes as long to simulate as a plan to find.
         drawn = {PLAN: report.solution.plan} | ({"nothing": NOTHING} if files["plot"] is not None else {})
         only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
-        note = functools.partial(_simulate_drawn, report.ranks, only)
+        note = functools.partial(simulate, report.ranks, detail=Detail.TIMELINE, only=only)
         results = dict(zip(drawn, map_in_processes(note, drawn.values()), strict=True))
         detailed = results[PLAN]
         if (path := files["plot"]) is not None:
@@ -92,11 +92,6 @@ def show_plan(
             from fgoffload.planner.simulation.timeline import write_chrome_trace
 
             write_chrome_trace(detailed, path)
-
-
-def _simulate_drawn(ranks: Sequence[RankModel], only: int | None, plan: OffloadPlan) -> StepResult:
-    """Return a step with what happens when; of the rank with the number `only` where one is given."""
-    return simulate(ranks, plan, detail=Detail.TIMELINE, only=only)
 
 
 def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) -> None:

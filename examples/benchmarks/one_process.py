@@ -1,0 +1,48 @@
+"""What scripts begin with that measure settings of one training in this process, one after the other."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fgoffload.benchmark.job import Job
+from fgoffload.benchmark.loading import load_arguments
+from fgoffload.benchmark.runner import Runner
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel
+
+
+@contextlib.contextmanager
+def open_runner(file: Path, flags: Sequence[str], *, own_flags: Sequence[str], warmup: int, steps: int) -> Iterator[Runner]:
+    """Hold a runner for the trainings of `file` while the body runs, and the process groups that it needs.
+
+    Args:
+        file: A Megatron argument file.
+        flags: Megatron's, typed beside it.
+        own_flags: Those of the script.
+        warmup: Steps of each setting that do not count.
+        steps: Steps of each setting that do.
+
+    Raises:
+        OffloadError: The file or a flag is refused, or the model takes several processes.
+    """
+    with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
+        job = Job(
+            source=str(file),
+            file_flags=read_argument_file(file, variables=os.environ),
+            typed_flags=tuple(flags),
+            own_flags=tuple(own_flags),
+            warmup=warmup,
+            steps=steps,
+            plan_folder=Path(folder),
+        )
+        arguments = load_arguments(job)
+        if arguments.world_size > 1:
+            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
+        initialize_parallel(arguments)
+        try:
+            yield Runner(job, on_step=lambda _: None)
+        finally:
+            destroy_parallel()
