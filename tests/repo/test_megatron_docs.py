@@ -118,7 +118,7 @@ def test_rows_on_gpus_have_run_and_are_among_the_results_or_the_page_says_that_t
     ("page", "pattern"),
     [
         ("README.md", r"\[(\d+) rows\]"),
-        ("docs/frameworks/moving_from_megatron.md", r"(\d+) trainings on H200 are \[equal to the bit\]"),
+        ("docs/frameworks/moving_from_megatron.md", r"(\d+) trainings on H200 and H100 are \[equal to the bit\]"),
     ],
 )
 def test_a_page_says_how_many_rows_have_run_on_gpus(page, pattern):
