@@ -268,7 +268,8 @@ RECOMPUTE_UNITS = (
         name="dispatch",
         runs="the permutation of tokens for experts that are all on their rank",
         recompute_module=None,
-        covers=("expert_fc1",),
+        covers=("expert_fc1",),  # the tag
+        excludes=("expert_fc1",),  # the unit, which runs again from what the tag saves
     ),
 )
 """Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one. Whole layers are ours, and first

@@ -41,7 +41,8 @@ def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched
 
     Args:
         tags: Of the layer.
-        shares_router_input: Whether something else than the router saves the hidden states that it gets, as shared experts do.
+        shares_router_input: Whether something else than the router saves the hidden states that it gets, as shared experts do,
+            and a permutation that runs again.
     """
     shared = set(tags) - _ALONE
     if shared == _ROUTER and not shares_router_input:

@@ -64,5 +64,15 @@ def make_moe_layer(*, host_wait=None):
     return LayerModel(kind="moe", segments=segments, tensors=TENSORS, units=UNITS)
 
 
+PERMUTATION = UnitModel(
+    name="dispatch",
+    segments=("dispatch",),
+    drops=("permuted tokens",),
+    held=("permuted tokens",),
+    before="expert_fc1",
+    forward_part=0.75,
+)
+"""Of a layer on a rank that has all experts: a quarter of the stretch does not run again."""
+
 HOLDING = make_moe_layer(host_wait=HostWait.HOLD)
 PLAIN = make_moe_layer()

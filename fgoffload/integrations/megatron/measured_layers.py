@@ -352,11 +352,15 @@ class _LayerBuilder:
         # It runs again from what the router saves. A router that works in fp32 saves a copy of its own.
         if not {"router", "expert_fc1"} <= set(names) or given not in self._names or made not in self._names:
             return None
+        given_bytes, made_bytes = (self._run.saved[key].size_bytes for key in (given, made))
         return UnitModel(
             name="dispatch",
             segments=(names[names.index("expert_fc1") - 1],),
             drops=(self._names[made],),
+            held=(self._names[made],),
             before="expert_fc1",
+            # Of what goes through memory there, the sort by expert reads and writes what was made. That does not run again.
+            forward_part=(given_bytes + made_bytes) / (given_bytes + 3 * made_bytes),
         )
 
     def _build_first_part(self, unit: str, until: str, segments: Sequence[Segment]) -> UnitModel | None:

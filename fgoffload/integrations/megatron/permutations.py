@@ -13,8 +13,8 @@ returns is what the permutation made, in another storage. The counts are known f
 
 [Note: Nothing is emptied]
 What other units return is emptied behind its last use, since somebody else saves it (`reruns.py`). Here the hooks around the
-first linear save no tensor at all, so that it goes with the frames of forward, and comes as a new one when backward asks. That
-spares the copy of it into the storage of the old one.
+first linear save no tensor at all, so that it goes with the frames of forward, Megatron's `MoELayer` among them, and comes as a
+new one when backward asks. That spares the copy of it into the storage of the old one.
 """
 
 import functools
@@ -25,7 +25,7 @@ import torch
 
 from fgoffload.engine import is_inert
 from fgoffload.engine.handles import hold
-from fgoffload.engine.identity import get_key
+from fgoffload.engine.identity import get_key, get_version
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
@@ -39,6 +39,10 @@ from fgoffload.integrations.megatron.sites import has_op_fuser
 UNIT = "dispatch"
 """Of `fgoffload.tags.RECOMPUTE_UNITS`."""
 
+_BETWEEN = ("moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input")
+"""Of a config: what makes something else of the hidden states before the router or the dispatcher gets them, or of the tokens
+before the first linear does. Then the router saves other bytes than are permuted, or the linear others than come of it."""
+
 
 def can_permute_again(layer: Any) -> bool:
     """Return whether the tokens of a Megatron layer can be permuted again by themselves. See [Note: Where it can]."""
@@ -47,8 +51,8 @@ def can_permute_again(layer: Any) -> bool:
     grouped = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP
     if type(experts) is not grouped or type(dispatcher) is not load_module(DISPATCHERS).MoEAlltoAllTokenDispatcher:
         return False
-    # Quantized linears save what they made of their input. What is projected first is no input of the router.
-    if is_quantized(layer.config) or has_op_fuser(experts) or getattr(layer.config, "moe_latent_size", None):
+    # Quantized linears save what they made of their input.
+    if is_quantized(layer.config) or has_op_fuser(experts) or any(getattr(layer.config, name, None) for name in _BETWEEN):
         return False
     return bool(dispatcher.ep_size == dispatcher.tp_size == 1 and not dispatcher.drop_and_pad)
 
@@ -70,8 +74,8 @@ class _Runs:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._permutation: _Permutation | None = None
-        self._key: int | None = None
-        """Of the storage of what the dispatcher returned, while that is there."""
+        self._made: tuple[int, int] | None = None
+        """Storage and version of what the dispatcher returned, while that is there."""
 
     def wrap_permutation(self, original: Any) -> Any:
         """Wrap what permutes the tokens."""
@@ -89,7 +93,7 @@ class _Runs:
 
         def dispatch_postprocess(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = original(dispatcher, *args, **kwargs)
-            self._key = get_key(outputs[0])
+            self._made = get_key(outputs[0]), get_version(outputs[0])
             return outputs
 
         return dispatch_postprocess
@@ -98,11 +102,11 @@ class _Runs:
         """Wrap the forward of the experts' first linear."""
 
         def forward(linear: Any, *args: Any, **kwargs: Any) -> Any:
-            permutation, key = self._permutation, self._key
-            self._permutation = self._key = None
-            if permutation is None or key is None:
+            permutation, made = self._permutation, self._made
+            self._permutation = self._made = None
+            if permutation is None or made is None:
                 return original(linear, *args, **kwargs)
-            hooks = _Hooks(permutation, key, self._place)
+            hooks = _Hooks(permutation, made, self._place)
             _push_hooks(hooks.pack, hooks.unpack)
             try:
                 return original(linear, *args, **kwargs)
@@ -153,7 +157,7 @@ class _Permutation:
         if self._again is None:
             with torch.no_grad():
                 hidden = self._hidden.unpack()
-                self._again = self._permute(hidden.reshape(-1, hidden.size(-1)))
+                self._again = self._permute(hidden.view(-1, hidden.size(-1)))
         again = self._again
         self._taken = (self._taken + 1) % self._packed
         if not self._taken:
@@ -178,9 +182,9 @@ class _Part:
 class _Hooks:
     """Hooks around the first linear, which pass on to those around them whatever is not the permutation's."""
 
-    def __init__(self, permutation: _Permutation, key: int, place: Place) -> None:
+    def __init__(self, permutation: _Permutation, made: tuple[int, int], place: Place) -> None:
         self._permutation = permutation
-        self._key = key
+        self._key, self._version = made
         hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
         self._pack: Callable[[torch.Tensor], Any]
         self._unpack: Callable[[Any], torch.Tensor]
@@ -194,7 +198,8 @@ class _Hooks:
         # Most are weights of experts, and the device waits for the host here: these are not asked for their storage.
         if type(tensor) is torch.nn.Parameter or get_key(tensor) != self._key:
             return self._pack(tensor)
-        return self._permutation.pack(tensor)
+        # A hook may have changed it in place, which running again would not: then it is saved as it is.
+        return self._permutation.pack(tensor) if get_version(tensor) == self._version else self._pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor."""

@@ -82,7 +82,8 @@ class SiteActions:
         for layer in layers:
             actions = planned.get(layer.number, {})
             self.layers.add((chunk, layer.number))
-            if layer.shares_router_input:
+            # The permutation runs again from what the router saves.
+            if layer.shares_router_input or actions.get("dispatch", Action.KEEP).recomputes:
                 self._sharing_layers.add((chunk, layer.number))
             tags = layer.tags
             if actions.get("layer", Action.KEEP).recomputes and "layer_input" in self._selected:
@@ -174,7 +175,7 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
             possible = ", ".join(unit.name for unit in RECOMPUTE_UNITS if unit.name in layer.units)
             raise PlanError(
                 f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot run again by itself, as it is "
-                f"built and quantized. It can: {possible}."
+                f"built, quantized and spread over ranks. It can: {possible}. Recompute one of those, or leave it out."
             )
         for tag in unit.covers:
             if planned.get(tag, Action.KEEP).offloads:
@@ -182,7 +183,7 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
                     f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which saves "
                     "nothing then. Keep one of them out of the plan."
                 )
-            if tag != name and planned.get(tag, Action.KEEP).recomputes:
+            if tag not in (name, *unit.excludes) and planned.get(tag, Action.KEEP).recomputes:
                 raise PlanError(
                     f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of it. "
                     "Keep one of them out of the plan."

@@ -18,6 +18,7 @@ from fgoffload.errors import InternalError
 from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
 from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
 from fgoffload.planner.operations.layer_sizes import LayerSizes
+from fgoffload.planner.operations.mlp_ops import count_permutation_part
 from fgoffload.planner.operations.ops import BF16
 from fgoffload.planner.ranks.layer_model import SavedTensor, Segment, UnitModel
 from fgoffload.tags import RECOMPUTE_UNITS
@@ -210,7 +211,14 @@ def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iter
         return
     if experts.expert_parallel_size == experts.expert_tensor_parallel_size == 1:
         drops = _pick(tensors, "permuted tokens")
-        yield UnitModel(name="dispatch", segments=("dispatch",), drops=drops, before="expert_fc1")
+        yield UnitModel(
+            name="dispatch",
+            segments=("dispatch",),
+            drops=drops,
+            held=drops,
+            before="expert_fc1",
+            forward_part=count_permutation_part(shape, experts),
+        )
 
 
 def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:

@@ -200,6 +200,13 @@ def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Exec
     )
 
 
+def count_permutation_part(shape: LayerShape, experts: ExpertsShape) -> float:
+    """Return which part of the bytes that go through memory in `dispatch` the permutation has, without the sort by expert."""
+    sizes = LayerSizes(shape)
+    moved, _, _ = _count_permutation(sizes, experts)
+    return moved / (moved + _count_sorted(sizes, experts))
+
+
 def _count_permutation(sizes: LayerSizes, experts: ExpertsShape) -> tuple[int, int, int]:
     """Return the bytes that go through memory to spread tokens and to add them up again, and the kernels of each."""
     if experts.has_fused_permutation:
@@ -211,8 +218,13 @@ def _count_permutation(sizes: LayerSizes, experts: ExpertsShape) -> tuple[int, i
 
 
 def _list_sort(sizes: LayerSizes, experts: ExpertsShape) -> tuple[Work, ...]:
+    moved = _count_sorted(sizes, experts)
+    return (make_moves(moved, kernels=2),) if moved else ()
+
+
+def _count_sorted(sizes: LayerSizes, experts: ExpertsShape) -> int:
     # By expert, where a rank has several: read and written.
-    return (make_moves(2 * sizes.arrived, kernels=2),) if experts.local_experts > 1 else ()
+    return 2 * sizes.arrived if experts.local_experts > 1 else 0
 
 
 def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) -> tuple[Traffic, ...]:

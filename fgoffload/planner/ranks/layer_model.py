@@ -76,11 +76,15 @@ class UnitModel:
     """Names of the stretches that run again, in the order of forward."""
     drops: tuple[str, ...]
     """Names of the saved tensors that are not saved then. While the unit has run again, they are there."""
+    held: tuple[str, ...] = ()
+    """Of these, what the layer's forward holds to its end all the same."""
     keeps: tuple[SavedTensor, ...] = ()
     """What the unit saves for itself instead, beyond what is saved anyway: the input that it runs again from."""
     before: str
     """The unit runs again right before the backward of this stretch: where Megatron asks for what was dropped, which may be
     earlier than the first stretch that needs it."""
+    forward_part: float = 1.0
+    """Of the seconds of its stretches' forward, what runs again: 1 where all of it does."""
     extra_s: float = 0.0
     """Seconds of compute beside the forward of its stretches: what it takes longer than that, and copies of what ran again to
     where others look for it."""

@@ -34,7 +34,7 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
                 f"The plan recomputes {name!r} and offloads {covered!r} in one layer of kind {layer.kind!r}: what runs again "
                 "saves nothing that could leave. Keep one of them out of the plan."
             )
-        if covered != name and action.recomputes:
+        if covered not in (name, *unit.excludes) and action.recomputes:
             raise PlanError(
                 f"The plan recomputes {name!r} and {covered!r} in one layer of kind {layer.kind!r}, and {covered!r} is a part "
                 f"of {name!r}. Keep one of them out of the plan."

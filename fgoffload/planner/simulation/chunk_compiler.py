@@ -412,9 +412,9 @@ class _Layer:
             if has_dispatcher and segment.host_wait is not HostWait.KERNEL:
                 self._wait_for_host(steps, segment)
             net_bytes = sum(one.tensor.size_bytes for one in rerun.made if one.saved_after == place)
-            extra_s = rerun.extra_s if place == rerun.segments[-1] else 0.0
+            again_s = rerun.forward_part * segment.forward_s + (rerun.extra_s if place == rerun.segments[-1] else 0.0)
             label = f"{self._name}.{segment.name} again"
-            steps.compute(Part(label, segment.forward_s + extra_s, segment.forward_extra_bytes, net_bytes), host_s=self._host_s)
+            steps.compute(Part(label, again_s, segment.forward_extra_bytes, net_bytes), host_s=self._host_s)
             self._dispatch(steps, segment)
 
     def _wait_for_host(self, steps: _Steps, segment: Segment) -> None:

@@ -114,8 +114,10 @@ class Rerun:
     """The stretch before whose backward it runs."""
     segments: tuple[int, ...]
     """The stretches that run again, in order."""
+    forward_part: float
+    """Of the seconds of their forward, what runs again."""
     extra_s: float
-    """Seconds of compute beside their forward."""
+    """Seconds of compute beside that."""
     made: tuple[ResidentTensor, ...]
     """What is there again then: `saved_after` is one of `segments`."""
 
@@ -128,6 +130,8 @@ class ResolvedLayer:
     """The layer."""
     kept: tuple[ResidentTensor, ...]
     """What stays on the device from forward to backward."""
+    held: tuple[ResidentTensor, ...]
+    """What runs again and was not saved, but is there until the layer's forward is over."""
     shared: tuple[SavedTensor, ...]
     """What all layers save alike. It stays, and counts once a microbatch and chunk: the engine keeps tables that live on."""
     leaving: tuple[LeavingTensor, ...]
@@ -144,9 +148,11 @@ class ResolvedLayer:
 
     @functools.cached_property
     def saved_bytes(self) -> Mapping[int, int]:
-        """Device bytes that are there after the forward of a stretch and were not before, by stretch."""
-        saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.kept, *self.leaving)
-        return _sum_by_place((one.saved_after, one.tensor.size_bytes) for one in saved)
+        """Device bytes that are there after the forward of a stretch and were not before, by stretch; below 0 where some go."""
+        saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.kept, *self.leaving, *self.held)
+        last = len(self.layer.segments) - 1
+        gone = ((last, -one.tensor.size_bytes) for one in self.held)
+        return _sum_by_place([*((one.saved_after, one.tensor.size_bytes) for one in saved), *gone])
 
     @functools.cached_property
     def freed_bytes(self) -> Mapping[int, int]:
@@ -173,7 +179,10 @@ class ResolvedLayer:
     def recompute_s(self) -> float:
         """Seconds of compute that backward takes longer."""
         segments = self.layer.segments
-        return sum(rerun.extra_s + sum(segments[place].forward_s for place in rerun.segments) for rerun in self.reruns)
+        return sum(
+            rerun.extra_s + rerun.forward_part * sum(segments[place].forward_s for place in rerun.segments)
+            for rerun in self.reruns
+        )
 
 
 def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -247,6 +256,7 @@ def _resolve(
     return ResolvedLayer(
         layer=layer,
         kept=tuple(kept),
+        held=tuple(places.saved[name] for unit in units for name in unit.held),
         shared=tuple(one.tensor for one in saved if one.tensor.is_same_in_all_layers),
         leaving=tuple(leaving),
         groups=tuple(
@@ -335,6 +345,7 @@ def _list_reruns(
                 unit=unit.name,
                 before=before[unit.name],
                 segments=segments,
+                forward_part=unit.forward_part,
                 extra_s=unit.extra_s,
                 made=(*(_locate_made(places.saved[name], segments) for name in names), *_list_extra(unit, segments)),
             )
@@ -370,7 +381,7 @@ def _list_takes(
 ) -> tuple[Take, ...]:
     """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
-    askers = {(rerun.before, rerun.unit, tag) for rerun in reruns for place, tag in found if place in rerun.segments}
+    askers = {(rerun.before, rerun.unit, tag) for rerun in reruns for place, tag in found if _reads(rerun, place, tag)}
     # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
     askers |= {(place, "", tag) for place, tag in found if tag not in asked}
@@ -379,6 +390,11 @@ def _list_takes(
         Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)
         for place, unit, tag in ordered
     )
+
+
+def _reads(rerun: Rerun, place: int, tag: str) -> bool:
+    # The permutation of tokens runs again from what the router saved, without the router.
+    return place in rerun.segments or (rerun.unit == "dispatch" and tag == "router")
 
 
 def _list_covered(name: str) -> tuple[str, ...]:

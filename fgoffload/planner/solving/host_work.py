@@ -27,7 +27,8 @@ def count_host_s(layer: LayerModel, configuration: Configuration) -> float:
 
 def find_watched_ops(layer: LayerModel, configuration: Configuration) -> Watched:
     """Return which ops of a layer the engine watches."""
-    return find_watched(_list_leaving(configuration), shares_router_input=layer.shares_router_input)
+    runs_again = any(unit == "dispatch" and action.recomputes for unit, action in configuration.actions)
+    return find_watched(_list_leaving(configuration), shares_router_input=layer.shares_router_input or runs_again)
 
 
 def _list_leaving(configuration: Configuration) -> list[str]:

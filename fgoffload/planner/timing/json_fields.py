@@ -25,7 +25,7 @@ LONGEST_S = 1e6
 MOST_BYTES = 1e15
 """Of anything on one device or its host: a petabyte, hundreds of times what a node has."""
 
-_MOST: Mapping[str, float] = {"_per_s": FASTEST_PER_S, "_s": LONGEST_S, "_bytes": MOST_BYTES}
+_MOST: Mapping[str, float] = {"_per_s": FASTEST_PER_S, "_s": LONGEST_S, "_bytes": MOST_BYTES, "_part": 1.0}
 """By the end of a field's name, which is its unit, the most that it can be."""
 
 

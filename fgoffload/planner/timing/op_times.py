@@ -87,7 +87,7 @@ def make_layer_model(
 
 def _lengthen(unit: UnitModel, segments: Sequence[Segment], *, by: float) -> UnitModel:
     forward_s = sum(segment.forward_s for segment in segments if segment.name in unit.segments)
-    return dataclasses.replace(unit, extra_s=unit.extra_s + by * forward_s)
+    return dataclasses.replace(unit, extra_s=unit.extra_s + by * unit.forward_part * forward_s)
 
 
 def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION) -> tuple[SegmentWork, ...]:

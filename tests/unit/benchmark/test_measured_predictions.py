@@ -184,7 +184,20 @@ def test_what_was_cut_off_is_there_with_what_is_above_the_limits(source, forecas
 
 @pytest.mark.parametrize("source", Source)
 def test_the_runs_on_an_h100_have_all_their_settings_with_what_is_above_the_limits(source, forecasters):
-    assert [sum(row[0] == run for row in H100_ROWS[source]) for run in H100_RUNS] == [11, 14, 14, 13, 12, 6, 4, 7, 6, 14, 16, 16]
+    assert [sum(row[0] == run for row in H100_ROWS[source]) for run in H100_RUNS] == [
+        11,
+        14,
+        14,
+        13,
+        12,
+        6,
+        4,
+        7,
+        6,
+        14,
+        16,
+        16,
+    ]
     assert check_rows(H100_ROWS[source], source, forecasters) == ABOVE_ON_H100[source]
 
 

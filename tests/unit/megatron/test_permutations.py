@@ -9,10 +9,12 @@ from support.grouped_experts import GroupedLinear, grouped_experts
 from support.trainings import HIDDEN_BYTES, MOE, make_config, make_trainer, write_plan
 
 from fgoffload import Action, OffloadConfig
-from fgoffload.engine import ActivationLedger
+from fgoffload.engine import ActivationLedger, region
 from fgoffload.engine.place import Place
+from fgoffload.errors import StateError
 from fgoffload.integrations.megatron import measured_layers, permutations, training
-from fgoffload.integrations.megatron.permutations import _Permutation
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.permutations import _Permutation, _Runs
 from fgoffload.integrations.megatron.recompute import find_units
 from fgoffload.units import GIB
 
@@ -122,6 +124,120 @@ def test_below_hooks_of_others_it_permutes_once(tmp_path, monkeypatch):
     assert selected.count(TOP_K * HIDDEN_BYTES // 4 // 32) == 2 * 2
 
 
+@pytest.mark.parametrize("part", ["experts", "experts.linear_fc1"])
+@pytest.mark.parametrize("plan", [{(0, "dispatch"): R}, {(0, "dispatch"): R, (0, "moe_act"): O}], ids=str)
+def test_tokens_that_a_hook_changes_in_place_are_saved_as_they_are(plan, part, tmp_path):
+    def change(_, args):
+        args[0].mul_(1.5)
+
+    def train(plan):
+        with make_grouped_trainer(plan, tmp_path) as trainer:
+            for layer in trainer.chunks[0].decoder.layers:
+                layer.mlp.get_submodule(part).register_forward_pre_hook(change)
+            result = trainer.run_step()
+        return result.losses, result.gradient_digests
+
+    assert train(plan) == train({})
+
+
+def train_apart(plan, tmp_path, train):
+    """Return the gradients of the first MoE layer and of its inputs, after `train` had three of them."""
+    with make_grouped_trainer(plan, tmp_path) as trainer:
+        trainer.run_step()
+        mlp = trainer.chunks[0].decoder.layers[0].mlp
+        for weight in mlp.parameters():
+            weight.main_grad.zero_()
+        generator = torch.Generator().manual_seed(5)
+        inputs = [torch.randn(32, 2, 32, generator=generator).requires_grad_() for _ in range(3)]
+        train(mlp, lambda number: mlp(inputs[number] * 1.0)[0].square().sum())
+        used = [one for one in inputs if one.grad is not None]
+        assert len(used) >= 1
+        return [one.clone() for one in (*(weight.main_grad for weight in mlp.parameters()), *(one.grad for one in used))]
+
+
+def go_back_in_order(_, run):
+    losses = [run(number) for number in range(3)]
+    for loss in losses:
+        loss.backward()
+
+
+def go_back_in_reverse(_, run):
+    losses = [run(number) for number in range(3)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def go_on_behind_errors(mlp, run):
+    """Have forward fail before and behind the first linear, and run once more without a graph."""
+
+    def fail(*_):
+        raise ArithmeticError
+
+    experts = mlp.experts
+    for register in (
+        experts.register_forward_pre_hook,
+        experts.linear_fc1.register_forward_pre_hook,
+        experts.linear_fc1.register_forward_hook,
+        experts.linear_fc2.register_forward_pre_hook,
+    ):
+        handle = register(fail)
+        with pytest.raises(ArithmeticError):
+            run(0)
+        handle.remove()
+    with torch.no_grad():
+        run(2)
+    run(1).backward()
+    assert region._find_top_hooks(False) is None  # noqa: FBT003 - not only while tracing
+
+
+@pytest.mark.parametrize("train", [go_back_in_order, go_back_in_reverse, go_on_behind_errors])
+def test_forwards_in_flight_and_forwards_that_fail_do_not_mix(train, tmp_path):
+    found, expected = (train_apart(plan, tmp_path, train) for plan in ({(0, "dispatch"): R}, {}))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_what_it_runs_again_from_leaves_where_the_router_does(tmp_path):
+    with make_grouped_trainer({(0, "dispatch"): R, (0, "router"): O, (1, "router"): O}, tmp_path) as trainer:
+        trainer.run_step()
+        model = trainer.chunks[0]
+        given, gone = [], []
+        for layer in model.decoder.layers:
+            layer.mlp.router.register_forward_pre_hook(
+                lambda _, args: given.append(torch.multiprocessing.reductions.StorageWeakRef(args[0].untyped_storage()))
+            )
+        model.output_layer.register_forward_pre_hook(lambda *_: gone.append([one.expired() for one in given[-2:]]))
+        trainer.run_step()
+    assert gone == [[True, True]] * 2
+
+
+def test_what_it_runs_again_from_is_not_to_be_changed_in_place(tmp_path):
+    def change(mlp, _):
+        hidden = torch.ones(32, 2, 32).requires_grad_() * 1.0
+        output = mlp(hidden)[0]
+        hidden.mul_(2.0)
+        output.sum().backward()
+
+    with pytest.raises((StateError, RuntimeError), match=r"in.?place"):
+        train_apart({(0, "dispatch"): R}, tmp_path, change)
+
+
+def test_fused_permutation_runs_again_with_the_map_of_its_forward(monkeypatch):
+    calls = []
+
+    def permute(tokens, routing_map, *, num_out_tokens, fused):
+        calls.append((routing_map, num_out_tokens, fused))
+        return tokens + 1, "probabilities", "mapping"
+
+    module = load_module("megatron.core.transformer.moe.token_dispatcher")
+    monkeypatch.setattr(module, "permute", permute)
+    config = mock.Mock(moe_permute_fusion=True)
+    dispatcher = mock.Mock(config=config, routing_map="the map of forward", num_out_tokens=7)
+    again = permutations._find_permutation(dispatcher)
+    dispatcher.routing_map, dispatcher.num_out_tokens = "that of another", 8
+    assert again(torch.zeros(2)).tolist() == [1, 1]
+    assert calls == [("the map of forward", 7, True)]
+
+
 def count_peak(plan, tmp_path):
     """Return the most bytes that activations take in a step."""
     with make_grouped_trainer(plan, tmp_path) as trainer:
@@ -177,6 +293,9 @@ def test_a_profile_offers_it_with_what_it_drops_and_what_runs_before_the_first_l
     unit, tensors = layer.find_unit("dispatch"), {one.name: one for one in layer.tensors}
     assert [(tensors[name].tags, tensors[name].size_bytes) for name in unit.drops] == [(("expert_fc1",), TOP_K * HIDDEN_BYTES)]
     assert (unit.segments, unit.before, unit.keeps, unit.extra_bytes) == (("after router",), "expert_fc1", (), 0)
+    assert unit.held == unit.drops
+    # Of seven parts that go through memory there, the sort by expert has four: it reads the two of each token and writes them.
+    assert unit.forward_part == pytest.approx(3 / 7)
 
 
 def test_a_profile_offers_none_where_nobody_saves_what_it_would_run_again_from(monkeypatch):
@@ -213,13 +332,50 @@ def test_what_runs_again_is_there_until_all_parts_have_theirs_and_made_anew_for_
         assert permutation._again is None
 
 
-@pytest.mark.parametrize(("field", "value"), [("fp8", "e4m3"), ("fp4", "e2m1"), ("moe_latent_size", 16)])
-def test_quantized_and_projected_tokens_are_kept(monkeypatch, field, value):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fp8", "e4m3"),
+        ("fp4", "e2m1"),
+        ("moe_latent_size", 16),
+        ("moe_input_jitter_eps", 0.1),
+        ("moe_apply_probs_on_input", True),
+    ],
+)
+def test_quantized_projected_and_multiplied_tokens_are_kept(monkeypatch, field, value):
     with stand_ins(), make_trainer(GROUPED, None) as trainer:
         layer = trainer.chunks[0].decoder.layers[0]
         assert permutations.can_permute_again(layer)
         monkeypatch.setattr(layer.config, field, value, raising=False)
         assert not permutations.can_permute_again(layer)
+
+
+def test_experts_that_leave_their_linears_to_an_op_fuser_keep_their_tokens(monkeypatch):
+    with stand_ins(), make_trainer(GROUPED, None) as trainer:
+        experts = trainer.chunks[0].decoder.layers[0].mlp.experts
+        monkeypatch.setattr(type(experts), "_make_fused_impl", None, raising=False)
+        assert "dispatch" not in find_units(trainer.chunks[0].decoder.layers[0])
+
+
+def test_a_forward_of_the_first_linear_leaves_nothing_to_another_and_no_hooks_where_it_fails():
+    def find_hooks(_, fails):
+        hooks = region._find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+        if fails:
+            raise ArithmeticError
+        return hooks
+
+    runs = _Runs(Place(None, "a test"))
+    permute, end = runs.wrap_permutation(lambda *_: None), runs.wrap_end(lambda _: (torch.ones(2, 3),))
+    forward = runs.wrap_linear(find_hooks)
+    for fails in (False, True):
+        permute(mock.Mock(), torch.ones(2, 3))
+        end(None)
+        if fails:
+            with pytest.raises(ArithmeticError):
+                forward(None, fails)
+        else:
+            assert forward(None, fails) is not None
+        assert forward(None, False) is None  # noqa: FBT003 - as the linear has it
 
 
 def test_tokens_of_other_ranks_are_not_sent_again(monkeypatch):

@@ -330,8 +330,25 @@ def test_what_is_filled_again_is_copied_and_there_twice():
         "moe_act": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
         "dispatch": (0, 0),  # a new tensor, which nobody copies
     }
+    assert [(unit.name, unit.held == unit.drops) for unit in units if unit.held] == [("dispatch", True)]
     latent = make_found(MLA)["mla_up_proj"]
     assert (latent.extra_s, latent.extra_bytes) == (pytest.approx(2 * LATENT_QUERY_KEY_VALUE / FAST), LATENT_QUERY_KEY_VALUE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        # The sort by expert reads and writes what was permuted: twice the tokens here, with two experts of each.
+        ({}, 2 * 2 / (2 * 2 + 2 * 2)),
+        ({"has_fused_permutation": True}, (1 + 2) / (1 + 2 + 2 * 2)),
+        ({"num_experts": 1, "topk": 1}, 1),
+    ],
+)
+def test_the_sort_by_expert_does_not_run_again(changes, part):
+    shape = dataclasses.replace(MIXTURE, experts=dataclasses.replace(MIXTURE.experts, **changes))
+    parts = {unit.name: unit.forward_part for unit in make_found(shape).values()}
+    assert parts.pop("dispatch") == pytest.approx(part)
+    assert set(parts.values()) == {1}
 
 
 def test_copies_take_no_time_unless_their_rate_is_given():

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layer_models import HOLDING, PLAIN, SAVED_BYTES, STRETCHES, TENSORS, UNITS, save
+from support.layer_models import HOLDING, PERMUTATION, PLAIN, SAVED_BYTES, STRETCHES, TENSORS, UNITS, save
 
 from fgoffload import Action, PlanError
-from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.planner.simulation.layer_choice import Take, resolve_layer
 
@@ -144,6 +144,29 @@ def test_a_unit_drops_its_tensors_and_makes_them_again_right_before_backward_ask
     assert resolved.recompute_s == 1 + 0.25
 
 
+PERMUTING = dataclasses.replace(PLAIN, units=(*UNITS, PERMUTATION))
+
+
+def test_what_forward_holds_of_what_runs_again_is_there_to_the_end_of_the_layer():
+    resolved = resolve(PERMUTING, dispatch=R)
+    assert resolved.kept_bytes == 2495 - 400
+    assert resolved.recompute_s == 0.75
+    before, after = resolve(PERMUTING).saved_bytes, resolved.saved_bytes
+    # Saved or not, it is there behind the first linear; and it is gone with what the layer returns.
+    assert after[FC1] == before[FC1] == 400
+    assert (before[COMBINE], after[COMBINE]) == (30, 30 - 400)
+    assert {place for place in before if before[place] != after[place]} == {COMBINE}
+    assert sum(after.values()) == resolved.kept_bytes
+    (made,) = resolved.reruns[0].made
+    assert (made.tensor.name, made.saved_after, made.freed_after) == ("permuted tokens", DISPATCH, FC1)
+
+
+def test_a_permutation_asks_for_what_the_router_saved():
+    leaving = get_leaving(resolve(PERMUTING, dispatch=R, router=O, shared_expert=O), "normed residual")
+    assert [(take.before, take.unit) for take in leaving.takes] == [(FC1, "dispatch"), (7, None), (5, None)]
+    assert len(get_leaving(resolve(PERMUTING, router=O, shared_expert=O), "normed residual").takes) == 2
+
+
 def test_what_a_unit_has_beside_is_there_until_the_backward_of_its_last_stretch():
     (rerun,) = resolve(mlp_norm=R).reruns
     assert [(made.tensor.size_bytes, made.saved_after, made.freed_after) for made in rerun.made] == [(150, 4, 5), (9, 4, 4)]
@@ -218,6 +241,15 @@ def test_a_tag_that_no_unit_covers_may_leave_beside_it():
 def test_what_a_layer_cannot_do_is_refused_with_the_pair(actions, message):
     with pytest.raises(PlanError, match=message):
         resolve_layer(PLAIN, actions, min_offloaded_numel=0)
+
+
+def test_a_unit_and_one_that_reads_what_it_makes_are_refused_as_what_they_are():
+    first = UnitModel(name="expert_fc1", segments=("expert_fc1", "moe_act"), drops=("gate and up",), before="expert_fc2")
+    layer = dataclasses.replace(PERMUTING, units=(*PERMUTING.units, first))
+    with pytest.raises(PlanError, match=r"'dispatch' and 'expert_fc1'.*cannot both run again"):
+        resolve(layer, dispatch=R, expert_fc1=R)
+    with pytest.raises(PlanError, match=r"recomputes 'dispatch' and offloads 'expert_fc1'.*saves nothing that could leave"):
+        resolve(layer, dispatch=R, expert_fc1=O)
 
 
 def test_what_excludes_each_other_is_refused():

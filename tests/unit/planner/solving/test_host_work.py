@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from support.layer_models import make_moe_layer
+from support.layer_models import PERMUTATION, make_moe_layer
 
 from fgoffload import Action
 from fgoffload.planner.solving.choices import find_configuration, list_modes
@@ -46,6 +46,14 @@ def count_us(actions):
 )
 def test_the_time_of_a_layer(actions, microseconds):
     assert count_us(actions) == microseconds
+
+
+def test_a_permutation_that_runs_again_has_the_layer_of_a_router_that_leaves_watched():
+    layer = dataclasses.replace(LAYER, units=(PERMUTATION,))
+    modes = list_modes(layer, min_offloaded_numel=1)
+    for actions, watched in (({}, Watched.FOLLOWED), ({"dispatch": RECOMPUTE}, Watched.LAYER)):
+        configuration = find_configuration(layer, modes, {"router": OFFLOAD, **actions}, min_offloaded_numel=1)
+        assert find_watched_ops(layer, configuration) is watched
 
 
 def test_with_shared_experts_a_router_that_leaves_has_the_whole_layer_watched():

@@ -302,8 +302,9 @@ def test_what_runs_again_takes_a_part_of_its_forward_longer_beside_its_copies():
     forward_s = {segment.name: segment.forward_s for segment in plain.segments}
     assert {unit.name for unit in plain.units} >= {"layer", "moe", "core_attn", "moe_act", "expert_fc1"}
     for before, after in zip(plain.units, longer.units, strict=True):
-        again_s = sum(forward_s[name] for name in before.segments)
+        again_s = before.forward_part * sum(forward_s[name] for name in before.segments)
         assert again_s > 0
+        assert (before.forward_part < 1) == (before.name == "dispatch")
         assert after == dataclasses.replace(before, extra_s=pytest.approx(before.extra_s + again_s / 4))
 
 

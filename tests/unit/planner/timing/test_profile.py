@@ -180,6 +180,10 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
             change(*LAYER, "segments", 1, "forward_s", to=1e308),
             "p.json: ranks[0].chunks[0].layers[0].model.segments[1].forward_s is 1e+308, above 1e+06",
         ),
+        (
+            change(*LAYER, "units", 0, "forward_part", to=1.5),
+            "p.json: ranks[0].chunks[0].layers[0].model.units[0].forward_part is 1.5, above 1",
+        ),
         (change("ranks", 0, "static_bytes", to=10**18), "p.json: ranks[0].static_bytes is 1000000000000000000, above 1e+15"),
         (change("ranks", 0, "min_offloaded_numel", to=10**30), "p.json: ranks[0].min_offloaded_numel is 1000"),
         (
