@@ -1,8 +1,9 @@
 """In which order simulated ranks run their passes: as those of a pipeline wait for each other, or one rank alone."""
 
 import abc
-import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Sequence
 
 from fgoffload.errors import ConfigError
@@ -30,6 +31,17 @@ class PassOrder(abc.ABC):
         self._runs = runs
         self._passes = list(passes)
         self._marks = [frozenset(own) for own in marks] or [frozenset()] * len(runs)
+
+    @functools.cached_property
+    def _passes_called(self) -> dict[tuple[bool, int], list[Pass]]:
+        """By whether it is a forward and by chunk, the pass of each microbatch: those of all ranks are called alike.
+
+        They are looked up by the ten thousand, for what it takes to make a tenth as many.
+        """
+        found: dict[tuple[bool, int], list[Pass]] = {}
+        for one in sorted(self._passes[0], key=operator.attrgetter("microbatch")):
+            found.setdefault((one.kind is _FORWARD, one.chunk), []).append(one)
+        return found
 
     @abc.abstractmethod
     def run_until(self, limits: Sequence[int]) -> None:
@@ -62,8 +74,8 @@ class PassOrder(abc.ABC):
             later_s: By rank, how much longer than those of the first rank they would have taken.
         """
         for rank, own in enumerate(self._passes):
-            behind = own[self.over[rank] + passes :]
-            renumbered = (dataclasses.replace(one, microbatch=one.microbatch - microbatches) for one in behind)
+            behind, called = own[self.over[rank] + passes :], self._passes_called
+            renumbered = [called[one.kind is _FORWARD, one.chunk][one.microbatch - microbatches] for one in behind]
             self._passes[rank] = (*own[: self.over[rank]], *renumbered)
             self._runs[rank].leave_out(microbatches)
         self._shift(later_s)
