@@ -91,6 +91,8 @@ class TagRegistry:
             raise ConfigError(f"{flag} {name!r} is not a tag: separate tags with blanks, as in {flag} {separated}.")
         nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.6)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        if find_recompute_unit(name) is not None:
+            hint = " It can be recomputed by a plan, and nothing of its own leaves."
         raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
 
     def with_tag(self, tag: Tag) -> "TagRegistry":

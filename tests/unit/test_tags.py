@@ -49,6 +49,14 @@ def test_an_unknown_tag_that_is_near_to_none_gets_no_hint():
     assert str(caught.value) == f"--mine 'zzz' is not a tag. Valid tags: {' '.join(NAMES)}."
 
 
+@pytest.mark.parametrize("unit", ["layer", "moe", "dispatch"])
+def test_a_unit_that_is_no_tag_is_called_one(unit):
+    with pytest.raises(
+        ConfigError, match=rf"'{unit}' is not a tag\. It can be recomputed by a plan, and nothing of its own leaves\."
+    ):
+        default_tags().get(unit)
+
+
 @pytest.mark.parametrize("name", ["core_attn,attn_proj", "core_attn, attn_proj", "core_attn,attn_proj,"])
 def test_tags_that_commas_separate_are_refused_with_how_to_write_them(name):
     with pytest.raises(ConfigError) as caught:
