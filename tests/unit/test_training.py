@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from support.pipeline import StageResult, run_pipeline
 
 from fgoffload.errors import ConfigError, StateError
+from fgoffload.integrations.megatron import training
 from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.training import StepResult, Trainer
@@ -114,6 +116,33 @@ def test_digests_are_left_out_where_not_asked_for(text: TextData) -> None:
     arguments = parse_arguments(DENSE_FLAGS.split(), source="test")
     with contextlib.closing(Trainer(arguments, text, offload=None)) as trainer:
         assert trainer.run_step(with_digests=False).gradient_digests == {}
+
+
+def test_backward_is_over_when_gradients_are_hashed_and_its_end_counts_as_the_steps(
+    text: TextData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    digest, clock_s = training.digest_tensors, 0.0
+
+    def synchronize(_: Trainer) -> None:
+        nonlocal clock_s
+        seen.append("synchronized")
+        clock_s += 1.0
+
+    def hash_gradients(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+        nonlocal clock_s
+        seen.append("hashed")
+        clock_s += 100.0
+        return digest(tensors)
+
+    arguments = parse_arguments(DENSE_FLAGS.split(), source="test")
+    with contextlib.closing(Trainer(arguments, text, offload=None)) as trainer:
+        monkeypatch.setattr(Trainer, "_synchronize", synchronize)
+        monkeypatch.setattr(training, "digest_tensors", hash_gradients)
+        monkeypatch.setattr(time, "perf_counter", lambda: clock_s)
+        found = trainer.run_step()
+    assert seen == ["synchronized", "hashed", "synchronized"]
+    assert found.seconds == 2.0
 
 
 def test_close_puts_everything_back(text: TextData) -> None:

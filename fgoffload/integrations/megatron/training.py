@@ -173,10 +173,14 @@ class Trainer:
             chunk.zero_grad_buffer()
         count = count_microbatches(self.arguments, consumed_samples=self._consumed_samples)
         losses = self._run_schedule(count, is_evaluation=False)
-        # Gradients are hashed between backward and the update; that time is taken out of the step's.
-        hashing = time.perf_counter()
-        digests = self._digest_gradients() if with_digests else {}
-        start += time.perf_counter() - hashing
+        digests: dict[str, str] = {}
+        if with_digests:
+            # Threads copy on streams of their own choice, which are not ordered behind this one. And to wait for backward is a
+            # part of the step, where the time of hashing, between it and the update, is none.
+            self._synchronize()
+            hashing = time.perf_counter()
+            digests = digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
+            start += time.perf_counter() - hashing
         self._optimizer.step()
         values = tuple(float(loss) for loss in losses)
         self._synchronize()
@@ -265,11 +269,6 @@ class Trainer:
                 forward_only=is_evaluation,
             )
         return [report[LOSS] for report in reports]
-
-    def _digest_gradients(self) -> dict[str, str]:
-        # Threads copy on streams of their own choice, which are not ordered behind this one.
-        self._synchronize()
-        return digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
