@@ -223,6 +223,8 @@ class RecomputeUnit:
     """Tags and units of the same layer that save nothing then, and are run again with it."""
     excludes: tuple[str, ...] = ()
     """Units of the same layer that cannot run again by themselves beside it."""
+    reads: tuple[str, ...] = ()
+    """Tags whose modules save what it runs again from, though they do not run again with it."""
 
 
 _MOE_TAGS = ("shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
@@ -272,6 +274,7 @@ RECOMPUTE_UNITS = (
         recompute_module=None,
         covers=("expert_fc1",),  # the tag
         excludes=("expert_fc1",),  # the unit, which runs again from what the tag saves
+        reads=("router",),
     ),
 )
 """Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one. Whole layers are ours, and first
@@ -288,3 +291,8 @@ _UNITS_BY_NAME = {unit.name: unit for unit in RECOMPUTE_UNITS}
 def find_recompute_unit(name: str) -> RecomputeUnit | None:
     """Return the unit called `name`, or None where there is none."""
     return _UNITS_BY_NAME.get(name)
+
+
+def list_read_tags(units: Iterable[str]) -> set[str]:
+    """Return the tags whose modules save what `units` run again from, though they do not run again with them."""
+    return {tag for unit in map(find_recompute_unit, units) if unit is not None for tag in unit.reads}

@@ -24,16 +24,15 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.engine.handles import hold
 from fgoffload.engine.identity import get_key, get_version
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
+from fgoffload.engine.region import _pop_hooks, _push_hooks
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.reruns import save_input
+from fgoffload.integrations.megatron.reruns import find_hooks, save_input
 from fgoffload.integrations.megatron.sites import has_op_fuser
 
 UNIT = "dispatch"
@@ -185,13 +184,7 @@ class _Hooks:
     def __init__(self, permutation: _Permutation, made: tuple[int, int], place: Place) -> None:
         self._permutation = permutation
         self._key, self._version = made
-        hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-        self._pack: Callable[[torch.Tensor], Any]
-        self._unpack: Callable[[Any], torch.Tensor]
-        if hooks is None:
-            self._pack, self._unpack = (lambda tensor: hold(tensor, place)), (lambda handle: handle.take())
-        else:
-            self._pack, self._unpack = hooks
+        self._pack, self._unpack = find_hooks(place)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what stands for `tensor` in the graph."""

@@ -310,12 +310,15 @@ class _Output(NamedTuple):
 
 
 def save_input(tensor: torch.Tensor, place: Place) -> _Input:
-    """Save `tensor` as autograd would: through the innermost hooks, where there are any."""
-    hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-    if hooks is None:
-        return _Input(hold(tensor, place).take, tensor.requires_grad)
-    pack, unpack = hooks
+    """Save `tensor` as autograd would."""
+    pack, unpack = find_hooks(place)
     return _Input(functools.partial(unpack, pack(tensor)), tensor.requires_grad)
+
+
+def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return what packs and unpacks what autograd saves now: the innermost hooks, or without any what holds a tensor."""
+    hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+    return (functools.partial(hold, place=place), _take) if hooks is None else hooks
 
 
 def _take(packed: _Packed | KeptHandle) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
+from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit, list_read_tags
 from fgoffload.watched import Watched, find_watched
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,7 @@ class SiteActions:
         for layer in layers:
             actions = planned.get(layer.number, {})
             self.layers.add((chunk, layer.number))
-            # The permutation runs again from what the router saves.
-            if layer.shares_router_input or actions.get("dispatch", Action.KEEP).recomputes:
+            if layer.shares_router_input:
                 self._sharing_layers.add((chunk, layer.number))
             tags = layer.tags
             if actions.get("layer", Action.KEEP).recomputes and "layer_input" in self._selected:
@@ -141,7 +140,9 @@ class SiteActions:
         found = self._watched.get((chunk, layer))
         if found is None:
             found = self._watched[chunk, layer] = find_watched(
-                self.list_offloaded(chunk, layer), shares_router_input=(chunk, layer) in self._sharing_layers
+                self.list_offloaded(chunk, layer),
+                shares_router_input=(chunk, layer) in self._sharing_layers
+                or "router" in list_read_tags(self.list_recomputed(chunk, layer)),
             )
         return found
 

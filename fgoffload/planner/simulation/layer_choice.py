@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, UnitModel
 from fgoffload.planner.simulation.choice_rules import check_choice
-from fgoffload.tags import default_tags, find_recompute_unit
+from fgoffload.tags import default_tags, find_recompute_unit, list_read_tags
 
 _LAST = "the last stretch"
 
@@ -381,7 +381,10 @@ def _list_takes(
 ) -> tuple[Take, ...]:
     """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
-    askers = {(rerun.before, rerun.unit, tag) for rerun in reruns for place, tag in found if _reads(rerun, place, tag)}
+    askers = set()
+    for rerun in reruns:
+        read = list_read_tags([rerun.unit])
+        askers |= {(rerun.before, rerun.unit, tag) for place, tag in found if place in rerun.segments or tag in read}
     # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
     askers |= {(place, "", tag) for place, tag in found if tag not in asked}
@@ -390,11 +393,6 @@ def _list_takes(
         Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)
         for place, unit, tag in ordered
     )
-
-
-def _reads(rerun: Rerun, place: int, tag: str) -> bool:
-    # The permutation of tokens runs again from what the router saved, without the router.
-    return place in rerun.segments or (rerun.unit == "dispatch" and tag == "router")
 
 
 def _list_covered(name: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ step 5% longer, since the router of one layer left and that layer was followed (
 
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.solving.choices import Configuration
+from fgoffload.tags import list_read_tags
 from fgoffload.watched import Watched, find_watched
 
 _FORWARD_S = 50e-6
@@ -27,8 +28,8 @@ def count_host_s(layer: LayerModel, configuration: Configuration) -> float:
 
 def find_watched_ops(layer: LayerModel, configuration: Configuration) -> Watched:
     """Return which ops of a layer the engine watches."""
-    runs_again = any(unit == "dispatch" and action.recomputes for unit, action in configuration.actions)
-    return find_watched(_list_leaving(configuration), shares_router_input=layer.shares_router_input or runs_again)
+    is_read = "router" in list_read_tags(name for name, action in configuration.actions if action.recomputes)
+    return find_watched(_list_leaving(configuration), shares_router_input=layer.shares_router_input or is_read)
 
 
 def _list_leaving(configuration: Configuration) -> list[str]:
