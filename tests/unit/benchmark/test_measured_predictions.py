@@ -37,29 +37,39 @@ H100_RUNS = {
     "2026-11-25, H100, sixth": "w2_moe_h100_sixth",
     "2026-11-25, H100, seventh": "w2_moe_h100_seventh",
     "2026-11-26, H100, eighth": "w2_moe_h100_eighth",
+    "2026-11-26, H100, traced": "w2_moe_h100_eighth",
 }
 """By run, its profile. From the third on they have steps that were compared, and from the fifth on the plain step of all their
-`nothing`, as the benchmark writes it. The second of the two other models ran on another machine than their profile."""
+`nothing`, as the benchmark writes it. The second of the two other models, and what was traced, ran on another machine than their
+profile."""
 TWO_STAGES = ("2026-11-24, 1F1B", "2026-11-24, 1F1B, later", "2026-11-24, 1F1B, four runs", "2026-11-25, 1F1B")
 """Runs on two H100, on four machines, all but the first with the plan of the first."""
 TWO_STAGES_AGAIN = "2026-11-25, 1F1B, second profile"
 """On a fifth machine, with a profile and a plan of its own."""
+TWO_STAGES_ON_H200 = "2026-11-26, 1F1B, H200"
+"""On two H200, with a profile and a plan of its own, and the plan before."""
+ON_TWO_STAGES = (*TWO_STAGES, TWO_STAGES_AGAIN, TWO_STAGES_ON_H200)
 GIB = 2**30
 HEADINGS = {Source.TABLE: "## From the hardware table", Source.PROFILE: "## From profiles"}
 CUT_OFF = {Source.TABLE: "### Cut off, from the hardware table", Source.PROFILE: "### Cut off, from its profile"}
 """Of a run that ended in its second repeat, five steps a setting, and of one whose host was late in the first of two."""
 ON_H100 = {Source.TABLE: "### From the hardware table of an H100", Source.PROFILE: "### From the profile of the run on an H100"}
-ON_TWO_H100 = {Source.TABLE: "### From the hardware table of two H100", Source.PROFILE: "### From the profile of two stages"}
+ON_TWO_DEVICES = {
+    Source.TABLE: "### From the hardware table of two devices",
+    Source.PROFILE: "### From the profiles of two stages",
+}
 RUN_PROFILES = {
     **H100_RUNS,
     **dict.fromkeys(TWO_STAGES, "w2_moe_1f1b_h100"),
     TWO_STAGES_AGAIN: "w2_moe_1f1b_h100_second",
+    TWO_STAGES_ON_H200: "w2_moe_1f1b",
     "2026-11-23, third": "w2_moe_third",
     "2026-11-23, fourth": "w2_moe_fourth",
     "2026-11-23, fifth": "w2_moe_fifth",
     "2026-11-23, sixth": "w2_moe_sixth",
     "2026-11-24, seventh": "w2_moe_seventh",
     "2026-11-24, eighth": "w2_moe_seventh",  # its plans are from there
+    "2026-11-26, ninth": "w2_moe_ninth",
     "2026-11-23, 4 sequences": "w2_moe_4_sequences",
 }
 """The profiles of W2 by run; of all other models there is one."""
@@ -71,16 +81,17 @@ ABOVE_CUT_OFF = {
     Source.PROFILE: {"plan:w2_16.5GiB_second", "plan:w2_16.5GiB_seventh", "ours:core_attn+attn_proj+expert_fc1"},
 }
 """Settings that are predicted worse than the limits, since the host was later than the device in those runs."""
-_SECOND_H100_RUN, _THIRD_H100_RUN, _, _FIFTH_H100_RUN, _LATENT_RUN, _, _LATENT_RUN_AGAIN = list(H100_RUNS)[1:8]
+_FIRST_H100_RUN, _SECOND_H100_RUN, _THIRD_H100_RUN, _, _FIFTH_H100_RUN, *_LATER_H100_RUNS = H100_RUNS
+_LATENT_RUN, _, _LATENT_RUN_AGAIN, _, _, _SEVENTH_H100_RUN, _EIGHTH_H100_RUN, _ = _LATER_H100_RUNS
 ABOVE_ON_H100 = {
     Source.TABLE: {
-        (list(H100_RUNS)[-1], "plan:w2_14.6GiB_h100_seventh"),
+        (_EIGHTH_H100_RUN, "plan:w2_14.6GiB_h100_seventh"),
         *((run, "ours:core_attn+attn_proj+expert_fc1") for run in (_LATENT_RUN, _LATENT_RUN_AGAIN)),
     },
     Source.PROFILE: {
-        (list(H100_RUNS)[-2], "ours:expert_fc1/layernorm+moe_act"),
+        (_SEVENTH_H100_RUN, "ours:expert_fc1/layernorm+moe_act"),
         (_FIFTH_H100_RUN, "recompute:layernorm+moe"),
-        *((next(iter(H100_RUNS)), f"plan:w2_{size}GiB_h100") for size in (14.6, 16.5)),
+        *((_FIRST_H100_RUN, f"plan:w2_{size}GiB_h100") for size in (14.6, 16.5)),
         *((_THIRD_H100_RUN, f"plan:w2_{size}GiB_h100_third") for size in (16.5, 18.9)),
         (_THIRD_H100_RUN, "ours:core_attn+attn_proj+expert_fc1"),
         *((_SECOND_H100_RUN, f"plan:w2_{size}GiB_h100_second") for size in (14.6, 16.5, 18.9, 20.2)),
@@ -91,7 +102,7 @@ ABOVE_ON_H100 = {
     },
 }
 """The same, by run, of those on one H100."""
-ABOVE_ON_TWO_H100 = {
+ABOVE_ON_TWO_DEVICES = {
     Source.TABLE: {(run, "plan:w2_1f1b_18.7GiB_h100") for run in TWO_STAGES[1:3]},
     Source.PROFILE: {(TWO_STAGES[0], "plan:w2_1f1b_18.7GiB_h100")},
 }
@@ -108,7 +119,7 @@ def read_rows(heading, page=PAGE):
 ROWS = {source: read_rows(HEADINGS[source]) for source in Source}
 CUT_OFF_ROWS = {source: read_rows(CUT_OFF[source]) for source in Source}
 H100_ROWS = {source: read_rows(ON_H100[source], H100_PAGE) for source in Source}
-TWO_STAGES_ROWS = {source: read_rows(ON_TWO_H100[source], TWO_STAGES_PAGE) for source in Source}
+TWO_STAGES_ROWS = {source: read_rows(ON_TWO_DEVICES[source], TWO_STAGES_PAGE) for source in Source}
 ALL_ROWS = (ROWS, CUT_OFF_ROWS, H100_ROWS, TWO_STAGES_ROWS)
 
 
@@ -120,14 +131,15 @@ def make_forecaster(run, model, flags):
         source=path.name,
         file_flags=file_flags,
         typed_flags=tuple(flags.split()),
-        world_size=2 if run in (*TWO_STAGES, TWO_STAGES_AGAIN) else 1,
+        world_size=2 if run in ON_TWO_STAGES else 1,
         warmup=1,
         steps=1,
         plan_folder=Path(),
     )
     profile = Profile.load(PROFILES / f"{RUN_PROFILES.get(run, model)}.json.gz")
     forecaster = Forecaster(job, profile=profile)
-    forecaster.meet("NVIDIA H100 80GB HBM3" if run in (*H100_RUNS, *TWO_STAGES, TWO_STAGES_AGAIN) else "NVIDIA H200")
+    is_of_h100 = run in (*H100_RUNS, *ON_TWO_STAGES) and run != TWO_STAGES_ON_H200
+    forecaster.meet("NVIDIA H100 80GB HBM3" if is_of_h100 else "NVIDIA H200")
     return forecaster
 
 
@@ -197,14 +209,15 @@ def test_the_runs_on_an_h100_have_all_their_settings_with_what_is_above_the_limi
         14,
         16,
         16,
+        6,
     ]
     assert check_rows(H100_ROWS[source], source, forecasters) == ABOVE_ON_H100[source]
 
 
-@pytest.mark.parametrize(("source", "count"), [(Source.TABLE, 12), (Source.PROFILE, 6)])
+@pytest.mark.parametrize(("source", "count"), [(Source.TABLE, 16), (Source.PROFILE, 10)])
 def test_the_runs_of_two_stages_have_all_their_settings_with_what_is_above_the_limits(source, count, forecasters):
     assert len(TWO_STAGES_ROWS[source]) == count
-    assert check_rows(TWO_STAGES_ROWS[source], source, forecasters) == ABOVE_ON_TWO_H100[source]
+    assert check_rows(TWO_STAGES_ROWS[source], source, forecasters) == ABOVE_ON_TWO_DEVICES[source]
 
 
 @pytest.mark.parametrize("source", Source)
