@@ -40,7 +40,7 @@ H100_RUNS = {
     "2026-11-26, H100, traced": "w2_moe_h100_eighth",
 }
 """By run, its profile. From the third on they have steps that were compared, and from the fifth on the plain step of all their
-`nothing`, as the benchmark writes it. The second of the two other models, and what was traced, ran on another machine than their
+`nothing`, as the benchmark writes it. The second of the two other models, and what was traced, ran on another machine than its
 profile."""
 TWO_STAGES = ("2026-11-24, 1F1B", "2026-11-24, 1F1B, later", "2026-11-24, 1F1B, four runs", "2026-11-25, 1F1B")
 """Runs on two H100, on four machines, all but the first with the plan of the first."""
