@@ -138,4 +138,4 @@ class RankModel:
     """Seconds by which a late host launches later what follows a group that leaves: it has that to do as well."""
     has_engine: bool = True
     """Whether this package runs in the training. Without it, token dispatchers hold what a recompute began with: see
-    [Note: What dispatchers hold] in `chunk_compiler`."""
+    [Note: What dispatchers hold] in `layer_compiler`."""
