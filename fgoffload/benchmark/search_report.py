@@ -1,5 +1,6 @@
 """Shows what a search for Megatron-Core's flags tried, and what won at each budget."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Summary
 from fgoffload.benchmark.report import ABSENT
 from fgoffload.benchmark.search import SearchResult
-from fgoffload.benchmark.settings import Setting
+from fgoffload.benchmark.settings import Setting, System
 from fgoffload.units import format_bytes
 
 HEADINGS = ("peak at most", "fastest of Megatron-Core", "few steps: over nothing", "peak", "all steps: over nothing", "peak")
@@ -21,9 +22,10 @@ CANDIDATES = 2
 
 
 def list_candidates(result: SearchResult) -> tuple[Setting, ...]:
-    """Return the settings that are measured with all steps."""
-    found = (one for budget in result.budgets_bytes for one in result.list_fastest(budget, count=CANDIDATES))
-    return tuple(dict.fromkeys(found))
+    """Return the settings that are measured with all steps: what was found, and the same modules by this package's engine."""
+    found = dict.fromkeys(one for budget in result.budgets_bytes for one in result.list_fastest(budget, count=CANDIDATES))
+    ours = (dataclasses.replace(one, system=System.OURS) for one in found if one.system is System.MEGATRON)
+    return (*found, *ours)
 
 
 def build_search_table(result: SearchResult, summaries: Sequence[Summary]) -> Table:
