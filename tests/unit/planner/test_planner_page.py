@@ -34,13 +34,13 @@ PAGES = {
         *(DOCS / "results" / "w2_moe_h100_202611.md", "llama3_8b_layers"),
         *("### From the hardware table of an H100", "### From the profile of the run on an H100"),
     ),
-    "W2, 1F1B on two H100": (
+    "W2, 1F1B on two devices": (
         *(DOCS / "results" / "w2_1f1b_h100_202611.md", "w2_moe_1f1b"),
-        *("### From the hardware table of two H100", "### From the profile of two stages"),
+        *("### From the hardware table of two devices", "### From the profiles of two stages"),
     ),
 }
 """By the first words of a row: where its measurements are."""
-NUMBERS = {"no": 0, "one": 1, "two": 2, "four": 4, "eight": 8}
+NUMBERS = {"no": 0, "one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
 
 
 def read_rows(page, model, heading):
