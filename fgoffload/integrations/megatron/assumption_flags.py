@@ -50,7 +50,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
         ConfigError: A flag has a value that it cannot have, or flags exclude each other.
     """
     sizes = {
-        f"{name}_bytes": parse_bytes(values[f"offload_{name}"], name=f"--offload-{name}")
+        f"{name}_bytes": parse_bytes(values[f"offload_{name}"], name=f"--offload-{name}", needs_unit=True)
         for name in ("window", "prefetch")
         if f"offload_{name}" in values
     }

@@ -26,7 +26,7 @@ CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _OP_FUSER = "use_transformer_engine_op_fuser"
 
 
-_FACTS = {
+_FACTS: dict[str, int | str] = {
     "num_layers": 0,
     "hidden_size": 0,
     "num_attention_heads": 0,
@@ -49,6 +49,9 @@ _FACTS = {
     "moe_ffn_hidden_size": 0,
     "moe_shared_expert_intermediate_size": 0,
     "mtp_num_layers": 0,
+    "normalization": "LayerNorm",
+    "gated_linear_unit": 0,
+    "qk_layernorm": 0,
     "overlap_moe_expert_parallel_comm": 0,
     "microbatch_group_size_per_vp_stage": 1,
 }
@@ -63,7 +66,7 @@ def read_facts(config: Any) -> dict[str, int | str]:
         facts[FP8_RECIPE] = str(getattr(recipe, "value", recipe))  # an Enum in some versions
     for name, absent in _FACTS.items():
         value = getattr(config, name, None)
-        facts[name] = absent if value is None else int(value)
+        facts[name] = absent if value is None else str(value) if isinstance(absent, str) else int(value)
     return facts
 
 

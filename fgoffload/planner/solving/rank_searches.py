@@ -43,6 +43,7 @@ class RankSearches:
         self, ranks: Sequence[RankModel], *, limits: SearchLimits, deadline_s: float, loss_window_bytes: int | None = None
     ) -> None:
         self.ranks = tuple(ranks)
+        self._limits = limits
         self._deadline_s = deadline_s
         self._loss_window_bytes = loss_window_bytes
         self._waiting: dict[int, RankSearches] = {}
@@ -208,9 +209,15 @@ class RankSearches:
         return found
 
     def find_least_states(self) -> tuple[State, ...]:
-        """Return the states with the least peaks found."""
+        """Return the states with the least peaks found, the same whatever was searched for before."""
         if self._least is None:
-            self._least = self.find_states(0)
+            # Searches go on from what those for other budgets have learned. So one that has learned nothing: an error names
+            # the least budget, and a search for that one has to come to it again.
+            search = RankSearches(
+                self.ranks, limits=self._limits, deadline_s=self._deadline_s, loss_window_bytes=self._loss_window_bytes
+            )
+            self._least = search.find_states(0)
+            self._alone += search.simulations
         return self._least
 
     def list_offloading(self, budget_bytes: int, *, shorter_than_s: float) -> list[tuple[State, ...]]:

@@ -70,6 +70,8 @@ def test_without_an_optimizer_gradients_are_left_as_a_benchmark_has_them():
         (f"{AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other. Give one of them"),
         ("--min-offloaded-tensor-size -1", "--min-offloaded-tensor-size -1 is below 0"),
         ("--offload-window 1GB", "--offload-window '1GB' is not a size"),
+        ("--offload-window 5", "--offload-window '5' has no unit"),
+        ("--offload-prefetch 5", "--offload-prefetch '5' has no unit"),
     ],
 )
 def test_flags_that_megatron_refuses_are_refused(flags, message):

@@ -77,6 +77,23 @@ def test_microbatches_are_a_fact_where_a_pipeline_is_not_full(ranks, planned):
 
 
 @pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"normalization": "LayerNorm"}, "normalization LayerNorm, and this training has RMSNorm"),
+        ({"is_gated": False}, "gated_linear_unit 0, and this training has 1"),
+        ({"has_qk_norm": True}, "qk_layernorm 1, and this training has 0"),
+    ],
+)
+def test_a_plan_for_a_layer_that_saves_something_else_is_refused(changed, difference):
+    path = ARGUMENTS / "tiny_moe.sh"
+    model, parallelism = read_model_file(path)
+    other = OffloadPlan(actions={}, made_for=list_facts(dataclasses.replace(model, **changed), parallelism))
+    config = build_transformer_config(parse_arguments(read_argument_file(path, variables={}), source=path.name), offload=None)
+    with pytest.raises(PlanError, match=rf"^The plan was made for {difference}\."):
+        other.check_made_for(read_facts(config))
+
+
+@pytest.mark.parametrize(
     ("field", "value", "difference"),
     [
         ("topk", 4, "moe_router_topk 4, and this training has 2"),

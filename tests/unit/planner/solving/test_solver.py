@@ -245,6 +245,16 @@ def test_two_runs_come_to_the_same_plan():
     assert plans[0] == plans[1]
 
 
+@pytest.mark.parametrize("seed", [5, 7, 8])
+def test_an_error_names_the_same_least_budget_whatever_was_searched_for_before(seed):
+    rank, limits = draw_rank(seed), SearchLimits(exhaustive_plans=0, simulations=5, programs=1)
+    least = find_least_budget([rank], limits=limits)
+    assert solve([rank], budget_bytes=least, limits=limits).result.peak_bytes <= least
+    with pytest.raises(BudgetError) as caught:
+        solve([rank], budget_bytes=least - 10, limits=limits)
+    assert caught.value.least_bytes == least
+
+
 def test_a_larger_budget_is_never_slower():
     rank = draw_rank(7)
     least = find_least_budget([rank])
