@@ -55,7 +55,7 @@ _FACTS: dict[str, int | str] = {
     "overlap_moe_expert_parallel_comm": 0,
     "microbatch_group_size_per_vp_stage": 1,
 }
-"""Fields that a plan may say that it was made for, with what None stands for."""
+"""Fields that a plan may say that it was made for, with what None stands for, of the type that each is compared as."""
 
 
 def read_facts(config: Any) -> dict[str, int | str]:
@@ -66,7 +66,7 @@ def read_facts(config: Any) -> dict[str, int | str]:
         facts[FP8_RECIPE] = str(getattr(recipe, "value", recipe))  # an Enum in some versions
     for name, absent in _FACTS.items():
         value = getattr(config, name, None)
-        facts[name] = absent if value is None else str(value) if isinstance(absent, str) else int(value)
+        facts[name] = absent if value is None else type(absent)(value)
     return facts
 
 
