@@ -163,10 +163,11 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
     model, parallelism, hardware = layers.model, layers.parallelism, layers.hardware
     efficiency, network = layers.assumptions.efficiency, layers.assumptions.network
     edge = EdgeShape(
-        tokens=_count_tokens(model, parallelism),
+        tokens=model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         tensor_parallel_size=parallelism.tensor_parallel_size,
+        has_sequence_parallel=parallelism.has_sequence_parallel,
     )
     untagged = [tensor for number in chunk.layers for tensor in list_untagged_tensors(layers.get_shape(number))]
     # What all layers share counts once.
@@ -196,12 +197,6 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
         last=last,
         saved_bytes=own_bytes,
     )
-
-
-def _count_tokens(model: ModelShape, parallelism: Parallelism) -> int:
-    """Return the tokens of a microbatch that a rank has between layers."""
-    of_rank = model.seq_length // parallelism.context_parallel_size // parallelism.tensor_parallel_size
-    return of_rank * parallelism.micro_batch_size
 
 
 def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assumptions) -> float:

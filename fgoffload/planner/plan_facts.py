@@ -56,6 +56,8 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | s
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
             "overlap_moe_expert_parallel_comm": int(sizes.has_expert_overlap),
         }
+    if sizes.tensor_parallel_size > 1:
+        facts["sequence_parallel"] = int(sizes.has_sequence_parallel)
     if sizes.chunks > 1:
         facts["microbatch_group_size_per_vp_stage"] = sizes.pipeline.microbatches_of_group
     if not sizes.pipeline.is_full:

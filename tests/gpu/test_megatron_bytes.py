@@ -48,6 +48,7 @@ SIGMOID = (
 )
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+WHOLE_SEQUENCE = "--tensor-model-parallel-size 2"
 
 DENSE_SHAPE = LayerShape(
     micro_batch_size=2,
@@ -179,6 +180,13 @@ FP8_TRAININGS = {
     )
     for name, training in trainings.items()
 }
+DENSE_TRAININGS = {
+    name: training
+    for name, training in (TRAININGS | FP8_TRAININGS).items()
+    if all(shape.experts is None and shape.latent is None for shape in training.layers)
+}
+"""Which Megatron-Core trains without sequence parallelism too, and whose bytes are known then."""
+
 EXPERT_TAGS = ("expert_fc1", "moe_act", "expert_fc2")
 """What they save in FP8 follows the routing, since each expert pads its rows."""
 
@@ -354,6 +362,15 @@ def measured_in_fp8(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def measured_whole(tmp_path_factory):
+    trainings = {
+        name: change_layers(training, WHOLE_SEQUENCE, tensor_parallel_size=2, has_sequence_parallel=False)
+        for name, training in DENSE_TRAININGS.items()
+    }
+    return measure(trainings, "whole-2", 2, tmp_path_factory, is_deterministic=False)
+
+
+@pytest.fixture(scope="module")
 def measure_files(tmp_path_factory):
     """Return what measures all files of a run, once, in whatever order pytest asks for them."""
 
@@ -376,6 +393,12 @@ def test_each_tag_saves_the_bytes_of_its_formula(name, measured):
 @pytest.mark.parametrize("name", FP8_TRAININGS)
 def test_each_tag_saves_the_bytes_of_its_formula_in_fp8(name, measured_in_fp8):
     compare(name, measured_in_fp8)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", DENSE_TRAININGS)
+def test_each_tag_saves_the_bytes_of_its_formula_where_ranks_do_not_share_the_sequence(name, measured_whole):
+    compare(name, measured_whole)
 
 
 def name_run(run):

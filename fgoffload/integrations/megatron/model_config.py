@@ -32,6 +32,7 @@ _FACTS: dict[str, int | str] = {
     "num_attention_heads": 0,
     "num_moe_experts": 0,
     "tensor_model_parallel_size": 1,
+    "sequence_parallel": 0,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,

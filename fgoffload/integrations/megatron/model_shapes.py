@@ -168,8 +168,8 @@ def read_parallelism(
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error
     if takes_sequence_parallel:
-        needed = "Megatron needs for experts, and a plan for all layers" if model.experts else "a plan needs for shared layers"
-        logger.warning("%s: --sequence-parallel is taken, which %s.", source, needed)
+        reason = "which Megatron needs for experts" if model.experts else "as is usual; --no-sequence-parallel is without"
+        logger.warning("%s: --sequence-parallel is taken, %s.", source, reason)
     if "global_batch_size" not in values:
         logger.warning(
             "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "

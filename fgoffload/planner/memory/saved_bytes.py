@@ -3,7 +3,7 @@
 With Transformer Engine's layers, its fused attention and activations in bf16. A sliding window changes nothing, nor do biases
 of linear layers: what is kept of the experts' has no tag. Letters as in the formulas of docs/formulas.md: s sequence, b
 microbatch, h hidden, n heads, g query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E experts, e
-expert tensor parallel size. `shape.tokens` is sb/t.
+expert tensor parallel size. `shape.tokens` is sb/t, or sb without sequence parallelism: so is what has h channels then.
 
 Tags are not additive: two may save the same storage, which leaves once. So a layer is a list of tensors, each with the tags
 that save it, and what several tags save together is counted over the tensors:
@@ -67,7 +67,11 @@ def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
 
 def count_norm_statistics(shape: LayerShape) -> int:
     """Return what a norm saves beside its input, 4sb/t: one over the deviation of each token, in fp32; LayerNorm its mean."""
-    return (2 if shape.normalization == "LayerNorm" else 1) * _FP32 * shape.tokens
+    return _count_statistics(shape, shape.tokens)
+
+
+def _count_statistics(shape: LayerShape, rows: int) -> int:
+    return (2 if shape.normalization == "LayerNorm" else 1) * _FP32 * rows
 
 
 def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
@@ -120,10 +124,10 @@ def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_head_norms(shape: LayerShape) -> Iterator[SavedTensor]:
     for name, heads in (("query", shape.num_attention_heads), ("key", shape.num_query_groups)):
         # 2sbn dqk/t and 2sbg dqk/t: the norms' inputs, copies of parts of what the linear returned.
-        size_bytes = _BF16 * shape.tokens * heads * shape.qk_channels
+        size_bytes = _BF16 * shape.shared_tokens * heads * shape.qk_channels
         yield SavedTensor(name=f"{name} before its norm", tags=("qkv_linear",), size_bytes=size_bytes)
         # Statistics of each head: 4sbn/t and 4sbg/t.
-        size_bytes = heads * count_norm_statistics(shape)
+        size_bytes = _count_statistics(shape, heads * shape.shared_tokens)
         yield SavedTensor(
             name=f"statistics of the {name}'s norm", tags=("qkv_linear",), size_bytes=size_bytes, element_bytes=_FP32
         )
@@ -158,9 +162,9 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     query = shape.num_attention_heads * shape.qk_channels
     key_value = shape.num_query_groups * (shape.qk_channels + shape.v_channels)
     # 2sb(n dqk + g dqk + g dv)/t: each rank has the whole sequence and 1/t of the heads.
-    yield SavedTensor(name="query, key and value", tags=tags, size_bytes=_BF16 * shape.tokens * (query + key_value))
+    yield SavedTensor(name="query, key and value", tags=tags, size_bytes=_BF16 * shape.shared_tokens * (query + key_value))
     # 2sbn dv/t: the projection behind attention saves it as its input, in fp8 too, but for what delayed scaling cannot do.
-    size_bytes = _BF16 * shape.tokens * shape.num_attention_heads * shape.v_channels
+    size_bytes = _BF16 * shape.shared_tokens * shape.num_attention_heads * shape.v_channels
     is_shared = shape.fp8_recipe != "delayed"
     yield SavedTensor(name="attention output", tags=("core_attn", "attn_proj") if is_shared else tags, size_bytes=size_bytes)
     if not is_shared:
@@ -172,7 +176,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
             element_bytes=get_input_element_bytes(shape.fp8_recipe),
         )
     # 4sbn/t: the log of the sum of exponentials of each row, [b, n / t, s, 1] in fp32.
-    size_bytes = _FP32 * shape.tokens * shape.num_attention_heads
+    size_bytes = _FP32 * shape.shared_tokens * shape.num_attention_heads
     yield SavedTensor(name="log-sum-exp", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
     yield SavedTensor(name="random state", tags=tags, size_bytes=_RANDOM_STATE_BYTES, element_bytes=_INT64)
     if shape.has_attention_sinks:
@@ -197,7 +201,7 @@ def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
         size_bytes=size_bytes,
         element_bytes=get_input_element_bytes(shape.fp8_recipe),
     )
-    rows, channels = shape.tokens * shape.tensor_parallel_size, shape.ffn_hidden_size // shape.tensor_parallel_size
+    rows, channels = shape.shared_tokens * shape.tensor_parallel_size, shape.ffn_hidden_size // shape.tensor_parallel_size
     # 4sbf/t: gate and up, [s, b, 2f / t]; without a gate 2sbf/t.
     size_bytes = _count_activation_input(shape, rows, channels)
     yield SavedTensor(name="first linear's output", tags=("mlp_act",), size_bytes=size_bytes)
@@ -257,7 +261,10 @@ def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[S
         recipe = shape.fp8_recipe if shape.fp8_recipe == "delayed" else None
         size_bytes = count_input_bytes(recipe, rows=rows, channels=shape.hidden_size)
         yield SavedTensor(name=name, tags=tags, size_bytes=size_bytes)
-    rows, channels = shape.tokens * shape.tensor_parallel_size, experts.shared_ffn_hidden_size // shape.tensor_parallel_size
+    rows, channels = (
+        shape.shared_tokens * shape.tensor_parallel_size,
+        experts.shared_ffn_hidden_size // shape.tensor_parallel_size,
+    )
     # 4sbf/t gate and up, where nothing is fused 2sbf/t for each of the activation's factors, and 2sbf/t behind it.
     size_bytes = _count_activation_input(shape, rows, channels) + len(_list_factors(shape)) * _BF16 * rows * channels
     size_bytes += _count_row_parallel_input(shape, experts.shared_ffn_hidden_size)
@@ -394,5 +401,5 @@ def _list_factors(shape: LayerShape) -> tuple[str, ...]:
 
 def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:
     """Return what a linear saves of an input that ranks share by channels: 2sb channels/t in bf16."""
-    rows = shape.tokens * shape.tensor_parallel_size
+    rows = shape.shared_tokens * shape.tensor_parallel_size
     return count_input_bytes(shape.fp8_recipe, rows=rows, channels=channels // shape.tensor_parallel_size)

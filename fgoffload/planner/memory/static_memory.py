@@ -209,7 +209,7 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     """
     parallelism.check_model(model)
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
-    part = tokens // parallelism.tensor_parallel_size
+    part = tokens // parallelism.tensor_parallel_size if parallelism.has_sequence_parallel else tokens
     logits = tokens * model.vocab_size // parallelism.tensor_parallel_size
     hidden = _BF16 * part * model.hidden_size
     losses = 1 + model.mtp_num_layers
@@ -251,7 +251,7 @@ def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> in
 
 def _count_gather_bytes(model: ModelShape, parallelism: Parallelism) -> int:
     """Return the bytes of Megatron's buffer for gathered hidden states, [s, b, h]: only the output layer takes it."""
-    if parallelism.tensor_parallel_size == 1:
+    if parallelism.tensor_parallel_size == 1 or not parallelism.has_sequence_parallel:
         return 0
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
     return _BF16 * tokens * model.hidden_size

@@ -54,7 +54,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
     else:
         found |= _count_latent(shape, shape.latent)
     # Fused attention sums the query's gradient in fp32, twice the bytes of the query, and keeps one number a row and head.
-    rows = FP32 * shape.tokens * shape.num_attention_heads
+    rows = FP32 * shape.shared_tokens * shape.num_attention_heads
     found["core_attn"] = ExtraBytes(
         forward=sizes.query_key_value + output + rows,
         backward=hidden + output + sizes.query_key_value + 2 * sizes.query + rows,

@@ -152,7 +152,7 @@ class ExpertsShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One layer and microbatch, with sequence parallelism wherever the tensor parallel size is above 1."""
+    """One layer and microbatch."""
 
     micro_batch_size: int
     """Sequences of a microbatch."""
@@ -176,6 +176,8 @@ class LayerShape:
     """Multi-latent attention, or None where queries come in groups."""
     tensor_parallel_size: int = 1
     """Ranks that share the layer."""
+    has_sequence_parallel: bool = True
+    """With `--sequence-parallel`: between the linears that they share, ranks share the sequence too. Means nothing with one."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """As in `--normalization`."""
     has_fused_norms: bool = True
@@ -224,6 +226,13 @@ class LayerShape:
                 "dense or a mixture. Give ffn_hidden_size above 0, or experts."
             )
         self._check_latent()
+        if not self.has_sequence_parallel:
+            check_whole_sequence(
+                self.tensor_parallel_size,
+                has_experts=self.experts is not None,
+                has_latent_attention=self.latent is not None,
+                has_mtp=self.has_mtp_projection,
+            )
         if self.experts is not None and self.experts.shared_ffn_hidden_size % self.tensor_parallel_size:
             raise ConfigError(
                 f"tensor_parallel_size {self.tensor_parallel_size} does not divide shared_ffn_hidden_size "
@@ -247,9 +256,36 @@ class LayerShape:
             )
 
     @property
+    def splits_sequence(self) -> bool:
+        """Whether each of several ranks has a part of the sequence between the linears that they share."""
+        return self.has_sequence_parallel and self.tensor_parallel_size > 1
+
+    @property
     def tokens(self) -> int:
-        """Of the part of the microbatch that sequence parallelism leaves to this rank: `[s / t, b]`."""
+        """Of the microbatch, what this rank has between the linears that ranks share: sb/t, or sb where all have all."""
+        return self.shared_tokens if self.has_sequence_parallel else self.seq_length * self.micro_batch_size
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of the microbatch, sb/t: times the channels of all ranks, what one has of a tensor whose channels they share."""
         return self.seq_length // self.tensor_parallel_size * self.micro_batch_size
+
+
+def check_whole_sequence(tensor_parallel_size: int, *, has_experts: bool, has_latent_attention: bool, has_mtp: bool) -> None:
+    """Refuse what nobody knows of ranks that share layers and not the sequence.
+
+    Raises:
+        ConfigError: With the fix.
+    """
+    unknown = {
+        "Megatron-Core trains no experts so": has_experts,
+        "what latent attention saves is not known then": has_latent_attention,
+        "what multi-token prediction saves is not known then": has_mtp,
+    }
+    for reason in (reason for reason, is_there in unknown.items() if is_there and tensor_parallel_size > 1):
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} without has_sequence_parallel: {reason}. Give --sequence-parallel."
+        )
 
 
 _Shape = LatentShape | RouterShape | ExpertsShape | LayerShape

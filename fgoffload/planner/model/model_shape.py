@@ -373,6 +373,7 @@ def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int)
         experts=_make_experts(model, parallelism) if has_experts else None,
         latent=_make_latent(model),
         tensor_parallel_size=parallelism.tensor_parallel_size,
+        has_sequence_parallel=parallelism.has_sequence_parallel,
         normalization=model.normalization,
         rotary_channels=model.rotary_channels,
         has_fused_rotary=model.has_fused_rotary and model.rotary_channels > 0,

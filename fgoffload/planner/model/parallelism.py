@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import LARGEST_SIZE, check_count
+from fgoffload.planner.model.layer_shape import check_whole_sequence
 from fgoffload.planner.model.pipeline_layout import check_layout, parse_layout
 from fgoffload.planner.ranks.schedule import Pipeline
 
@@ -98,11 +99,6 @@ class Parallelism:
                 check_count(name, getattr(self, name), most=LARGEST_SIZE)
         self._check_experts()
         self._check_split()
-        if self.tensor_parallel_size > 1 and not self.has_sequence_parallel:
-            raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} without has_sequence_parallel: what a layer saves is only "
-                "known with it. Give --sequence-parallel."
-            )
         try:
             _ = self.pipeline  # which checks chunks, microbatches and groups
         except ConfigError as error:
@@ -156,6 +152,13 @@ class Parallelism:
             expert_parallel_size=self.expert_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
+        if not self.has_sequence_parallel:
+            check_whole_sequence(
+                tensor,
+                has_experts=model.experts is not None,
+                has_latent_attention=model.latent is not None,
+                has_mtp=model.mtp_num_layers > 0,
+            )
         # Megatron gives each context-parallel rank two pieces of the sequence, one from either end.
         pieces = tensor * (2 * context if context > 1 else 1)
         for what, size, divisor, parts in (

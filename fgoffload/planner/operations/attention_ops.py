@@ -71,18 +71,41 @@ def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[
     return (forward,), (make_moves(2 * hidden),)
 
 
-def list_gather(shape: LayerShape, channels: int) -> tuple[Traffic, ...]:
-    """Return the all-gather, or reduce-scatter, of a tensor that sequence parallelism splits: none with one rank.
+def list_input_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
+    """Return what ranks exchange for linears that share their outputs: in forward, and beside the products of backward.
+
+    With sequence parallelism the input is gathered, in backward once more, and its gradient is scattered. Without it all ranks
+    have the input, and sum its gradient.
 
     Args:
         shape: Of the layer.
-        channels: Of a token.
+        channels: Of a token of the input.
     """
+    ring = _list_ring_pass(shape, channels)
+    return ring if shape.has_sequence_parallel else (), 2 * ring
+
+
+def list_output_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
+    """Return what ranks exchange for linears that share their inputs: in forward, and in backward.
+
+    With sequence parallelism the output is summed and scattered, and its gradient is gathered. Without it the output is summed,
+    and all ranks have its gradient.
+
+    Args:
+        shape: Of the layer.
+        channels: Of a token of the output.
+    """
+    ring = _list_ring_pass(shape, channels)
+    return (ring, ring) if shape.has_sequence_parallel else (2 * ring, ())
+
+
+def _list_ring_pass(shape: LayerShape, channels: int) -> tuple[Traffic, ...]:
+    """Return an all-gather or a reduce-scatter; an all-reduce is both, one behind the other. None with one rank."""
     ranks = shape.tensor_parallel_size
     if ranks == 1:
         return ()
     # A ring sends each rank's part ranks - 1 times.
-    sent_bytes = BF16 * shape.tokens * channels * (ranks - 1)
+    sent_bytes = BF16 * shape.shared_tokens * channels * (ranks - 1)
     return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)
 
 
@@ -94,13 +117,12 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
     norms = (make_moves(2 * turned, kernels=2),) if shape.has_qk_norm else ()
     norms_backward = (make_moves(3 * turned, kernels=4),) if shape.has_qk_norm else ()
     rope = _list_rope(shape, turned) if shape.rotary_channels else ()
-    gather = list_gather(shape, shape.hidden_size)
+    gather, beside = list_input_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
             name="qkv_linear",
             forward=PassWork(works=(*linear.list_forward(), *norms, *rope), traffic=gather),
-            # The gradients of query, key and value are put side by side. While the products run, the input is gathered again
-            # and its gradient is scattered.
+            # The gradients of query, key and value are put side by side.
             backward=PassWork(
                 works=(
                     *rope,
@@ -108,7 +130,7 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
                     make_moves(2 * sizes.query_key_value),
                     *linear.list_backward(execution),
                 ),
-                beside=2 * gather,
+                beside=beside,
             ),
         ),
     )
@@ -139,7 +161,7 @@ def _list_latent_work(shape: LayerShape, latent: LatentShape, execution: Executi
 def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execution, linears: list[Linear]) -> SegmentWork:
     sizes = LayerSizes(shape)
     query_channels = shape.hidden_size if latent.q_lora_rank is None else latent.q_lora_rank
-    gather = list_gather(shape, query_channels + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    gather, beside = list_input_traffic(shape, query_channels + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
     norms: tuple[Work, ...] = ()
     if latent.has_qk_norm:
         norms = (make_moves(2 * count_compressed_bytes(shape, latent), kernels=2),)
@@ -152,7 +174,7 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
         ),
         backward=PassWork(
             works=(*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms),
-            beside=2 * gather,
+            beside=beside,
         ),
     )
 
@@ -208,9 +230,9 @@ def _make_output_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     inputs = shape.num_attention_heads // shape.tensor_parallel_size * shape.v_channels
     linear = make_linear(shape, sizes.rows, inputs, shape.hidden_size)
     add, add_backward = make_residual_works(shape, execution)
-    gather = list_gather(shape, shape.hidden_size)
+    summed, gather = list_output_traffic(shape, shape.hidden_size)
     return SegmentWork(
         name="attn_proj",
-        forward=PassWork(works=(*linear.list_forward(), *add), traffic=gather),
+        forward=PassWork(works=(*linear.list_forward(), *add), traffic=summed),
         backward=PassWork(works=(*add_backward, *linear.list_backward(execution)), traffic=gather),
     )

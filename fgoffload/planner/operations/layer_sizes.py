@@ -15,32 +15,32 @@ class LayerSizes:
     @property
     def rows(self) -> int:
         """Tokens of the whole microbatch, which linears that ranks share are applied to: sb."""
-        return self.shape.tokens * self.shape.tensor_parallel_size
+        return self.shape.shared_tokens * self.shape.tensor_parallel_size
 
     @property
     def hidden(self) -> int:
-        """Bytes of a tensor between layers: 2sbh/t."""
+        """Bytes of a tensor between layers: 2sbh/t, or 2sbh where ranks do not share the sequence."""
         return BF16 * self.shape.tokens * self.shape.hidden_size
 
     @property
     def gathered(self) -> int:
-        """Bytes of the same, of all ranks together, where they differ: 2sbh, or 0 with one rank."""
-        return self.hidden * self.shape.tensor_parallel_size if self.shape.tensor_parallel_size > 1 else 0
+        """Bytes of the same, of all ranks together, where each has a part: 2sbh, or 0 where each has all."""
+        return self.hidden * self.shape.tensor_parallel_size if self.shape.splits_sequence else 0
 
     @property
     def query(self) -> int:
         """Bytes of the query: 2sbn dqk/t."""
-        return BF16 * self.shape.tokens * self.shape.num_attention_heads * self.shape.qk_channels
+        return BF16 * self.shape.shared_tokens * self.shape.num_attention_heads * self.shape.qk_channels
 
     @property
     def key(self) -> int:
         """Bytes of the key: 2sbg dqk/t."""
-        return BF16 * self.shape.tokens * self.shape.num_query_groups * self.shape.qk_channels
+        return BF16 * self.shape.shared_tokens * self.shape.num_query_groups * self.shape.qk_channels
 
     @property
     def value(self) -> int:
         """Bytes of the value: 2sbg dv/t."""
-        return BF16 * self.shape.tokens * self.shape.num_query_groups * self.shape.v_channels
+        return BF16 * self.shape.shared_tokens * self.shape.num_query_groups * self.shape.v_channels
 
     @property
     def query_key_value(self) -> int:
@@ -50,12 +50,12 @@ class LayerSizes:
     @property
     def attention_output(self) -> int:
         """Bytes of what attention returns: 2sbn dv/t."""
-        return BF16 * self.shape.tokens * self.shape.num_attention_heads * self.shape.v_channels
+        return BF16 * self.shape.shared_tokens * self.shape.num_attention_heads * self.shape.v_channels
 
     @property
     def dense_inner(self) -> int:
         """Bytes behind the activation of a dense MLP: 2sbf/t."""
-        return BF16 * self.shape.tokens * self.shape.ffn_hidden_size
+        return BF16 * self.shape.shared_tokens * self.shape.ffn_hidden_size
 
     @property
     def gates(self) -> int:
@@ -66,7 +66,7 @@ class LayerSizes:
     def shared_inner(self) -> int:
         """Bytes behind the activation of the shared experts: 2sbfs/t, or 0 without any."""
         experts = self.shape.experts
-        return 0 if experts is None else BF16 * self.shape.tokens * experts.shared_ffn_hidden_size
+        return 0 if experts is None else BF16 * self.shape.shared_tokens * experts.shared_ffn_hidden_size
 
     @property
     def expert_rows(self) -> int:

@@ -5,7 +5,13 @@ The stretches of a dense MLP are `mlp_norm`, where the norm is a module, `mlp_fc
 """
 
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
-from fgoffload.planner.operations.attention_ops import fuse_norm, list_gather, make_norm_work, make_residual_works
+from fgoffload.planner.operations.attention_ops import (
+    fuse_norm,
+    list_input_traffic,
+    list_output_traffic,
+    make_norm_work,
+    make_residual_works,
+)
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, make_mlp_linears
 from fgoffload.planner.operations.ops import (
     FP32,
@@ -85,12 +91,13 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
     first, second = make_mlp_linears(shape, shape.ffn_hidden_size)
     activation, activation_backward = make_activation_works(shape, LayerSizes(shape).dense_inner)
     add, add_backward = make_residual_works(shape, execution)
-    gather = list_gather(shape, shape.hidden_size)
+    gather, beside = list_input_traffic(shape, shape.hidden_size)
+    summed, gather_back = list_output_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
             name="mlp_fc1",
             forward=PassWork(works=first.list_forward(), traffic=gather),
-            backward=PassWork(works=first.list_backward(execution), beside=2 * gather),
+            backward=PassWork(works=first.list_backward(execution), beside=beside),
         ),
         SegmentWork(
             name="mlp_act",
@@ -99,8 +106,8 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
         ),
         SegmentWork(
             name="mlp_fc2",
-            forward=PassWork(works=(*second.list_forward(), *add), traffic=gather),
-            backward=PassWork(works=(*add_backward, *second.list_backward(execution)), traffic=gather),
+            forward=PassWork(works=(*second.list_forward(), *add), traffic=summed),
+            backward=PassWork(works=(*add_backward, *second.list_backward(execution)), traffic=gather_back),
         ),
     )
 
@@ -120,14 +127,15 @@ def _list_mixture_work(shape: LayerShape, experts: ExpertsShape, execution: Exec
 def _make_shared_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> SegmentWork:
     first, second = make_mlp_linears(shape, experts.shared_ffn_hidden_size)
     activation, activation_backward = make_activation_works(shape, LayerSizes(shape).shared_inner)
-    gather = list_gather(shape, shape.hidden_size)
+    gather, beside = list_input_traffic(shape, shape.hidden_size)
+    summed, gather_back = list_output_traffic(shape, shape.hidden_size)
     return SegmentWork(
         name="shared_expert",
-        forward=PassWork(works=(*first.list_forward(), activation, *second.list_forward()), traffic=2 * gather),
+        forward=PassWork(works=(*first.list_forward(), activation, *second.list_forward()), traffic=(*gather, *summed)),
         backward=PassWork(
             works=(*second.list_backward(execution), activation_backward, *first.list_backward(execution)),
-            traffic=gather,
-            beside=2 * gather,
+            traffic=gather_back,
+            beside=beside,
         ),
     )
 

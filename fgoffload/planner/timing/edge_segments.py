@@ -37,13 +37,15 @@ class EdgeShape:
     """What embedding and output layer are, as one rank runs them."""
 
     tokens: int
-    """Of a microbatch, of the part that sequence parallelism leaves to this rank: `LayerShape.tokens`."""
+    """Of a microbatch, on all ranks that share the vocabulary together."""
     hidden_size: int
     """Channels between layers."""
     vocab_size: int
     """Rows of the embedding over all ranks, padded as Megatron pads them."""
     tensor_parallel_size: int = 1
     """Ranks that share the vocabulary."""
+    has_sequence_parallel: bool = True
+    """They share the sequence behind the embedding and before the output layer."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model has.
@@ -51,13 +53,23 @@ class EdgeShape:
         Raises:
             ConfigError: With the field, the value and the fix.
         """
-        for field in dataclasses.fields(self):
-            check_count(field.name, getattr(self, field.name))
+        for name in ("tokens", "hidden_size", "vocab_size", "tensor_parallel_size"):
+            check_count(name, getattr(self, name))
         if self.vocab_size % self.tensor_parallel_size:
             raise ConfigError(
                 f"tensor_parallel_size {self.tensor_parallel_size} does not divide vocab_size {self.vocab_size}. "
                 "Give the padded size."
             )
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of a tensor of hidden states, as a rank has it between embedding and output layer."""
+        return self.gathered_bytes // (self.tensor_parallel_size if self.has_sequence_parallel else 1)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the same, of all tokens."""
+        return BF16 * self.tokens * self.hidden_size
 
 
 def make_first_segments(
@@ -80,14 +92,16 @@ def make_first_segments(
     Raises:
         ConfigError: Of the device something is not known that the times need.
     """
-    hidden = BF16 * edge.tokens * edge.hidden_size
-    rows = hidden * edge.tensor_parallel_size
+    rows = edge.gathered_bytes
     weights = edge.vocab_size // edge.tensor_parallel_size * edge.hidden_size
-    scatter = _list_gather(edge)
+    ring = _list_ring_pass(edge)
+    # Each rank looks up the rows that it has. They are summed and scattered, and the gradient is gathered; where ranks do not
+    # share the sequence they are summed, and all have the gradient.
+    summed, gather = (ring, ring) if edge.has_sequence_parallel else (2 * ring, ())
     # Rows are read and written. Backward clears a gradient of all weights, adds rows to it, and adds it to the sum in fp32.
-    forward = PassWork(works=(make_moves(2 * rows, kernels=3),), traffic=scatter)
+    forward = PassWork(works=(make_moves(2 * rows, kernels=3),), traffic=summed)
     added = make_moves(weights * (2 * BF16 + 2 * FP32) + 3 * rows, kernels=5)
-    work = SegmentWork(name="embedding", forward=forward, backward=PassWork(works=(added,), traffic=scatter))
+    work = SegmentWork(name="embedding", forward=forward, backward=PassWork(works=(added,), traffic=gather))
     clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
     return clock.time_segments((work,), {"embedding": extra})
 
@@ -114,10 +128,9 @@ def make_last_segments(
     Raises:
         ConfigError: Of the device something is not known that the times need.
     """
-    hidden = BF16 * edge.tokens * edge.hidden_size
-    rows, share = edge.tokens * edge.tensor_parallel_size, edge.vocab_size // edge.tensor_parallel_size
-    linear = Linear(rows=rows, inputs=edge.hidden_size, outputs=share)
-    gather, logits = _list_gather(edge), rows * share
+    hidden, share = edge.hidden_bytes, edge.vocab_size // edge.tensor_parallel_size
+    linear = Linear(rows=edge.tokens, inputs=edge.hidden_size, outputs=share)
+    ring, logits = _list_ring_pass(edge), edge.tokens * share
     norm = SegmentWork(
         name="final_norm",
         forward=PassWork(works=(make_moves(2 * hidden),)),
@@ -129,8 +142,8 @@ def make_last_segments(
     )
     output = SegmentWork(
         name="output_layer",
-        forward=PassWork(works=(*linear.list_forward(), loss), traffic=gather),
-        backward=PassWork(works=(gradient, *linear.list_backward(execution)), beside=2 * gather),
+        forward=PassWork(works=(*linear.list_forward(), loss), traffic=ring if edge.has_sequence_parallel else ()),
+        backward=PassWork(works=(gradient, *linear.list_backward(execution)), beside=2 * ring),
     )
     clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
     # The norm's input and output; in backward a gradient of each.
@@ -138,9 +151,10 @@ def make_last_segments(
     return clock.time_segments((norm, output), extras)
 
 
-def _list_gather(edge: EdgeShape) -> tuple[Traffic, ...]:
+def _list_ring_pass(edge: EdgeShape) -> tuple[Traffic, ...]:
+    """Return an all-gather or a reduce-scatter of hidden states; an all-reduce is both. None with one rank."""
     ranks = edge.tensor_parallel_size
     if ranks == 1:
         return ()
-    sent_bytes = BF16 * edge.tokens * edge.hidden_size * (ranks - 1)
+    sent_bytes = edge.gathered_bytes // ranks * (ranks - 1)
     return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)

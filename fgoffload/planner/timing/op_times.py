@@ -32,7 +32,7 @@ from fgoffload.planner.memory.recompute_units import make_units
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
 from fgoffload.planner.memory.temporaries import ExtraBytes, count_extra_bytes
 from fgoffload.planner.model.layer_shape import LayerShape
-from fgoffload.planner.operations.attention_ops import list_attention_work, list_gather
+from fgoffload.planner.operations.attention_ops import list_attention_work, list_input_traffic, list_output_traffic
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear
 from fgoffload.planner.operations.mlp_ops import list_mlp_work
 from fgoffload.planner.operations.ops import Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
@@ -256,7 +256,8 @@ def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWor
     sizes = LayerSizes(shape)
     linear = make_linear(shape, sizes.rows, 2 * shape.hidden_size, shape.hidden_size // shape.tensor_parallel_size)
     norms, sides = make_moves(4 * sizes.hidden, kernels=2), make_moves(4 * sizes.hidden)
-    gather = (*list_gather(shape, 2 * shape.hidden_size), *list_gather(shape, shape.hidden_size))
+    # The projection's output, which ranks share by channels, is gathered and scattered by tokens.
+    gather = (*list_input_traffic(shape, 2 * shape.hidden_size)[0], *list_output_traffic(shape, shape.hidden_size)[0])
     first = SegmentWork(
         name="mtp_projection",
         forward=PassWork(works=(norms, sides, *linear.list_forward()), traffic=gather),

@@ -77,7 +77,13 @@ def test_each_layer_of_a_file_saves_the_bytes_of_the_formulas(name, is_determini
 def measured(request, tmp_path_factory):
     """Return what the files that have a layout saved on each rank, by name."""
     layout = request.param
-    models = {name: shrink(name, layout, changes=LOCAL) for one, name in SHARED if one == layout}
+    return measure_ranks(
+        {name: shrink(name, layout, changes=LOCAL) for one, name in SHARED if one == layout}, layout, tmp_path_factory
+    )
+
+
+def measure_ranks(models, layout, tmp_path_factory):
+    """Return what small models saved on each rank, by name, with the models."""
     trainings = {
         name: {"flags": model.flags, "tags": list(predict(model, is_deterministic=False))} for name, model in models.items()
     }
@@ -99,6 +105,23 @@ def test_each_rank_saves_the_bytes_of_the_formulas_where_two_share_layers_or_exp
         assert result["bytes"] == predict(model, is_deterministic=False)
         # As many of each expert: the formulas are for routing that is balanced over ranks.
         assert all(len(set(rows)) == 1 for rows in result["rows"])
+
+
+def share_no_sequence(model):
+    """Return a small model whose ranks all have the whole sequence between the linears that they share."""
+    layers = tuple(dataclasses.replace(shape, has_sequence_parallel=False) for shape in model.layers)
+    return model._replace(flags=model.flags.replace(" --sequence-parallel", ""), layers=layers)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["llama3_70b"])
+def test_each_rank_saves_the_bytes_of_the_formulas_where_two_share_layers_and_no_sequence(name, tmp_path_factory):
+    shared = shrink(name, LAYOUTS[name], changes=LOCAL)
+    model = share_no_sequence(shared)
+    assert LAYOUTS[name].tensor == 2
+    assert predict(model, is_deterministic=False) != predict(shared, is_deterministic=False)
+    results, _ = measure_ranks({name: model}, LAYOUTS[name], tmp_path_factory)[name]
+    assert [result["bytes"] for result in results] == [predict(model, is_deterministic=False)] * 2
 
 
 # What shrinking leaves: everything but sizes, and whether they differ.

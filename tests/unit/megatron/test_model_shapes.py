@@ -184,6 +184,7 @@ def test_latent_attention_is_read_with_the_defaults_that_megatron_has_in_both_pl
     ("flags", "expected"),
     [
         ("--tensor-model-parallel-size 4 --sequence-parallel", {"tensor_parallel_size": 4, "has_sequence_parallel": True}),
+        ("--tensor-model-parallel-size 4", {"tensor_parallel_size": 4, "has_sequence_parallel": False}),
         ("--tp 2 --sequence-parallel --expert-tensor-parallel-size 1", {"expert_tensor_parallel_size": 1}),
         ("--tp 2 --sequence-parallel", {"expert_tensor_parallel_size": 2}),
         ("--pp 2 --global-batch-size 16", {"pipeline_parallel_size": 2, "microbatches": 8, "virtual_pipeline_size": None}),
@@ -252,7 +253,14 @@ def test_what_is_typed_wins_over_the_file():
         ("--global-batch-size 0", "--global-batch-size 0 is below 1"),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", "3 x 2 stages does not divide the 8 layers"),
         ("--num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage 0 is below 1"),
-        ("--tp 2", "--tensor-model-parallel-size 2 without --sequence-parallel"),
+        (
+            "--tp 2 --num-experts 8",
+            "--tensor-model-parallel-size 2 without --sequence-parallel: Megatron-Core trains no experts so. Give --sequence-p",
+        ),
+        (
+            "--tp 2 --mtp-num-layers 1",
+            "--tensor-model-parallel-size 2 without --sequence-parallel: what multi-token prediction saves is not known then.",
+        ),
         (
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
             "--moe-router-load-balancing-type sinkhorn: what its router saves is not known here",
@@ -527,13 +535,13 @@ def test_a_model_from_elsewhere_has_sequence_parallel_ranks_and_that_is_said(cap
     flags = ["--tp", "2", "--etp", "1", "--global-batch-size", "4"]
     assert read_parallelism(flags, source="config.json", model=make_model())[1].has_sequence_parallel
     assert [record.message for record in caplog.records] == [
-        "config.json: --sequence-parallel is taken, which Megatron needs for experts, and a plan for all layers."
+        "config.json: --sequence-parallel is taken, which Megatron needs for experts."
     ]
     caplog.clear()
     dense = dataclasses.replace(make_model(), experts=None, ffn_hidden_size=512)
     read_parallelism(["--tp", "2", "--global-batch-size", "4"], source="config.json", model=dense)
     assert [record.message for record in caplog.records] == [
-        "config.json: --sequence-parallel is taken, which a plan needs for shared layers."
+        "config.json: --sequence-parallel is taken, as is usual; --no-sequence-parallel is without."
     ]
     caplog.clear()
     read_parallelism([*flags, "--sequence-parallel"], source="config.json", model=make_model())

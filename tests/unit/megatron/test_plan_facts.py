@@ -93,6 +93,18 @@ def test_a_plan_for_a_layer_that_saves_something_else_is_refused(changed, differ
         other.check_made_for(read_facts(config))
 
 
+def test_a_plan_for_ranks_that_share_the_sequence_is_refused_where_they_do_not():
+    model, parallelism = read_model_file(ARGUMENTS / "llama3_8b.sh")
+    assert "sequence_parallel" not in list_facts(model, dataclasses.replace(parallelism, tensor_parallel_size=1))
+    made_for = list_facts(model, dataclasses.replace(parallelism, tensor_parallel_size=2, has_sequence_parallel=True))
+    plan = OffloadPlan(actions={}, made_for={"sequence_parallel": made_for["sequence_parallel"]})
+    config = types.SimpleNamespace(sequence_parallel=True, bf16=True)
+    plan.check_made_for(read_facts(config))
+    config.sequence_parallel = False
+    with pytest.raises(PlanError, match=r"^The plan was made for sequence_parallel 1, and this training has 0\."):
+        plan.check_made_for(read_facts(config))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "difference"),
     [

@@ -574,6 +574,32 @@ def test_a_layer_that_cannot_be_is_refused(fields, message):
     assert str(refused.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        (MOE, "Megatron-Core trains no experts so"),
+        (dataclasses.replace(MLA, experts=None, ffn_hidden_size=512), "what latent attention saves is not known then"),
+        (dataclasses.replace(DENSE, has_mtp_projection=True), "what multi-token prediction saves is not known then"),
+    ],
+    ids=["experts", "latent attention", "multi-token prediction"],
+)
+def test_ranks_that_share_no_sequence_are_refused_where_nobody_knows_what_they_save(shape, reason):
+    dataclasses.replace(shape, has_sequence_parallel=False)  # one rank has all of it anyway
+    with pytest.raises(
+        ConfigError, match=f"^tensor_parallel_size 2 without has_sequence_parallel: {reason}. Give --sequence-p"
+    ):
+        dataclasses.replace(shape, has_sequence_parallel=False, tensor_parallel_size=2)
+
+
+def test_ranks_that_share_no_sequence_share_heads_and_channels_alone():
+    alone, shared = count_tag_bytes(DENSE), count_tag_bytes(dataclasses.replace(DENSE, tensor_parallel_size=2))
+    whole = count_tag_bytes(dataclasses.replace(DENSE, tensor_parallel_size=2, has_sequence_parallel=False))
+    ends = {tag for tag in whole if whole[tag] == alone[tag]}
+    assert ends == {"layer_input", "qkv_linear", "mlp_fc1"}  # the norms are fused
+    assert {tag: whole[tag] for tag in whole.keys() - ends} == {tag: shared[tag] for tag in whole.keys() - ends}
+    assert all(shared[tag] < alone[tag] for tag in shared)
+
+
 def test_shared_experts_that_ranks_cannot_share_are_refused():
     experts = dataclasses.replace(EXPERTS, shared_ffn_hidden_size=255)
     with pytest.raises(ConfigError, match="tensor_parallel_size 2 does not divide shared_ffn_hidden_size 255"):

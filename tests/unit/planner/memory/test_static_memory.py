@@ -159,6 +159,17 @@ def test_tensor_parallel_ranks_share_all_but_the_norms():
     # The output layer gathers hidden states of the whole sequence, in a buffer that stays.
     assert found.gather_buffer_bytes == 2 * 8192 * 4096
     assert found.total_bytes == 18 * (TENSOR // 4 + WHOLE) + 2 * 8192 * 4096
+    # Nothing is gathered where each has the whole sequence.
+    whole = list_static_memory(LLAMA_8B, dataclasses.replace(parallelism, has_sequence_parallel=False), 0, **NOTHING_ELSE)
+    assert whole == dataclasses.replace(found, gather_buffer_bytes=0)
+
+
+def test_the_output_layer_saves_its_input_and_that_of_the_norm_before_it_whole_where_ranks_share_no_sequence():
+    shared = count_output_bytes(LLAMA_8B, Parallelism(tensor_parallel_size=4))
+    whole = count_output_bytes(LLAMA_8B, Parallelism(tensor_parallel_size=4, has_sequence_parallel=False))
+    # Both inputs in bf16, and one number a token in fp32, of the other three quarters of the tokens.
+    assert whole.saved_bytes - shared.saved_bytes == 3 * 8192 // 4 * (2 * 2 * 4096 + 4)
+    assert (whole.forward_extra_bytes, whole.backward_extra_bytes) == (shared.forward_extra_bytes, shared.backward_extra_bytes)
 
 
 def test_the_distributed_optimizer_is_shared_over_data_and_context_parallel_ranks():

@@ -161,7 +161,6 @@ def test_layers_of_multi_token_prediction_are_all_in_one_stage():
             "has_expert_overlap with pipeline_parallel_size 2 and virtual_pipeline_size 1",
         ),
         ({"expert_parallel_size": 4, "data_parallel_size": 6}, "do not divide the 6 ranks of a pipeline stage"),
-        ({"tensor_parallel_size": 2, "has_sequence_parallel": False}, "tensor_parallel_size 2 without has_sequence_parallel"),
         (
             {"pipeline_layout": "EtL", "account_for_loss_in_pipeline_split": True},
             "say the same thing in three ways",

@@ -1,5 +1,7 @@
 """Embedding, output layer and loss: what they take, worked out by hand."""
 
+import dataclasses
+
 import pytest
 from support.layer_times import COMPUTING, FAST, IDEAL, MOVING
 
@@ -48,8 +50,8 @@ def test_the_embedding_reads_rows_and_adds_a_gradient_of_all_weights():
 
 
 def test_ranks_share_the_vocabulary_and_send_hidden_states():
-    shared = EdgeShape(tokens=64, hidden_size=32, vocab_size=1000, tensor_parallel_size=2)
-    # 128 tokens of both, and half of the vocabulary.
+    shared = EdgeShape(tokens=128, hidden_size=32, vocab_size=1000, tensor_parallel_size=2)
+    # All tokens, and half of the vocabulary.
     alone = make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=FAST))[1]
     assert alone.forward_s == pytest.approx(2 * 128 * 32 * 500 / 1e12)
     sent = make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))[1]
@@ -58,6 +60,22 @@ def test_ranks_share_the_vocabulary_and_send_hidden_states():
     assert sent.backward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6)
     (embedding,) = make_first_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))
     assert embedding.forward_s == pytest.approx(2 * 64 * 32 / 1e6)
+
+
+def test_ranks_that_do_not_share_the_sequence_sum_hidden_states_in_one_pass_and_their_gradients_in_the_other():
+    shared = EdgeShape(tokens=128, hidden_size=32, vocab_size=1000, tensor_parallel_size=2)
+    whole = dataclasses.replace(shared, has_sequence_parallel=False)
+    slow = Network(nvlink_bytes_per_s=1e6)
+    norm, output = make_last_segments(whole, COMPUTING, efficiency=IDEAL, network=slow)
+    # An all-reduce is a reduce-scatter and an all-gather.
+    assert output.forward_s == pytest.approx(2 * 128 * 32 * 500 / 1e12)
+    assert output.backward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6)
+    (embedding,) = make_first_segments(whole, COMPUTING, efficiency=IDEAL, network=slow)
+    assert embedding.forward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6)
+    assert embedding.backward_s < 1e-3 * embedding.forward_s
+    # Each has the norm of all tokens.
+    assert norm.forward_extra_bytes == 2 * 2 * 128 * 32
+    assert make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=slow)[0].forward_extra_bytes == 2 * 2 * 64 * 32
 
 
 def test_temporaries_are_those_that_were_given():

@@ -30,6 +30,23 @@ def test_tensor_parallel_ranks_gather_and_scatter_beside_what_they_share():
     assert segments["core_attn"].forward_s == pytest.approx(0, abs=1e-12)
 
 
+def test_ranks_that_share_no_sequence_sum_what_they_return_forward_and_gradients_of_what_they_are_given_backward():
+    slow = Network(nvlink_bytes_per_s=1e9)
+    fast = dataclasses.replace(COMPUTING, bf16_flop_per_s=FAST)
+    segments = run(dataclasses.replace(DENSE, tensor_parallel_size=2, has_sequence_parallel=False), fast, network=slow)
+    # An all-reduce sends what a reduce-scatter and an all-gather send.
+    twice = 2 * 2 * 64 * 32 / 1e9
+    for name, forward_s, backward_s in (
+        ("qkv_linear", 0, twice),
+        ("core_attn", 0, 0),
+        ("attn_proj", twice, 0),
+        ("mlp_fc1", 0, twice),
+        ("mlp_fc2", twice, 0),
+    ):
+        assert segments[name].forward_s == pytest.approx(forward_s, abs=1e-12)
+        assert segments[name].backward_s == pytest.approx(backward_s, abs=1e-12)
+
+
 def test_tensor_parallel_backward_hides_what_is_shorter_than_its_matrix_products():
     shape = dataclasses.replace(DENSE, tensor_parallel_size=2)
     alone, beside = run(shape, network=Network(nvlink_bytes_per_s=FAST)), run(shape, network=Network(nvlink_bytes_per_s=1e12))
