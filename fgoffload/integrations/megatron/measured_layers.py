@@ -11,6 +11,13 @@ from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTenso
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
 
+MeasureGather = Callable[[int, int], float]
+"""Returns the seconds in which rows of so many bytes, the second, are gathered of tokens of so many bytes, the first."""
+
+_WHOLE_PERMUTATION = 1.2
+"""Times a gather of the same bytes: a fused permutation looks up where each row comes from. On an H100 such a gather of 64 to
+256 MiB takes 0.117 ms and all of the permutation 0.14. Source: docs/results/runs/w2_moe_h100_ninth_kernels.csv."""
+
 LAYER_INPUT = "layer input"
 """The name of that tensor."""
 
@@ -65,13 +72,14 @@ class _Storages:
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
-def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts]) -> ChunkModel:
+def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts], measure_gather_s: MeasureGather) -> ChunkModel:
     """Return the model of a chunk from the microbatches that were recorded.
 
     Args:
         recorder: Of a step that is over.
         chunk: Its number.
         facts: Of its layers, in the order of forward.
+        measure_gather_s: Measures what permuting tokens again takes.
 
     Returns:
         Each layer of a kind of its own.
@@ -83,7 +91,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
     for one in facts:
         own = [run for run in runs if run.number == one.number]
         if own:
-            model = _LayerBuilder(recorder, storages, own, one).build()
+            model = _LayerBuilder(recorder, storages, own, one, measure_gather_s).build()
             layers.append(NumberedLayer(number=one.number, model=model))
             if all(run.is_leaving for run in _list_timed(own)):
                 left.add(one.number)
@@ -208,7 +216,15 @@ _FIRST_PARTS = (("qkv_linear", "core_attn"), ("mlp_fc1", "mlp_fc2"), ("expert_fc
 class _LayerBuilder:
     """Makes the model of one layer from its microbatches."""
 
-    def __init__(self, recorder: StepRecorder, storages: _Storages, runs: Sequence[Run], facts: LayerFacts) -> None:
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        storages: _Storages,
+        runs: Sequence[Run],
+        facts: LayerFacts,
+        measure_gather_s: MeasureGather,
+    ) -> None:
+        self._measure_gather_s = measure_gather_s
         self._recorder = recorder
         self._storages = storages
         self._runs = runs
@@ -353,14 +369,19 @@ class _LayerBuilder:
         if not {"router", "expert_fc1"} <= set(names) or given not in self._names or made not in self._names:
             return None
         given_bytes, made_bytes = (self._run.saved[key].size_bytes for key in (given, made))
+        segment = segments[names.index("expert_fc1") - 1]
+        # Of what goes through memory there, the sort by expert reads and writes what was made. That does not run again. And
+        # where the host is late, most of the stretch is waiting for it.
+        part = (given_bytes + made_bytes) / (given_bytes + 3 * made_bytes)
+        again_s = min(part * segment.forward_s, _WHOLE_PERMUTATION * self._measure_gather_s(given_bytes, made_bytes))
         return UnitModel(
             name="dispatch",
-            segments=(names[names.index("expert_fc1") - 1],),
+            segments=(segment.name,),
             drops=(self._names[made],),
             held=(self._names[made],),
             before="expert_fc1",
-            # Of what goes through memory there, the sort by expert reads and writes what was made. That does not run again.
-            forward_part=(given_bytes + made_bytes) / (given_bytes + 3 * made_bytes),
+            forward_part=0.0,
+            extra_s=again_s,
         )
 
     def _build_first_part(self, unit: str, until: str, segments: Sequence[Segment]) -> UnitModel | None:

@@ -25,6 +25,7 @@ from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.sites import is_sequential
+from fgoffload.integrations.megatron.token_gathers import TokenGathers
 from fgoffload.integrations.megatron.waits import has_held_wait
 from fgoffload.plan import OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import HostWait
@@ -66,6 +67,7 @@ class StepMeasurement:
         """What runs again, by the plan in use."""
         self._observers = observers
         self._device = device
+        self._gathers = TokenGathers(device)
         self._min_offloaded_numel = min_offloaded_numel
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
@@ -217,11 +219,8 @@ class StepMeasurement:
         return count_parameter_bytes(self._models) if self._memory is None else self._memory.read().allocated_bytes
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
-        numbers = sorted({chunk for chunk, _ in self._facts})
-        return tuple(
-            build_chunk(recorder, number, [self._facts[key] for key in sorted(self._facts) if key[0] == number])
-            for number in numbers
-        )
+        facts = {number: [self._facts[key] for key in sorted(self._facts) if key[0] == number] for number, _ in self._facts}
+        return tuple(build_chunk(recorder, number, facts[number], self._gathers.measure_seconds) for number in sorted(facts))
 
     def _find_pipeline(self, call: ScheduleCall) -> Pipeline:
         state = load_module("megatron.core.parallel_state")

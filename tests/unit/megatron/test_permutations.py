@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from support.grouped_experts import GroupedLinear, grouped_experts
+from support.ticking import TickingCpuDevice
 from support.trainings import HIDDEN_BYTES, MOE, make_config, make_trainer, write_plan
 
 from fgoffload import Action, OffloadConfig
@@ -16,6 +17,7 @@ from fgoffload.integrations.megatron import measured_layers, permutations, train
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.permutations import _Permutation, _Runs
 from fgoffload.integrations.megatron.recompute import find_units
+from fgoffload.integrations.megatron.token_gathers import TokenGathers
 from fgoffload.units import GIB
 
 pytest.importorskip("megatron.core.transformer.moe.experts")
@@ -294,8 +296,39 @@ def test_a_profile_offers_it_with_what_it_drops_and_what_runs_before_the_first_l
     assert [(tensors[name].tags, tensors[name].size_bytes) for name in unit.drops] == [(("expert_fc1",), TOP_K * HIDDEN_BYTES)]
     assert (unit.segments, unit.before, unit.keeps, unit.extra_bytes) == (("after router",), "expert_fc1", (), 0)
     assert unit.held == unit.drops
+
+
+@pytest.mark.parametrize("gather_s", [1e-9, 1e9])
+def test_a_profile_says_that_it_takes_what_a_gather_does_where_the_host_is_late_and_else_its_part_of_the_stretch(
+    gather_s, monkeypatch
+):
+    measured = []
+    monkeypatch.setattr(TokenGathers, "measure_seconds", lambda _, *sizes: measured.append(sizes) or gather_s)
+    layer = measure_layer(GROUPED)
+    unit = layer.find_unit("dispatch")
+    (stretch,) = (segment for segment in layer.segments if segment.name == "after router")
+    assert set(measured) == {(HIDDEN_BYTES, TOP_K * HIDDEN_BYTES)}
     # Of seven parts that go through memory there, the sort by expert has four: it reads the two of each token and writes them.
-    assert unit.forward_part == pytest.approx(3 / 7)
+    expected_s = 1.2 * gather_s if gather_s < 1 else 3 / 7 * stretch.forward_s
+    assert (unit.forward_part, unit.extra_s) == (0.0, pytest.approx(expected_s))
+
+
+def test_a_gather_is_timed_once_for_each_size_and_draws_nothing_of_what_others_draw():
+    class Device(TickingCpuDevice):
+        events = 0
+
+        def record_event(self, stream, *, is_timed=False):
+            self.events += 1
+            self.now_s += 8.0  # between two events, of eight gathers
+            return self.now_s
+
+    device, before = Device(), torch.get_rng_state()
+    gathers = TokenGathers(device)
+    assert [gathers.measure_seconds(10_000, 30_000), gathers.measure_seconds(10_000, 30_000)] == [1.0, 1.0]
+    assert device.events == 8
+    assert gathers.measure_seconds(10_000, 20_000) == 1.0
+    assert device.events == 16
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_profile_offers_none_where_nobody_saves_what_it_would_run_again_from(monkeypatch):

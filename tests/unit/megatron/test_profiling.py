@@ -236,7 +236,7 @@ def test_an_activation_of_experts_that_runs_again_saves_what_it_was_given_alone(
         with open_site("expert_fc2").saving():
             hidden.sin().sum().backward()
     facts = LayerFacts(chunk=0, number=0, kind="moe", tags=("moe_act", "expert_fc2"), units=("moe_act",), watched=(), wait=None)
-    (layer,) = build_chunk(recorder, 0, [facts]).layers
+    (layer,) = build_chunk(recorder, 0, [facts], lambda *_: 0.0).layers
     unit = layer.model.find_unit("moe_act")
     kept = [one.size_bytes for one in layer.model.tensors if one.name not in unit.drops]
     assert len(unit.drops) == dropped
@@ -367,7 +367,7 @@ def test_what_a_unit_is_given_and_nobody_saves_is_kept_where_it_runs_again_whole
     facts = LayerFacts(
         chunk=0, number=0, kind="dense", tags=("core_attn",), units=("core_attn",), watched=(watched,), wait=None
     )
-    (layer,) = build_chunk(recorder, 0, [facts]).layers
+    (layer,) = build_chunk(recorder, 0, [facts], lambda *_: 0.0).layers
     unit = layer.model.find_unit("core_attn")
     head_bytes = 6 * 8 * 4
     # The key, and the storage of all three that the value is a view of. The query is saved anyway, and both copies go.
