@@ -30,8 +30,9 @@ from fgoffload.engine.identity import get_key
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.random_states import RandomUse
 from fgoffload.integrations.megatron.regions import GetOffload
-from fgoffload.integrations.megatron.reruns import RandomUse, Rerun, as_tuple
+from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
 
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction"

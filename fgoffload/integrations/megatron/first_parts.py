@@ -34,8 +34,9 @@ from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.random_states import RandomUse
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor, run_in_site
-from fgoffload.integrations.megatron.reruns import RandomUse, Rerun, as_tuple
+from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
 from fgoffload.integrations.megatron.sites import has_op_fuser
 
 

@@ -14,21 +14,14 @@ function inside keeps something else than by `save_for_backward`.
 What `torch.utils.checkpoint` does without reentrance is this for what a function saves. Here what it returns, and others save,
 goes too, and its inputs may leave for the host. Autocast is not restored, as Megatron's checkpoints do not.
 
-[Note: Random states]
-A function that draws random numbers has to draw the same again, so the random states of its forward are kept, and set. Norms,
-activations and linears draw none, and to read three states and set them costs the host as much as all else that a rerun does in
-forward. So the states are compared before and behind a function the first time that it runs, and where they are the same it is
-taken for one that never draws. What drew for the first time later would draw something else in backward.
-
 [Note: Who holds what]
 The graph holds what stands for dropped tensors, these hold the rerun, and the rerun holds them weakly, the inputs packed, and
 the storages of the outputs, which have no graph. So there is no cycle, and what drops the graph frees all of it.
 """
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -39,31 +32,7 @@ from fgoffload.engine.identity import get_key, get_version, is_of_leaf, is_witho
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
 from fgoffload.errors import InternalError, StateError
-from fgoffload.integrations.megatron.imports import load_module
-
-
-class RandomUse:
-    """Which functions draw random numbers, as far as they have run. See [Note: Random states]."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Any], bool]] = {}
-        """By identity of what was asked about, which must be alive still."""
-
-    def draws(self, function: Any) -> bool | None:
-        """Return whether `function` draws; None where it has not run yet."""
-        anchor = _find_anchor(function)
-        found = self._found.get(id(anchor))
-        return None if found is None or found[0]() is not anchor else found[1]
-
-    def note(self, function: Any, *, draws: bool) -> None:
-        """Take note of what `function` did when it ran for the first time."""
-        anchor = _find_anchor(function)
-        self._found[id(anchor)] = weakref.ref(anchor), draws
-
-
-def _find_anchor(function: Any) -> Any:
-    """Return what is the same each time: a module itself, and the code of a function, which is made anew for each call."""
-    return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
+from fgoffload.integrations.megatron.random_states import RandomUse, are_equal, as_in_forward, get_states
 
 
 class Rerun:
@@ -96,7 +65,7 @@ class Rerun:
         draws = None if random_use is None else random_use.draws(function)
         self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
         """Called with what forward does; None where that is known."""
-        self._states = None if draws is False else _get_states()
+        self._states = None if draws is False else get_states()
         """The random states before forward; None where it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
         self._inputs = [save_input(arg, place) if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -117,7 +86,7 @@ class Rerun:
         _pop_hooks()
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
-            draws = not _are_equal(self._states, _get_states())
+            draws = not are_equal(self._states, get_states())
             note_draws(draws=draws)
             if not draws:
                 self._states = None
@@ -192,7 +161,7 @@ class Rerun:
                 dropped.check(tensor, self._place)
             found.append(None if dropped is None else _Found(tensor.detach(), get_version(tensor)))
 
-        with _as_in_forward(self._states), torch.enable_grad():
+        with as_in_forward(self._states), torch.enable_grad():
             _push_hooks(find, _refuse)
             try:
                 outputs = as_tuple(function(*inputs))
@@ -332,36 +301,3 @@ def _refuse(_: None) -> torch.Tensor:
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """Return what a function returned, one thing or several, as several."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
-
-
-def _get_states() -> tuple[Any, ...]:
-    """Return the random states of host and device, and those of Megatron's tracker by name."""
-    states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
-    return states
-
-
-@contextlib.contextmanager
-def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
-    """Draw inside what was drawn behind `states`, and outside what would have been drawn anyway; None where nothing is."""
-    if states is None:
-        yield
-        return
-    random = _get_random()
-    with random._fork_rng():  # noqa: SLF001 - the only name
-        random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
-        yield
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether nothing was drawn between two random states. Those that are no numbers, as for CUDA graphs, never are."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return all(map(_are_equal, one, other))
-    return False
-
-
-def _get_random() -> Any:
-    return load_module("megatron.core.tensor_parallel.random")

@@ -17,6 +17,7 @@ from fgoffload.integrations.megatron.checkpoints import follow_checkpoints
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.random_states import RandomUse, are_equal
 from fgoffload.integrations.megatron.reruns import Rerun
 
 random = pytest.importorskip("megatron.core.tensor_parallel.random")
@@ -495,7 +496,7 @@ DRAWING = {
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_draws_random_numbers_draws_the_same_again_each_time(name):
-    plain, again = (train_twice(DRAWING[name], one) for one in (None, reruns.RandomUse()))
+    plain, again = (train_twice(DRAWING[name], one) for one in (None, RandomUse()))
     assert_same_bits(plain, again)
 
 
@@ -506,13 +507,13 @@ def test_of_what_draws_nothing_the_random_states_are_read_in_its_first_forward_a
     monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: written.append(1) or put(*states))
     plain = train_twice(lambda: lambda hidden: normalize(hidden), None)
     assert not read
-    again = train_twice(lambda: lambda hidden: normalize(hidden), reruns.RandomUse())
+    again = train_twice(lambda: lambda hidden: normalize(hidden), RandomUse())
     assert_same_bits(plain, again)
     assert (len(read), len(written)) == (2, 0)
 
 
 def test_an_error_in_the_first_forward_says_nothing_about_who_draws():
-    random_use = reruns.RandomUse()
+    random_use = RandomUse()
 
     def drop(hidden, *, fails):
         if fails:
@@ -525,7 +526,7 @@ def test_an_error_in_the_first_forward_says_nothing_about_who_draws():
 
 
 def test_modules_are_told_apart_and_functions_by_their_code():
-    random_use = reruns.RandomUse()
+    random_use = RandomUse()
     first, second = torch.nn.Dropout(0.5), torch.nn.Dropout(0.0)
     random_use.note(first, draws=True)
     random_use.note(second, draws=False)
@@ -541,7 +542,7 @@ def test_modules_are_told_apart_and_functions_by_their_code():
 
 
 def test_what_is_gone_tells_nothing_about_what_has_its_address_now():
-    random_use = reruns.RandomUse()
+    random_use = RandomUse()
     module = torch.nn.Dropout(0.0)
     random_use.note(module, draws=False)
     other = torch.nn.Dropout(0.5)
@@ -565,4 +566,4 @@ def test_what_is_gone_tells_nothing_about_what_has_its_address_now():
     ],
 )
 def test_random_states_are_equal_where_nothing_was_drawn(one, other, is_equal):
-    assert reruns._are_equal(one, other) is is_equal
+    assert are_equal(one, other) is is_equal
