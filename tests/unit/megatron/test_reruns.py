@@ -15,6 +15,7 @@ from fgoffload.engine.identity import StorageRef
 from fgoffload.integrations.megatron import reruns
 from fgoffload.integrations.megatron.checkpoints import follow_checkpoints
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.random_states import RandomUse, are_equal
@@ -339,7 +340,10 @@ def make_unlike(*functions):
             (torch.sin, lambda one: one[:3].sin()),
             r"a recompute of it saved \[3, 16\] of torch.float32 where forward saved \[6, 16\]",
         ),
-        ((torch.sin, lambda one: one.sin().double()), r"returned a tensor over 768 bytes where forward returned one over 384"),
+        (
+            (torch.sin, lambda one: one.sin().double()),
+            r"returned torch.float64 over 768 bytes where forward returned torch.float32 over 384",
+        ),
     ],
     ids=["how many", "of what shape", "how much"],
 )
@@ -399,9 +403,15 @@ def test_an_error_inside_ends_the_dropping():
 # Whose checkpoints do so.
 
 
+def make_offload(*, recomputes):
+    """Return what checkpoints ask of the integration."""
+    actions = types.SimpleNamespace(recomputes=recomputes)
+    return types.SimpleNamespace(actions=actions, keep_recomputed=list, open_reruns=OpenReruns())
+
+
 def run_checkpoint(*, recomputes, fp8_is_on=False, **attributes):
     """Return the name of the node of what Megatron's checkpoint returns, where the plan recomputes or not."""
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=recomputes), keep_recomputed=list)
+    offload = make_offload(recomputes=recomputes)
     checkpoint = random.CheckpointWithoutOutput()
     vars(checkpoint).update(attributes)
     with Patches() as patches:
@@ -422,7 +432,7 @@ MEGATRONS, OURS = "CheckpointWithoutOutputFunctionBackward", "SinBackward0"
 @pytest.mark.parametrize("name", ["is_graph_warmup", "is_graph_capturing"])
 def test_while_a_cuda_graph_is_made_megatrons_own_runs(name, monkeypatch):
     monkeypatch.setattr(load_module("megatron.core.transformer.cuda_graphs"), name, lambda: True)
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), keep_recomputed=list)
+    offload = make_offload(recomputes=True)
     checkpoint = random.CheckpointWithoutOutput()
     with Patches() as patches:
         follow_checkpoints(patches, lambda: offload)
@@ -447,7 +457,7 @@ def test_checkpoints_of_a_plan_run_for_one_graph_and_others_as_megatron_has_them
 
 @pytest.mark.parametrize("where", ["below a checkpoint", "without gradients"])
 def test_where_regions_are_inert_megatrons_own_runs(where):
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), keep_recomputed=list)
+    offload = make_offload(recomputes=True)
     checkpoints = []
 
     def run_below(hidden):
