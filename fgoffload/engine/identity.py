@@ -99,7 +99,12 @@ class StorageRef:
     def __del__(self) -> None:
         self._free(self.key)
 
+    def find_storage(self) -> torch.UntypedStorage | None:
+        """Return the storage, or None where it is freed."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.key)  # noqa: SLF001 - the only name
+        return storage
+
     def find_nbytes(self) -> int | None:
         """Return the bytes of the storage now, or None where it is freed."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.key)  # noqa: SLF001 - the only name
-        return None if storage is None else int(storage.nbytes())
+        storage = self.find_storage()
+        return None if storage is None else storage.nbytes()

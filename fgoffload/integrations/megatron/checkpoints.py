@@ -30,8 +30,9 @@ from fgoffload.engine.identity import get_key
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.random_states import RandomUse
 from fgoffload.integrations.megatron.regions import GetOffload
-from fgoffload.integrations.megatron.reruns import RandomUse, Rerun, as_tuple
+from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
 
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction"
@@ -48,7 +49,7 @@ def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
         IntegrationError: Megatron-Core has no such checkpoints.
     """
     wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_run, get_offload))
-    wrap_symbol(patches, CHECKPOINT, "discard_output_and_register_recompute", _discard_outputs)
+    wrap_symbol(patches, CHECKPOINT, "discard_output_and_register_recompute", functools.partial(_discard, get_offload))
     wrap_symbol(patches, FUNCTION, "forward", save_inputs)
 
 
@@ -58,10 +59,12 @@ def _run(get_offload: GetOffload, original: Any) -> Any:
     def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
         offload = get_offload()
         if offload.actions.recomputes and not is_inert() and not _needs_megatron(self):
-            rerun = Rerun(run_function, args, name=_name(run_function), random_use=random_use)
+            found = offload.open_reruns.find_made()
+            rerun = Rerun(run_function, args, name=_name(run_function), random_use=random_use, found=found)
             with rerun:
                 outputs = run_function(*args)
             emptied = rerun.note_outputs(outputs)
+            offload.open_reruns.open(rerun)
             setattr(self, _RERUN, rerun)
         else:
             outputs = original(self, run_function, *args)
@@ -75,12 +78,13 @@ def _run(get_offload: GetOffload, original: Any) -> Any:
     return checkpoint
 
 
-def _discard_outputs(original: Any) -> Any:
+def _discard(get_offload: GetOffload, original: Any) -> Any:
     def discard_output_and_register_recompute(self: Any, hook_tensor: torch.Tensor) -> None:
         rerun: Rerun | None = vars(self).pop(_RERUN, None)
         if rerun is None:
             original(self, hook_tensor)
             return
+        get_offload().open_reruns.close(rerun)
         rerun.empty_outputs()
         if hook_tensor.requires_grad:
             hook_tensor.register_hook(lambda gradient: rerun.run())  # type: ignore[no-untyped-call]

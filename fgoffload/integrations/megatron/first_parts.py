@@ -3,8 +3,8 @@
     forward     first part, which saves its input alone  ->  submodule  ->  rest
     backward    rest  ->  first part again  ->  submodule  ->  first part
 
-What the first part made is emptied as soon as the submodule is through with it, and filled again before the submodule's
-backward (`reruns.py`). So nothing stays of the first part but its input, and the submodule runs once.
+The submodule saves nothing of what the first part made (`handing_on.py`). That is emptied behind it, and comes again before the
+submodule's backward (`reruns.py`). So nothing stays of the first part but its input, and the submodule runs once.
 
 | unit | module | up to |
 |---|---|---|
@@ -13,7 +13,7 @@ backward (`reruns.py`). So nothing stays of the first part but its input, and th
 | `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
 
 [Note: What else is handed on]
-What the first part hands to the submodule is emptied and filled again. Whatever else the rest of forward uses of it would stay,
+What the first part hands to the submodule is emptied, and made again. Whatever else the rest of forward uses of it would stay,
 and no plan would count it. So a unit is there where the module's forward is Megatron's own and hands on nothing else: not with
 an output gate, which is made together with query and key, and not where biases of the experts' second linear are multiplied by
 probabilities that the first part has reshaped.
@@ -30,12 +30,13 @@ import torch
 
 from fgoffload.engine import is_inert
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.random_states import RandomUse
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor, run_in_site
-from fgoffload.integrations.megatron.reruns import RandomUse, Rerun, as_tuple
+from fgoffload.integrations.megatron.reruns import Rerun, as_tuple
 from fgoffload.integrations.megatron.sites import has_op_fuser
 
 
@@ -84,6 +85,8 @@ def _runs_forward_of(module: Any, path: str) -> bool:
 def run_again(patches: Patches, get_offload: GetOffload, part: FirstPart) -> None:
     """Let `part` run again in backward, until `patches` are removed."""
     runs = _Runs(part, get_offload)
+    if part.unit == "expert_fc1":
+        save_whole_input(patches, part.submodule)  # one stand-in, and not one for each expert
     wrap_method(patches, part.module, "forward", runs.wrap_module)
     wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
     reference = weakref.ref(runs)  # a model must not live on because it was patched
@@ -173,7 +176,9 @@ class _Runs:
 
             offload, tensors = self._get_offload(), tuple(inputs.values())
             name = f"{self._part.unit} of {type(module).__name__}"
-            begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use)
+            # A norm before it may run again too.
+            found = offload.open_reruns.find_made()
+            begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
             rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
             with contextlib.ExitStack() as dropping:
                 dropping.enter_context(rerun)
@@ -224,7 +229,12 @@ class _Runs:
         dropping.close()
         offload.keep_recomputed(rerun.note_outputs(outputs))
         arguments = reached.replace(dict(zip(made, outputs, strict=True)))
-        result = run_in_site(offload, self._part.until_tag, outputs[0], lambda: arguments.call(original, submodule))
+
+        def use() -> Any:
+            with rerun.handing_on():
+                return arguments.call(original, submodule)
+
+        result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
         # Before the backward of what made the submodule's output, and behind all hooks of that output: the norm before a dense
         # MLP may run again too, by a hook of the MLP's output, which is that of `linear_fc2`. It is put there later, and has

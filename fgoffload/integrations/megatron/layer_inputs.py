@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fgoffload.engine import is_inert
+from fgoffload.engine.place import Place
+from fgoffload.integrations.megatron.handing_on import HandingOn
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.offload import MegatronOffload
@@ -21,6 +23,7 @@ HYBRID_BLOCK_MODULE = "megatron.core.models.hybrid.hybrid_block"
 RECOMPUTE_MODULE = "megatron.core.recompute"
 MTP_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 PARALLEL = "megatron.core.tensor_parallel"
+_PLACE = Place(None, "a checkpoint of a part of a layer")
 
 
 class LayerInputs:
@@ -78,9 +81,15 @@ class LayerInputs:
 
     def _wrap_checkpoint(self, original: Any) -> Any:
         def checkpoint(run_function: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._depth == 0 or is_inert():
+            if is_inert():
                 return original(run_function, *args, **kwargs)
             offload = self.get_offload()
+            if self._depth == 0:
+                # Of a part of a layer. It may be given what a norm returned that runs again too, and saves that when its
+                # forward is through.
+                made = offload.open_reruns.find_made()
+                with HandingOn(made, _PLACE) if made else contextlib.nullcontext():
+                    return original(run_function, *args, **kwargs)
             offload.enter_layer(offload.last_layer + 1)
             # Inside, grad mode is off and nothing is saved; the checkpoint saves its arguments when its forward is through.
             return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(run_function, *args, **kwargs))

@@ -158,6 +158,9 @@ class _Registrar:
 
     def __init__(self, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
         self._patches = patches
+        self._innermost = Patches()
+        """What is wrapped before anything else is, so that regions of sites are around it."""
+        patches.enter(self._innermost)
         self.get_offload = get_offload
         self._inputs = inputs
 
@@ -206,6 +209,9 @@ class _Registrar:
         for layer, _ in found:
             number = get_number(layer)
             recomputed = offload.actions.list_recomputed(chunk, number)
+            # A plan that is made of measurements says only later what runs again.
+            units = recomputed if offload.measurement is None else recompute.find_units(layer)
+            recompute.wrap_users(self._innermost, self.get_offload, layer, units)
             for unit in recomputed:
                 recompute.switch_on(self._patches, self._inputs, layer, unit)
             # A first linear that runs again has its site around what it runs again from.

@@ -14,6 +14,7 @@ from fgoffload.engine import Group, Lane, OffloadEngine, Region, StepStats, is_i
 from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
+from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.plan_files import naming_file
 from fgoffload.integrations.megatron.selected_tags import list_selected_tags
@@ -53,6 +54,8 @@ class MegatronOffload:
         """The tags whose tensors may leave: those that users named, or those of the plan."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
         """What is done about each site."""
+        self.open_reruns = OpenReruns()
+        """What runs again and forward uses just now."""
         self.has_waiting_layers = False
         """Whether a layer of this rank lets the host wait in each of its forwards, as token dispatchers do."""
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -12,27 +12,25 @@ nothing is exchanged, and the sort by expert that comes behind the exchange find
 returns is what the permutation made, in another storage. The counts are known from forward, and the host waits for nothing.
 
 [Note: Nothing is emptied]
-What other units return is emptied behind its last use, since somebody else saves it (`reruns.py`). Here the hooks around the
-first linear save no tensor at all, so that it goes with the frames of forward, Megatron's `MoELayer` among them, and comes as a
-new one when backward asks. That spares the copy of it into the storage of the old one.
+What other units return is emptied behind its last use (`reruns.py`). Here the first linear saves nothing of it, as
+`handing_on.py` has it, and it goes with the frames of forward, Megatron's `MoELayer` among them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.engine.identity import get_key, get_version
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import _pop_hooks, _push_hooks
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_whole_input
+from fgoffload.integrations.megatron.handing_on import HandingOn, Made, OpenReruns, StandIn, save_input
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.reruns import find_hooks, save_input
 from fgoffload.integrations.megatron.sites import has_op_fuser
 
 UNIT = "dispatch"
@@ -56,9 +54,15 @@ def can_permute_again(layer: Any) -> bool:
     return bool(dispatcher.ep_size == dispatcher.tp_size == 1 and not dispatcher.drop_and_pad)
 
 
-def permute_again(patches: Patches, layer: Any) -> None:
-    """Let the tokens of `layer` be permuted again in backward, until `patches` are removed."""
-    runs = _Runs(Place(None, f"the permutation of layer {layer.layer_number - 1}"))
+def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], OpenReruns]) -> None:
+    """Let the tokens of `layer` be permuted again in backward, until `patches` are removed.
+
+    Args:
+        patches: Undo it.
+        layer: A Megatron layer.
+        get_open_reruns: Returns what else runs again: the norm whose output is permuted may be among it.
+    """
+    runs = _Runs(Place(None, f"the permutation of layer {layer.layer_number - 1}"), get_open_reruns)
     dispatcher = layer.mlp.token_dispatcher
     wrap_method(patches, dispatcher, "dispatch_preprocess", runs.wrap_permutation)
     wrap_method(patches, dispatcher, "dispatch_postprocess", runs.wrap_end)
@@ -70,11 +74,12 @@ def permute_again(patches: Patches, layer: Any) -> None:
 class _Runs:
     """The forwards of one layer. At most one of them is between its permutation and its first linear."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, get_open_reruns: Callable[[], OpenReruns]) -> None:
         self._place = place
+        self._get_open_reruns = get_open_reruns
         self._permutation: _Permutation | None = None
-        self._made: tuple[int, int] | None = None
-        """Storage and version of what the dispatcher returned, while that is there."""
+        self._made: _Tokens | None = None
+        """What the dispatcher returned, while that is there."""
 
     def wrap_permutation(self, original: Any) -> Any:
         """Wrap what permutes the tokens."""
@@ -82,17 +87,22 @@ class _Runs:
         def dispatch_preprocess(dispatcher: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             outputs = original(dispatcher, hidden_states, *args, **kwargs)
             # Behind frozen layers too: the first linear saves what it is given for its own weights.
-            self._permutation = None if is_inert() else _Permutation(hidden_states, _find_permutation(dispatcher), self._place)
+            self._permutation = None if is_inert() else self._begin(hidden_states, dispatcher)
             return outputs
 
         return dispatch_preprocess
+
+    def _begin(self, hidden: torch.Tensor, dispatcher: Any) -> "_Permutation":
+        found = self._get_open_reruns().find_made()
+        return _Permutation(hidden, _find_permutation(dispatcher), self._place, found)
 
     def wrap_end(self, original: Any) -> Any:
         """Wrap what returns the tokens for the experts."""
 
         def dispatch_postprocess(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = original(dispatcher, *args, **kwargs)
-            self._made = get_key(outputs[0]), get_version(outputs[0])
+            permutation, self._permutation = self._permutation, None
+            self._made = None if permutation is None else _Tokens(outputs[0], permutation)
             return outputs
 
         return dispatch_postprocess
@@ -101,16 +111,11 @@ class _Runs:
         """Wrap the forward of the experts' first linear."""
 
         def forward(linear: Any, *args: Any, **kwargs: Any) -> Any:
-            permutation, made = self._permutation, self._made
-            self._permutation = self._made = None
-            if permutation is None or made is None:
+            made, self._made = self._made, None
+            if made is None:
                 return original(linear, *args, **kwargs)
-            hooks = _Hooks(permutation, made, self._place)
-            _push_hooks(hooks.pack, hooks.unpack)
-            try:
+            with HandingOn({made.key: made}, self._place):
                 return original(linear, *args, **kwargs)
-            finally:
-                _pop_hooks()
 
         return forward
 
@@ -137,10 +142,17 @@ class _Permutation:
         hidden: What it permutes; saved here as autograd would save it.
         permute: Makes of it, as `[tokens, hidden]`, the tokens for the experts.
         place: For errors.
+        found: What else runs again: what it permutes is not saved where it is of that.
     """
 
-    def __init__(self, hidden: torch.Tensor, permute: Callable[[torch.Tensor], torch.Tensor], place: Place) -> None:
-        self._hidden = save_input(hidden, place)
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        permute: Callable[[torch.Tensor], torch.Tensor],
+        place: Place,
+        found: Mapping[int, Made] = MappingProxyType({}),
+    ) -> None:
+        self._hidden = save_input(hidden, place, found)
         self._permute = permute
         self._packed = self._taken = 0
         self._again: torch.Tensor | None = None
@@ -164,36 +176,29 @@ class _Permutation:
         return again
 
 
-class _Part:
-    """What stands in the graph for a tensor that looks at what the permutation made: where it lies in that."""
+class _Part(StandIn):
+    """What stands in the graph for a tensor that looks at what the permutation made."""
 
-    __slots__ = ("_offset", "_permutation", "_size", "_stride")
+    __slots__ = ("_permutation",)
 
     def __init__(self, permutation: _Permutation, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self._permutation = permutation
-        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def take(self) -> torch.Tensor:
         """Return the tensor."""
-        return self._permutation.take().as_strided(self._size, self._stride, self._offset)
+        return self.look_at(self._permutation.take())
 
 
-class _Hooks:
-    """Hooks around the first linear, which pass on to those around them whatever is not the permutation's."""
+class _Tokens(Made):
+    """What the permutation made, as the dispatcher returned it."""
 
-    def __init__(self, permutation: _Permutation, made: tuple[int, int], place: Place) -> None:
+    __slots__ = ("_permutation",)
+
+    def __init__(self, tensor: torch.Tensor, permutation: _Permutation) -> None:
+        super().__init__(tensor)
         self._permutation = permutation
-        self._key, self._version = made
-        self._pack, self._unpack = find_hooks(place)
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what stands for `tensor` in the graph."""
-        # Most are weights of experts, and the device waits for the host here: these are not asked for their storage.
-        if type(tensor) is torch.nn.Parameter or get_key(tensor) != self._key:
-            return self._pack(tensor)
-        # A hook may have changed it in place, which running again would not: then it is saved as it is.
-        return self._permutation.pack(tensor) if get_version(tensor) == self._version else self._pack(tensor)
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor."""
-        return packed.take() if type(packed) is _Part else self._unpack(packed)
+    def make_stand_in(self, tensor: torch.Tensor) -> StandIn:
+        """Return what stands for `tensor`."""
+        return self._permutation.pack(tensor)

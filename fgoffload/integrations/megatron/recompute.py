@@ -26,19 +26,21 @@ behind them, are the first parts of their modules' forward. Tokens are permuted 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from fgoffload.engine import is_inert
+from fgoffload.engine.place import Place
 from fgoffload.integrations.megatron import first_parts, permutations
-from fgoffload.integrations.megatron.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_whole_input
+from fgoffload.integrations.megatron.handing_on import HandingOn
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.methods import set_attribute, wrap_method
 from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.regions import find_tensor
+from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,13 +74,68 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
         first_parts.run_again(patches, inputs.get_offload, part)
         return
     if unit == permutations.UNIT:
-        permutations.permute_again(patches, layer)
+        permutations.permute_again(patches, layer, lambda: inputs.get_offload().open_reruns)
         return
     switch = _find_switches(layer)[unit]
     set_attribute(patches, switch.target, switch.attribute, True)  # noqa: FBT003 - the value of Megatron's attribute
     wrap_method(patches, layer, "forward", _run_once_without_grad)
-    if switch.prepare_fp8 is not None and is_quantized(layer.config):
-        switch.prepare_fp8()
+    if is_quantized(layer.config):
+        if switch.prepare_fp8 is not None:
+            switch.prepare_fp8()
+    elif unit == "moe_act":
+        save_whole_input(patches, getattr(layer.mlp.experts, "linear_fc2", None))  # one stand-in, and not one for each expert
+
+
+def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
+    """Let whoever uses what Megatron's checkpoints without output return save nothing of it, until `patches` are removed.
+
+    Args:
+        patches: Undo it; wrapped before anything else of the layer is, so that the hooks are inside of regions.
+        get_offload: Returns what knows what runs again and is in use.
+        layer: A Megatron layer.
+        units: What may run again in it.
+    """
+    for unit in units:
+        for module, name in _list_users(layer, unit):
+            if callable(getattr(module, name, None)):
+                place = Place(None, f"{type(module).__name__}.{name} of layer {layer.layer_number - 1}")
+                wrap_method(patches, module, name, functools.partial(_hand_on, get_offload, place))
+
+
+def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
+    """Yield the methods that save what a unit of `layer` returns, and open no region inside."""
+    attention, mlp = layer.self_attention, layer.mlp
+    if unit == "attn_norm":
+        yield from ((getattr(attention, name, None), "forward") for name in _ATTENTION_INPUTS)
+    elif unit == "mla_up_proj":
+        yield getattr(attention, "core_attention", None), "forward"
+    elif unit == "moe_act":
+        yield getattr(mlp.experts, "linear_fc2", None), "forward"
+    elif unit == "mlp_norm":
+        shared = getattr(mlp, "shared_experts", None)
+        for module in (mlp, shared):
+            yield getattr(module, "linear_fc1", None), "forward"
+        yield getattr(mlp, "fc1_latent_proj", None), "forward"
+        yield getattr(mlp, "router", None), "gating"
+        if getattr(shared, "use_shared_expert_gate", False) and not getattr(mlp, "shared_expert_overlap", False):
+            yield shared, "forward"
+
+
+_ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
+"""The first linears of Megatron's attentions."""
+
+
+def _hand_on(get_offload: GetOffload, place: Place, original: Any) -> Any:
+    """Wrap a method of whoever uses what may run again."""
+
+    def use(module: Any, *args: Any, **kwargs: Any) -> Any:
+        made = get_offload().open_reruns.find_made()
+        if not made:
+            return original(module, *args, **kwargs)
+        with HandingOn(made, place):
+            return original(module, *args, **kwargs)
+
+    return use
 
 
 def _find_switches(layer: Any) -> dict[str, _Switch]:

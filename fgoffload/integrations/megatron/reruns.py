@@ -1,7 +1,7 @@
 """Running a function again in backward, for the graph that its forward has built.
 
     forward     the function; what its ops save is dropped; what it returns is used, and then emptied
-    backward    the function again: what was dropped and emptied is there once more; then the graph of forward, as without
+    backward    the function again: what was dropped, and what it returned, is there once more; then the graph of forward
 
 [Note: One graph]
 Megatron's checkpoint without output runs the function without a graph, builds one when it runs again, and goes through that by
@@ -14,56 +14,33 @@ function inside keeps something else than by `save_for_backward`.
 What `torch.utils.checkpoint` does without reentrance is this for what a function saves. Here what it returns, and others save,
 goes too, and its inputs may leave for the host. Autocast is not restored, as Megatron's checkpoints do not.
 
-[Note: Random states]
-A function that draws random numbers has to draw the same again, so the random states of its forward are kept, and set. Norms,
-activations and linears draw none, and to read three states and set them costs the host as much as all else that a rerun does in
-forward. So the states are compared before and behind a function the first time that it runs, and where they are the same it is
-taken for one that never draws. What drew for the first time later would draw something else in backward.
+[Note: What is returned]
+Behind its last use in forward the storage of an output is emptied. Who used it below the hooks of `handing_on.py` has not saved
+it, and gets what the second run returns. Then nothing is left of the storage when backward comes, and nothing is copied. Where
+somebody holds it all the same, it is filled with a copy, and all look at that. An output that was changed in place before its
+last use is not emptied: the second run would not change it.
 
 [Note: Who holds what]
-The graph holds what stands for dropped tensors, these hold the rerun, and the rerun holds them weakly, the inputs packed, and
-the storages of the outputs, which have no graph. So there is no cycle, and what drops the graph frees all of it.
+The graph holds what stands for dropped tensors and for outputs, these hold the rerun, and the rerun holds them weakly, the
+inputs packed, and until they are emptied the outputs, without a graph. So there is no cycle, and what drops the graph frees all
+of it.
 """
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from fgoffload.engine.handles import KeptHandle, hold
-from fgoffload.engine.identity import get_key, get_version, is_of_leaf, is_without_bytes
+from fgoffload.engine.identity import StorageRef, get_key, get_version, is_of_leaf, is_without_bytes
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
+from fgoffload.engine.region import _pop_hooks, _push_hooks
 from fgoffload.errors import InternalError, StateError
-from fgoffload.integrations.megatron.imports import load_module
-
-
-class RandomUse:
-    """Which functions draw random numbers, as far as they have run. See [Note: Random states]."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Any], bool]] = {}
-        """By identity of what was asked about, which must be alive still."""
-
-    def draws(self, function: Any) -> bool | None:
-        """Return whether `function` draws; None where it has not run yet."""
-        anchor = _find_anchor(function)
-        found = self._found.get(id(anchor))
-        return None if found is None or found[0]() is not anchor else found[1]
-
-    def note(self, function: Any, *, draws: bool) -> None:
-        """Take note of what `function` did when it ran for the first time."""
-        anchor = _find_anchor(function)
-        self._found[id(anchor)] = weakref.ref(anchor), draws
-
-
-def _find_anchor(function: Any) -> Any:
-    """Return what is the same each time: a module itself, and the code of a function, which is made anew for each call."""
-    return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
+from fgoffload.integrations.megatron.handing_on import HandingOn, Input, Made, StandIn, save_input
+from fgoffload.integrations.megatron.random_states import RandomUse, are_equal, as_in_forward, get_states
 
 
 class Rerun:
@@ -76,11 +53,12 @@ class Rerun:
         args: What it is given.
         name: What runs again, for errors.
         random_use: What is known of who draws random numbers; None keeps the random states anyway.
+        found: What else runs again and is in use: an input of it is not saved.
     """
 
     __slots__ = (
         *("__weakref__", "_dropped", "_function", "_given", "_inputs", "_note_draws", "_outputs", "_place"),
-        "_states",
+        *("_states", "made"),
     )
 
     def __init__(
@@ -90,20 +68,23 @@ class Rerun:
         *,
         name: str,
         random_use: RandomUse | None = None,
+        found: Mapping[int, Made] = MappingProxyType({}),
     ) -> None:
         self._function: Callable[..., Any] | None = function
         self._place = place = Place(None, f"a recompute of {name}")
         draws = None if random_use is None else random_use.draws(function)
         self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
         """Called with what forward does; None where that is known."""
-        self._states = None if draws is False else _get_states()
+        self._states = None if draws is False else get_states()
         """The random states before forward; None where it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
-        self._inputs = [save_input(arg, place) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._inputs = [save_input(arg, place, found) if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._dropped: list[_Dropped | None] = []
         """What the function saved, in its order; None for leaves, which stay, since their owner holds them anyway."""
         self._outputs: list[_Output | None] = []
         """What it returned, in its order; None for what is not emptied."""
+        self.made: Mapping[int, Made] = {}
+        """What it returned and forward uses, by the key of its storage."""
 
     # Forward.
 
@@ -117,31 +98,39 @@ class Rerun:
         _pop_hooks()
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
-            draws = not _are_equal(self._states, _get_states())
+            draws = not are_equal(self._states, get_states())
             note_draws(draws=draws)
             if not draws:
                 self._states = None
 
     def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
         """Take note of what the function returned, and return what of it will be emptied: not what it was given, nor a leaf."""
-        emptied = []
+        emptied, made = [], {}
         for output in as_tuple(outputs):
             if isinstance(output, torch.Tensor) and get_key(output) not in self._given and not is_of_leaf(output):
-                storage = output.untyped_storage()
-                self._outputs.append(_Output(storage, storage.nbytes()))
+                one = _Output(self, output)
+                self._outputs.append(one)
+                made[one.key] = one
                 emptied.append(output)
             else:
                 self._outputs.append(None)
+        self.made = made
         return emptied
 
+    def handing_on(self) -> HandingOn:
+        """Return a context for whoever uses the outputs, and saves nothing of them then."""
+        return HandingOn(self.made, self._place)
+
     def empty_outputs(self) -> None:
-        """Give back the memory of the outputs, which forward needs no longer.
+        """Give back the memory of the outputs, which forward needs no longer. See [Note: What is returned].
 
         As with Megatron's checkpoints the storages of all who saved them are emptied, and filled before they are asked for.
         """
-        for output in self._outputs:
-            if output is not None:
-                output.storage.resize_(0)
+        self.made = {}
+        outputs = [output for output in self._outputs if output is not None]
+        changed = {output.key for output in outputs if output.is_changed}
+        for output in outputs:
+            output.leave(is_emptied=output.key not in changed)
 
     def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
         # Linears of many experts save a few dozen weights, and as many biases that they do not have, while the device waits for
@@ -171,7 +160,10 @@ class Rerun:
         outputs, found = self._run(function)
         for output, again in zip(self._outputs, outputs, strict=True):
             if output is not None:
-                output.fill(again)
+                output.check(again, self._place)
+        for output, again in zip(self._outputs, outputs, strict=True):
+            if output is not None:
+                output.give_back(again)
         for dropped, saved in zip(self._dropped, found, strict=True):
             if dropped is not None and saved is not None:
                 dropped.give_back(saved.tensor)
@@ -182,7 +174,7 @@ class Rerun:
 
     def _run(self, function: Callable[..., Any]) -> "tuple[tuple[Any, ...], list[_Found | None]]":
         """Return what `function` returns, and what it saves, when it runs again: as much of both as in forward."""
-        inputs = [arg.take() if isinstance(arg, _Input) else arg for arg in self._inputs]
+        inputs = [arg.take() if isinstance(arg, Input) else arg for arg in self._inputs]
         found: list[_Found | None] = []
 
         def find(tensor: torch.Tensor) -> None:
@@ -192,7 +184,7 @@ class Rerun:
                 dropped.check(tensor, self._place)
             found.append(None if dropped is None else _Found(tensor.detach(), get_version(tensor)))
 
-        with _as_in_forward(self._states), torch.enable_grad():
+        with as_in_forward(self._states), torch.enable_grad():
             _push_hooks(find, _refuse)
             try:
                 outputs = as_tuple(function(*inputs))
@@ -223,9 +215,7 @@ class _Packed:
         if self._rerun is not None:
             self._rerun.run()
             self._rerun = None
-        if self.tensor is None:
-            raise InternalError("a recompute is over and has not found what backward asks for. Please report it.")
-        return self.tensor
+        return _require(self.tensor)
 
 
 class _Dropped(NamedTuple):
@@ -274,51 +264,90 @@ class _Found(NamedTuple):
             )
 
 
-class _Input(NamedTuple):
-    """A saved input of the function."""
-
-    unpack: Callable[[], torch.Tensor]
-    requires_grad: bool
-
-    def take(self) -> torch.Tensor:
-        """Return it for the second run."""
-        return self.unpack().detach().requires_grad_(self.requires_grad)
-
-
-class _Output(NamedTuple):
+class _Output(Made):
     """The storage of an output of the function, without its graph."""
 
-    storage: torch.UntypedStorage
-    nbytes: int
+    __slots__ = ("_emptied", "_nbytes", "_rerun", "_stand_ins", "_tensor")
 
-    def fill(self, again: torch.Tensor) -> None:
-        """Fill it with a copy of what the second run returned.
+    def __init__(self, rerun: Rerun, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self._rerun = weakref.ref(rerun)
+        self._tensor: torch.Tensor | None = tensor.detach()
+        """While forward uses it: its changes in place count with those of the output."""
+        self._nbytes = tensor.untyped_storage().nbytes()
+        self._emptied: StorageRef | None = None
+        """What was emptied."""
+        self._stand_ins: list[weakref.ref[_HandedOn]] = []
+
+    def make_stand_in(self, tensor: torch.Tensor) -> StandIn | None:
+        """Return what gets the tensor of the second run; None where forward is through with it."""
+        rerun = self._rerun()
+        if rerun is None or self._tensor is None:
+            return None
+        stand_in = _HandedOn(rerun, tensor)
+        self._stand_ins.append(weakref.ref(stand_in))
+        return stand_in
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since the function returned it."""
+        return self._tensor is not None and get_version(self._tensor) != self._version
+
+    def leave(self, *, is_emptied: bool) -> None:
+        """Forward is through with it."""
+        tensor, self._tensor = self._tensor, None
+        if is_emptied and tensor is not None:
+            self._emptied = StorageRef(tensor)
+            tensor.untyped_storage().resize_(0)
+
+    def check(self, again: torch.Tensor, place: Place) -> None:
+        """Refuse what the second run has returned in its place, if that is of another size or type.
 
         Raises:
-            StateError: It has not as many bytes.
+            StateError: With both.
         """
-        storage, other = self.storage, again.untyped_storage()
-        if storage.nbytes():
-            return  # with another output, which looks at the same storage, or it was not emptied
-        if other.nbytes() != self.nbytes:
+        nbytes = again.untyped_storage().nbytes()
+        if nbytes != self._nbytes or again.dtype != self._dtype:
             raise StateError(
-                f"a recompute returned a tensor over {other.nbytes()} bytes where forward returned one over {self.nbytes}. It "
-                "must do the same twice: keep it in the plan."
+                f"{place} returned {again.dtype} over {nbytes} bytes where forward returned {self._dtype} over {self._nbytes}. "
+                "It must do the same twice: keep it in the plan."
             )
-        storage.resize_(self.nbytes)
-        storage.copy_(other)
+
+    def give_back(self, again: torch.Tensor) -> None:
+        """Let the graph have what the second run returned, and whoever holds what was emptied a copy of it."""
+        made = again.detach()
+        storage = None if self._emptied is None else self._emptied.find_storage()
+        if storage is not None:
+            if not storage.nbytes():  # else it was filled with another output, which looks at the same storage
+                storage.resize_(self._nbytes)
+                storage.copy_(again.untyped_storage())
+            made = torch.empty(0, dtype=again.dtype, device=again.device).set_(storage)
+        for stand_in in filter(None, (reference() for reference in self._stand_ins)):
+            stand_in.tensor = stand_in.look_at(made)
 
 
-def save_input(tensor: torch.Tensor, place: Place) -> _Input:
-    """Save `tensor` as autograd would."""
-    pack, unpack = find_hooks(place)
-    return _Input(functools.partial(unpack, pack(tensor)), tensor.requires_grad)
+class _HandedOn(StandIn):
+    """What stands in the graph for an output, or a part of one, in the place where somebody else saved it."""
+
+    __slots__ = ("_rerun", "tensor")
+
+    def __init__(self, rerun: Rerun, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self._rerun: Rerun | None = rerun
+        self.tensor: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor of the second run, which is run now if backward has not come by its end."""
+        if self._rerun is not None:
+            self._rerun.run()
+            self._rerun = None
+        return _require(self.tensor)
 
 
-def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Return what packs and unpacks what autograd saves now: the innermost hooks, or without any what holds a tensor."""
-    hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-    return (functools.partial(hold, place=place), _take) if hooks is None else hooks
+def _require(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise InternalError("a recompute is over and has not found what backward asks for. Please report it.")
+    return tensor
 
 
 def _take(packed: _Packed | KeptHandle) -> torch.Tensor:
@@ -332,36 +361,3 @@ def _refuse(_: None) -> torch.Tensor:
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """Return what a function returned, one thing or several, as several."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
-
-
-def _get_states() -> tuple[Any, ...]:
-    """Return the random states of host and device, and those of Megatron's tracker by name."""
-    states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
-    return states
-
-
-@contextlib.contextmanager
-def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
-    """Draw inside what was drawn behind `states`, and outside what would have been drawn anyway; None where nothing is."""
-    if states is None:
-        yield
-        return
-    random = _get_random()
-    with random._fork_rng():  # noqa: SLF001 - the only name
-        random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
-        yield
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether nothing was drawn between two random states. Those that are no numbers, as for CUDA graphs, never are."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return all(map(_are_equal, one, other))
-    return False
-
-
-def _get_random() -> Any:
-    return load_module("megatron.core.tensor_parallel.random")

@@ -12,6 +12,7 @@ from support.trainings import DENSE, HIDDEN_BYTES, MIXED, make_config, make_trai
 from fgoffload import Action, StateError
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.first_parts import FirstPart, find_first_parts, run_again
+from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.patches import Patches
 
 utils = pytest.importorskip("megatron.core.utils")
@@ -158,7 +159,7 @@ class Experts(torch.nn.Module):
         self.config = make_experts(self.linear_fc1, is_fused=False).config
 
 
-NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list)
+NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())
 
 
 def run_experts(experts, tokens=(5, 11)):

@@ -14,6 +14,7 @@ from fgoffload.engine import ActivationLedger, region
 from fgoffload.engine.place import Place
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron import measured_layers, permutations, training
+from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.permutations import _Permutation, _Runs
 from fgoffload.integrations.megatron.recompute import find_units
@@ -397,7 +398,7 @@ def test_a_forward_of_the_first_linear_leaves_nothing_to_another_and_no_hooks_wh
             raise ArithmeticError
         return hooks
 
-    runs = _Runs(Place(None, "a test"))
+    runs = _Runs(Place(None, "a test"), OpenReruns)
     permute, end = runs.wrap_permutation(lambda *_: None), runs.wrap_end(lambda _: (torch.ones(2, 3),))
     forward = runs.wrap_linear(find_hooks)
     for fails in (False, True):

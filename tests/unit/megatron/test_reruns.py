@@ -15,8 +15,10 @@ from fgoffload.engine.identity import StorageRef
 from fgoffload.integrations.megatron import reruns
 from fgoffload.integrations.megatron.checkpoints import follow_checkpoints
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.random_states import RandomUse, are_equal
 from fgoffload.integrations.megatron.reruns import Rerun
 
 random = pytest.importorskip("megatron.core.tensor_parallel.random")
@@ -338,7 +340,10 @@ def make_unlike(*functions):
             (torch.sin, lambda one: one[:3].sin()),
             r"a recompute of it saved \[3, 16\] of torch.float32 where forward saved \[6, 16\]",
         ),
-        ((torch.sin, lambda one: one.sin().double()), r"returned a tensor over 768 bytes where forward returned one over 384"),
+        (
+            (torch.sin, lambda one: one.sin().double()),
+            r"returned torch.float64 over 768 bytes where forward returned torch.float32 over 384",
+        ),
     ],
     ids=["how many", "of what shape", "how much"],
 )
@@ -398,9 +403,15 @@ def test_an_error_inside_ends_the_dropping():
 # Whose checkpoints do so.
 
 
+def make_offload(*, recomputes):
+    """Return what checkpoints ask of the integration."""
+    actions = types.SimpleNamespace(recomputes=recomputes)
+    return types.SimpleNamespace(actions=actions, keep_recomputed=list, open_reruns=OpenReruns())
+
+
 def run_checkpoint(*, recomputes, fp8_is_on=False, **attributes):
     """Return the name of the node of what Megatron's checkpoint returns, where the plan recomputes or not."""
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=recomputes), keep_recomputed=list)
+    offload = make_offload(recomputes=recomputes)
     checkpoint = random.CheckpointWithoutOutput()
     vars(checkpoint).update(attributes)
     with Patches() as patches:
@@ -421,7 +432,7 @@ MEGATRONS, OURS = "CheckpointWithoutOutputFunctionBackward", "SinBackward0"
 @pytest.mark.parametrize("name", ["is_graph_warmup", "is_graph_capturing"])
 def test_while_a_cuda_graph_is_made_megatrons_own_runs(name, monkeypatch):
     monkeypatch.setattr(load_module("megatron.core.transformer.cuda_graphs"), name, lambda: True)
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), keep_recomputed=list)
+    offload = make_offload(recomputes=True)
     checkpoint = random.CheckpointWithoutOutput()
     with Patches() as patches:
         follow_checkpoints(patches, lambda: offload)
@@ -446,7 +457,7 @@ def test_checkpoints_of_a_plan_run_for_one_graph_and_others_as_megatron_has_them
 
 @pytest.mark.parametrize("where", ["below a checkpoint", "without gradients"])
 def test_where_regions_are_inert_megatrons_own_runs(where):
-    offload = types.SimpleNamespace(actions=types.SimpleNamespace(recomputes=True), keep_recomputed=list)
+    offload = make_offload(recomputes=True)
     checkpoints = []
 
     def run_below(hidden):
@@ -495,7 +506,7 @@ DRAWING = {
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_draws_random_numbers_draws_the_same_again_each_time(name):
-    plain, again = (train_twice(DRAWING[name], one) for one in (None, reruns.RandomUse()))
+    plain, again = (train_twice(DRAWING[name], one) for one in (None, RandomUse()))
     assert_same_bits(plain, again)
 
 
@@ -506,13 +517,13 @@ def test_of_what_draws_nothing_the_random_states_are_read_in_its_first_forward_a
     monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: written.append(1) or put(*states))
     plain = train_twice(lambda: lambda hidden: normalize(hidden), None)
     assert not read
-    again = train_twice(lambda: lambda hidden: normalize(hidden), reruns.RandomUse())
+    again = train_twice(lambda: lambda hidden: normalize(hidden), RandomUse())
     assert_same_bits(plain, again)
     assert (len(read), len(written)) == (2, 0)
 
 
 def test_an_error_in_the_first_forward_says_nothing_about_who_draws():
-    random_use = reruns.RandomUse()
+    random_use = RandomUse()
 
     def drop(hidden, *, fails):
         if fails:
@@ -525,7 +536,7 @@ def test_an_error_in_the_first_forward_says_nothing_about_who_draws():
 
 
 def test_modules_are_told_apart_and_functions_by_their_code():
-    random_use = reruns.RandomUse()
+    random_use = RandomUse()
     first, second = torch.nn.Dropout(0.5), torch.nn.Dropout(0.0)
     random_use.note(first, draws=True)
     random_use.note(second, draws=False)
@@ -541,7 +552,7 @@ def test_modules_are_told_apart_and_functions_by_their_code():
 
 
 def test_what_is_gone_tells_nothing_about_what_has_its_address_now():
-    random_use = reruns.RandomUse()
+    random_use = RandomUse()
     module = torch.nn.Dropout(0.0)
     random_use.note(module, draws=False)
     other = torch.nn.Dropout(0.5)
@@ -565,4 +576,4 @@ def test_what_is_gone_tells_nothing_about_what_has_its_address_now():
     ],
 )
 def test_random_states_are_equal_where_nothing_was_drawn(one, other, is_equal):
-    assert reruns._are_equal(one, other) is is_equal
+    assert are_equal(one, other) is is_equal
