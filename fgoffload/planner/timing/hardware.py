@@ -157,8 +157,10 @@ def get_hardware(name: str) -> Hardware:
     """Return the hardware of the table that `name` means: `h100`, or `H100 80GB SXM`. Case, spaces and dashes do not matter.
 
     Raises:
-        ConfigError: The table has no such hardware, with the nearest name.
+        ConfigError: `name` is no text, or the table has no such hardware, with the nearest name.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f'hardware {repr(name)[:60]} is no text. Give the name of a device, as in get_hardware("h100").')
     names = {_strip(key): key for key in HARDWARE} | {_strip(one.name): key for key, one in HARDWARE.items()}
     found = names.get(_strip(name))
     if found is not None:
@@ -181,8 +183,12 @@ def check_for_times(hardware: Hardware) -> None:
     """Refuse a device of which something is not known that the times of every plan need: bandwidth, operations and the link.
 
     Raises:
-        ConfigError: With all that is missing, and how to give it.
+        ConfigError: With all that is missing, and how to give it; or `hardware` is the name of one.
     """
+    if not isinstance(hardware, Hardware):
+        raise ConfigError(
+            f'hardware {repr(hardware)[:60]} is no Hardware. Give one, as get_hardware("h100") or Hardware.load(path).'
+        )
     missing = [name for name in _NEEDED if getattr(hardware, name) is None]
     of_link = [name for name in _LINK_NEEDED if getattr(hardware.link, name) is None]
     if not missing and not of_link:

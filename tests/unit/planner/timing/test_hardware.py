@@ -67,6 +67,12 @@ def test_a_far_name_is_answered_with_all_names_and_no_guess(name):
         get_hardware(name)
 
 
+@pytest.mark.parametrize("name", [None, 100])
+def test_what_is_no_name_is_answered_with_how_to_give_one(name):
+    with pytest.raises(ConfigError, match=rf'hardware {name} is no text\. .*, as in get_hardware\("h100"\)\.'):
+        get_hardware(name)
+
+
 @pytest.mark.parametrize("found", HARDWARE.values(), ids=HARDWARE)
 def test_the_figures_of_the_table_agree_with_each_other(found):
     assert re.search(r"\(.*20\d\d\)", found.source), "a source has its year"
