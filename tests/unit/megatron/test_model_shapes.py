@@ -252,6 +252,11 @@ def test_what_is_typed_wins_over_the_file():
         ("--global-batch-size 0", "--global-batch-size 0 is below 1"),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", "3 x 2 stages does not divide the 8 layers"),
         ("--num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage 0 is below 1"),
+        (
+            "--pp 2 --vp 2 --num-layers-per-virtual-pipeline-stage 1",
+            "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 .* Give one of them",
+        ),
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other. Give one of them"),
         ("--tp 2", "--tensor-model-parallel-size 2 without --sequence-parallel"),
         (
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
