@@ -179,7 +179,7 @@ def test_what_latent_attention_is_without_flags_is_what_megatron_lm_makes_of_it(
             "--num-layers-per-virtual-pipeline-stage 3 x 2 stages does not divide --num-layers 4",
         ),
         (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --virtual-pipeline-model-parallel-size 2",
+            "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
             "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 .* Give one of them",
         ),
         ("--fine-grained-activation-offloading", "--offload-modules is empty"),

@@ -76,7 +76,6 @@ def test_steps_that_were_compared_are_shown(capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
     ("name", "use"),
     [
@@ -113,10 +112,32 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
         (["--json", "."], "--json '.' is a folder. Give a file that can be written, as in profile.json."),
         (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be written over. Give another"),
         ([ARGUMENTS, "--data", "text.txt", "--json", "text.txt"], "--json 'text.txt' is the file of --data"),
-        (["--json"], "--json expected one argument. Give it after the flag, as in --json"),
+        (["--json"], "--json expected one argument. Give it after the flag, as in --json profile.json."),
+        (
+            ["config.json"],
+            "is JSON, and a training is run by Megatron's flags. Give a Megatron argument file, as in: fgoffload prof",
+        ),
+        (["config.json"], "can be planned for: fgoffload plan config.json --gpu h100."),
+        (
+            ["--seq-length", "4"],
+            "ARGUMENTS.sh is missing: '4' stands where it should. Give a Megatron argument file before --seq",
+        ),
+        (["--seq-length", "4", ARGUMENTS], "as in fgoffload profile arguments/x.sh --seq-length 4."),
+        (["none.sh", "--seq-length", "4"], "argument file 'none.sh' does not exist. Give a file, before any Megatron flag."),
+        (
+            ["model.sh", "--pipeline-model-parallel-size", "2"],
+            "model.sh: the processes of this training are a multiple of 2, and there is 1. Start as many, as in torchrun "
+            "--nproc-per-node 2 -m fgoffload profile model.sh --pipeline-model-parallel-size 2; or measure the link alone, and "
+            "plan with it: fgoffload profile --json link.json, and fgoffload plan model.sh --gpu NAME --profile link.json.",
+        ),
+        (
+            [str(Path(ARGUMENTS).with_name("deepseek_v3.sh"))],
+            "torchrun --nnodes 64 --nproc-per-node 8 -m fgoffload profile ",
+        ),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
+    Path("config.json").write_text("{}", encoding="utf-8")
     Path("model.sh").write_text(Path(ARGUMENTS).read_text(encoding="utf-8"), encoding="utf-8")
     assert main(["profile", *words]) == 2
     captured = capsys.readouterr()

@@ -168,7 +168,7 @@ def test_where_no_budget_of_the_device_is_enough_no_larger_one_is_proposed_and_e
     assert "Give a budget of" not in error
     words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "64")
     code, _, error = plan(capsys, *words, "--offload-memory-budget", "10GiB")
-    least = re.search(r"Give a budget of (\d+B) or more", error).group(1)
+    least = re.search(r"Give a budget of (\d+MiB) or more", error).group(1)
     assert code == 2
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
 
@@ -344,6 +344,11 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
     ("words", "says"),
     [
         ((), "MODEL is missing"),
+        ((LLAMA, "--json"), "--json expected one argument. Give it after the flag, as in --json plan.json."),
+        (
+            (LLAMA, "--gpu", "h100", "--pp", "2", "--num-gpus", "8", "--decoder-first-pipeline-num-layers", "99"),
+            "--decoder-first-pipeline-num-layers 99 is above --num-layers 32 of llama3_8b. Give 31 or less",
+        ),
         (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
         ((LLAMA,), "--gpu is missing"),
         ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Give one of: a100,"),
