@@ -29,6 +29,8 @@ DESCRIPTION = (
 USAGE = "fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
+PROFILE_NAME = "profile.json"
+"""Of the file that is written, in the current folder, unless `--json` says another place."""
 RUNS_A_SCRIPT = False
 
 _PROCESSES_OF_A_NODE = 8
@@ -40,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file; without one, the link alone"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the profile, for `fgoffload plan --profile FILE`")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help=f"where the profile goes, for `fgoffload plan --profile FILE` (default: {PROFILE_NAME}, in the current folder)",
+    )
     parser.add_argument("--data", metavar="PATH", help="text file or folder to train on (default: Python's standard library)")
     parser.epilog = (
         "Any other flag goes to Megatron, after those of the file. "
@@ -63,15 +69,15 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
             _show(profile)
         finally:
             # Also when nobody reads the tables to their end, as after `| head -2`.
-            if json_file is not None:
-                profile.save(json_file)
-        if json_file is not None:
-            print(f"Profile: {json_file}")
+            profile.save(json_file)
+        device = "" if profile.ranks else " --gpu NAME"
+        print(f"Profile: {json_file}")
+        print(f"Plan with it: fgoffload plan {options.arguments_file or 'MODEL'}{device} --profile {json_file}")
     return 0
 
 
-def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> Path | None:
-    """Refuse what cannot be, before anything heavy is imported, and return the file that is to be written, or None.
+def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> Path:
+    """Refuse what cannot be, before anything heavy is imported, and return the file that is to be written.
 
     Raises:
         ConfigError: With the option and the fix.
@@ -84,7 +90,11 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
     if name is not None:
         check_argument_file(name, example="fgoffload profile arguments/x.sh", flags=megatron_flags)
     inputs = {"the argument file": name, "the file of --data": options.data}
-    return check_output_file(options.json, flag="--json", example="profile.json", inputs=inputs)
+    if options.json is not None:
+        return check_output_file(options.json, flag="--json", example=PROFILE_NAME, inputs=inputs) or Path(PROFILE_NAME)
+    # A typed `--json` names another place.
+    check_output_file(PROFILE_NAME, flag="without --json,", example="--json measured.json", inputs=inputs)
+    return Path(PROFILE_NAME)
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":

@@ -39,6 +39,27 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
 
 
 @pytest.mark.usefixtures("_quick")
+def test_the_profile_goes_to_the_current_folder_unless_told_otherwise_and_that_is_said(capsys):
+    Path("profile.json").write_text("an older one", encoding="utf-8")
+    assert main(["profile"]) == 0
+    out = capsys.readouterr().out
+    assert "Profile: profile.json\nPlan with it: fgoffload plan MODEL --gpu NAME --profile profile.json\n" in out
+    assert Profile.load(Path("profile.json")).ranks == ()
+    assert main(["profile", "--json", "other.json"]) == 0
+    assert "--profile other.json\n" in capsys.readouterr().out
+    assert sorted(path.name for path in Path().iterdir()) == ["other.json", "profile.json"]
+
+
+def test_a_folder_of_the_name_of_the_profile_is_said_before_anything_is_measured(capsys):
+    Path("profile.json").mkdir()
+    assert main(["profile"]) == 2
+    assert capsys.readouterr().err == (
+        "fgoffload: error: without --json, 'profile.json' is a folder. Give a file that can be written, as in --json "
+        "measured.json.\n"
+    )
+
+
+@pytest.mark.usefixtures("_quick")
 def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
