@@ -164,8 +164,8 @@ def get_hardware(name: str) -> Hardware:
     if not isinstance(name, str):
         raise ConfigError(f'hardware {repr(name)[:60]} is no text. Give the name of a device, as in get_hardware("h100").')
     names = {_strip(key): key for key in HARDWARE} | {_strip(one.name): key for key, one in HARDWARE.items()}
-    names |= {_strip(driver_name): key for driver_name, key in _DRIVER_NAMES.items()}
-    found = names.get(_strip(name))
+    by_driver = {_strip(driver_name): key for driver_name, key in _DRIVER_NAMES.items()}
+    found = (names | by_driver).get(_strip(name))
     if found is not None:
         return HARDWARE[found]
     nearest = _find_nearest(_strip(name), names)
