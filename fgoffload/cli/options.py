@@ -43,7 +43,7 @@ def _find_flag_without_value(words: Sequence[str]) -> str | None:
 
     A file there is no value: it stands where it should not either.
     """
-    followed = zip(words, [*words[1:], "--"], strict=True)
+    followed = zip(words, [*words[1:], "--"], strict=False)  # one longer where there are none
     flags = (word for word, after in followed if word.startswith("--") and (after.startswith("--") or os.path.isfile(after)))
     return next(flags, None)
 

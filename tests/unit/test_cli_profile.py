@@ -123,6 +123,7 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
     ("words", "message"),
     [
         (["none.sh"], "argument file 'none.sh' does not exist. Give a file, before any Megatron flag."),
+        (["none"], "argument file 'none' does not exist. Give a file, before any Megatron flag."),
         (["."], "argument file '.' is a folder. Give a file, before any Megatron flag."),
         (["--swiglu"], "is for a model, and there is none. Give an argument file first"),
         (["--data", "x"], "--data 'x' is for a model, and there is none. Give an argument file first"),
