@@ -13,7 +13,7 @@ from pathlib import Path
 from fgoffload.errors import ConfigError
 from fgoffload.policy import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
 from fgoffload.tags import TagRegistry, default_tags
-from fgoffload.units import check_bytes, parse_bytes
+from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024
 """Elements, as Megatron counts. Source: `TransformerConfig.min_offloaded_tensor_size`, megatron-core 0.16.1."""
@@ -148,8 +148,8 @@ class OffloadConfig:
         if not self.is_auto:
             if budget_bytes is not None:
                 raise ConfigError(
-                    f"{flag} {budget_bytes} is for --offload-modules {AUTO}, which plans for it, and would do nothing here. "
-                    f"Give --offload-modules {AUTO}, or leave it out."
+                    f"{flag} {format_bytes(budget_bytes)} is for --offload-modules {AUTO}, which plans for it, and would do "
+                    f"nothing here. Give --offload-modules {AUTO}, or leave it out."
                 )
             return
         if budget_bytes is None:

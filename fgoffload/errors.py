@@ -40,8 +40,15 @@ class BudgetError(PlanError):
 
     def __str__(self) -> str:
         """Return what is lacking, and the fix."""
-        # In bytes, since the next GiB may be far, and as a flag takes it.
-        return f"{self.why} Give a budget of {self.least_bytes}B or more, or spread the model over more ranks."
+        return f"{self.why} Give a budget of {_spell_at_least(self.least_bytes)} or more, or spread the model over more ranks."
+
+
+def _spell_at_least(size_bytes: int) -> str:
+    """Return a size as flags take it, of that many bytes or up to a thousandth more: the next GiB may be far."""
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= 1024 * scale:
+            return f"{-(-size_bytes // scale)}{unit}"
+    return f"{size_bytes}B"
 
 
 class IntegrationError(OffloadError):

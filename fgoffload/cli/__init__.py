@@ -105,7 +105,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
-            values = {flag: value for command in COMMANDS for flag, value in command.EXAMPLE_VALUES.items()}
+            # Commands have flags of one name for different files.
+            of_command = (command.EXAMPLE_VALUES for command in COMMANDS if self.prog.endswith(f" {command.NAME}"))
+            values = next(of_command, {})
             raise ConfigError(f"{flag} {rest}. Give it after the flag, as in {flag} {values.get(flag, 'VALUE')}.")
         if match := re.match(r"invalid choice: ('.*?') \(choose from", rest):
             names = ", ".join(command.NAME for command in COMMANDS)

@@ -149,7 +149,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         ConfigError: An option cannot be what it is.
         PlanError: A plan file cannot be read.
     """
-    arguments_file = check_argument_file(options.arguments_file, example=EXAMPLE)
+    arguments_file = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags)
     compares_bits = options.check_bits
     if compares_bits and options.trace:
         raise ConfigError("--check-bits and --trace exclude each other: a trace is of a timed setting. Give one of them.")

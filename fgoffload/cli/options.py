@@ -2,28 +2,50 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
 
 
-def check_argument_file(name: str | None, *, example: str) -> Path:
+def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] = ()) -> Path:
     """Return the path of an argument file.
 
     Args:
         name: As typed; None where there is none.
         example: A whole command line.
+        flags: Words that the command does not know: flags of Megatron, and their values.
 
     Raises:
-        ConfigError: It is missing, or no file.
+        ConfigError: It is missing, or no file, or one of another kind.
     """
     if not name:
         raise ConfigError(f"ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: {example}.")
     # os.path here and elsewhere: Path.is_file raises where a name is too long.
     if not os.path.isfile(name):
+        flag = None if name.endswith(".sh") or os.path.exists(name) else _find_flag_without_value(flags)
+        if flag is not None:
+            raise ConfigError(
+                f"ARGUMENTS.sh is missing: {name!r} stands where it should. Give a Megatron argument file before {flag}, as in "
+                f"{example} {flag} {name}."
+            )
         raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}. Give a file, before any Megatron flag.")
+    if name.endswith(".json"):
+        raise ConfigError(
+            f"argument file {name!r} is JSON, and a training is run by Megatron's flags. Give a Megatron argument file, as in: "
+            f"{example}. A config.json of Hugging Face can be planned for: fgoffload plan {name} --gpu h100."
+        )
     return Path(name)
+
+
+def _find_flag_without_value(words: Sequence[str]) -> str | None:
+    """Return the first flag of `words` behind which no value stands: it may have been taken for a file. None without any.
+
+    A file there is no value: it stands where it should not either.
+    """
+    followed = zip(words, [*words[1:], "--"], strict=False)  # one longer where there are none
+    flags = (word for word, after in followed if word.startswith("--") and (after.startswith("--") or os.path.isfile(after)))
+    return next(flags, None)
 
 
 def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:

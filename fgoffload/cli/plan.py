@@ -9,20 +9,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fgoffload.cli.errors import show_line
 from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
-from fgoffload.cli.plan_host import find_host
+from fgoffload.cli.plan_device import (
+    check_device,
+    check_static,
+    choose_budget,
+    choose_host_budget,
+    describe_too_small,
+    find_device,
+)
+from fgoffload.cli.plan_host import check_host_of_link, find_host
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
-from fgoffload.policy import HOST_SHARE
-from fgoffload.units import format_bytes, parse_bytes
+from fgoffload.units import parse_bytes
 
 if TYPE_CHECKING:
     from fgoffload.planner.late_host import HostGuess
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
-    from fgoffload.planner.ranks.rank_model import RankModel
-    from fgoffload.planner.timing.hardware import Hardware
 
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
@@ -31,8 +37,8 @@ DESCRIPTION = (
     "finds what to keep, to recompute and to offload so that a memory budget is met at the least step time. Needs no GPU."
 )
 USAGE = (
-    "fgoffload plan MODEL --gpu NAME [--offload-memory-budget SIZE] [--offload-host-budget SIZE] [--json FILE] [--plot FILE] "
-    "[--timeline FILE] [--thorough] [--late-host | --host-in-time] [MEGATRON FLAGS]\n"
+    "fgoffload plan MODEL --gpu NAME [--profile FILE] [--offload-memory-budget SIZE] [--offload-host-budget SIZE] "
+    "[--json FILE] [--plot FILE] [--timeline FILE] [--thorough] [--late-host | --host-in-time] [MEGATRON FLAGS]\n"
     "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [--late-host | --host-in-time] "
     "[MEGATRON FLAGS]"
 )
@@ -67,6 +73,9 @@ SHORT_FLAGS: Mapping[str, str] = {
 
 OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep", "--thorough", "--late-host", "--host-in-time")
 """All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
+
+FRONTIER = "frontier.png"
+"""Where the picture of a sweep goes, in the current folder, unless `--plot` says another place."""
 
 SWEEP_POINTS = 12
 """Budgets of a sweep, from the least that any plan keeps to up to what keeps everything."""
@@ -106,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", help="a Megatron argument file, as in arguments/, or a Hugging Face config.json")
     add("--gpu", metavar="NAME", help="a device of the table: a100, h100, h200, b200, gb200, gh200, mi300x, ascend-910b")
     add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/planner/hardware.md)")
-    add("--profile", metavar="FILE", help="what `fgoffload profile` measured, in place of a device of the table")
+    add("--profile", metavar="FILE", help="what `fgoffload profile` measured: in place of a device, or of its link alone")
     add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")
     add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
@@ -116,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-in-time", action="store_true", help="with --profile, plan for a host in time, however late it was measured")
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")
-    add("--plot", metavar="FILE", help="write a picture: memory over the step, or with --sweep the frontier")
+    add("--plot", metavar="FILE", help=f"write a picture: memory over the step; of a sweep the frontier (default: {FRONTIER})")
     add("--timeline", metavar="FILE", help="write the simulated lanes as a Chrome trace")
     for short, flag in SHORT_FLAGS.items():
         add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
@@ -141,8 +150,10 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         path /= _CONFIG
     if not os.path.isfile(path):
         raise ConfigError(f"model {options.model!r} {say_why_no_file(options.model)}. Give a file, as in: {EXAMPLE}.")
-    _check_device(options)
+    check_device(options, EXAMPLE)
     _check_sweep(options)
+    if options.sweep and options.plot is None:
+        options.plot = FRONTIER
     sizes = {name: _read_size(options, name) for name in ("offload_memory_budget", "offload_host_budget", "reserve")}
     outputs = {name: _find_output(options, name, path) for name in _OUTPUTS}
     _check_outputs_differ(outputs)
@@ -173,7 +184,11 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     if checked.plot is not None:
         from fgoffload.cli.plan_pictures import check_picture
 
-        check_picture(checked.plot)
+        try:
+            check_picture(checked.plot)
+        except ImportError as error:  # the numbers need none
+            show_line(f"warning: there is no {checked.plot}: {error}. Install matplotlib.")
+            checked = dataclasses.replace(checked, plot=None)
     # What is taken for granted is said behind a plan; that there is none is one line.
     with hold_messages():
         return _plan(checked)
@@ -188,15 +203,18 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
 
-    hardware = _get_hardware(checked) if checked.profile is None else None
-    budget_bytes = None if checked.sweeps else _choose_budget(checked, hardware)
+    found = find_device(checked.gpu, checked.hardware, checked.profile)
+    hardware, profile = found.hardware, found.profile
+    if hardware is not None and profile is not None:
+        check_host_of_link(checked.host)
+    budget_bytes = None if checked.sweeps else choose_budget(checked.budget_bytes, hardware)
     model, parallelism = _read_model(checked)
     assumptions = _make_assumptions(checked)
     if hardware is not None:
         device = hardware.name
         reserve_bytes = assumptions.reserve_bytes
-        ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-    elif checked.profile is not None:
+        ranks = found.use_link(build_ranks(model, parallelism, hardware, assumptions=assumptions))
+    elif profile is not None and checked.profile is not None:
         from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
 
         reserve_bytes = checked.reserve_bytes or 0
@@ -207,11 +225,11 @@ def _plan(checked: PlanOptions) -> int:
             assumptions=assumptions,
             has_optimizer=checked.has_optimizer,
         )
-        profile, ranks = build_profiled_ranks(checked.profile, planned, reserve_bytes=reserve_bytes)
+        ranks = build_profiled_ranks(profile, planned, path=checked.profile, reserve_bytes=reserve_bytes)
         device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
     if checked.host is not None:
         device, ranks = f"{device}, {checked.host.value.removeprefix('a ')}", assume_host(ranks, checked.host)
-    host_budget_bytes, host_words = _choose_host_budget(checked, hardware, parallelism.world_size)
+    host_budget_bytes, host_words = choose_host_budget(checked.host_budget_bytes, hardware, parallelism.world_size)
     subject = Subject(
         model=model,
         parallelism=parallelism,
@@ -219,13 +237,14 @@ def _plan(checked: PlanOptions) -> int:
         device=device,
         reserve_bytes=reserve_bytes,
         host_budget=host_words,
+        link_line=found.link_line,
     )
     console = PipeConsole()
     if not console.is_terminal:
         console.width = max(console.width, 160)
     with share_work(), _without_cycle_collection():
         if hardware is not None:
-            _check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
+            check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         if budget_bytes is None:
             show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
             return EXIT_PLANNED
@@ -243,33 +262,9 @@ def _plan(checked: PlanOptions) -> int:
             )
         except BudgetError as error:
             if hardware is not None and error.least_bytes > hardware.device_memory_bytes:
-                raise PlanError(_describe_too_small(error.why, hardware, checked.reserve_bytes)) from error
+                raise PlanError(describe_too_small(error.why, hardware, checked.reserve_bytes)) from error
             raise
     return EXIT_PLANNED
-
-
-def _check_static(
-    ranks: "Sequence[RankModel]", budget_bytes: int | None, hardware: "Hardware", *, typed_reserve_bytes: int | None
-) -> None:
-    """Refuse a model of which a device has no room for what is always there: no search finds a plan for that.
-
-    A sweep, whose budget is None, is told what the largest budget lacks: all that the device has.
-    """
-    from fgoffload.planner.solving.solver import describe_static_lack
-
-    memory_bytes = hardware.device_memory_bytes
-    if describe_static_lack(ranks, memory_bytes) is not None:
-        lacking = describe_static_lack(ranks, memory_bytes if budget_bytes is None else budget_bytes)
-        raise PlanError(_describe_too_small(str(lacking), hardware, typed_reserve_bytes))
-
-
-def _describe_too_small(why: str, hardware: "Hardware", typed_reserve_bytes: int | None) -> str:
-    """Return why no budget of a device is enough: the one that is would be refused."""
-    less = f"lower --reserve {format_bytes(typed_reserve_bytes)}, " if typed_reserve_bytes else ""
-    return (
-        f"{why} {hardware.name} has {format_bytes(hardware.device_memory_bytes)} in all: {less}spread the model over more "
-        "ranks, or name a larger device."
-    )
 
 
 @contextlib.contextmanager
@@ -282,14 +277,6 @@ def _without_cycle_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _check_device(options: argparse.Namespace) -> None:
-    given = [flag for flag in ("gpu", "hardware", "profile") if getattr(options, flag) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"--{given[0]} and --{given[1]} both say what device it is. Give one of them.")
-    if not given:
-        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100; or --hardware, or --profile. All: {EXAMPLE}.")
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
@@ -334,20 +321,6 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
 
 
-def _get_hardware(checked: PlanOptions) -> "Hardware":
-    from fgoffload.planner.timing.hardware import HARDWARE, Hardware, get_hardware
-
-    if checked.hardware is not None:
-        return Hardware.load(checked.hardware)
-    try:
-        return get_hardware(str(checked.gpu))
-    except ConfigError as error:
-        known, _, _ = str(error).removeprefix("hardware ").partition(" Give one of:")
-        raise ConfigError(
-            f"--gpu {known} Give one of: {', '.join(HARDWARE)}; or a file of your own: --hardware FILE."
-        ) from error
-
-
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":
     from fgoffload.integrations.megatron.argument_files import read_argument_file
     from fgoffload.integrations.megatron.model_shapes import read_assumptions
@@ -359,39 +332,3 @@ def _make_assumptions(checked: PlanOptions) -> "Assumptions":
     if checked.reserve_bytes is None:
         return assumptions
     return dataclasses.replace(assumptions, reserve_bytes=checked.reserve_bytes)
-
-
-def _choose_budget(checked: PlanOptions, hardware: "Hardware | None") -> int:
-    if checked.budget_bytes is not None:
-        if hardware is not None and checked.budget_bytes > hardware.device_memory_bytes:
-            raise ConfigError(
-                f"--offload-memory-budget {format_bytes(checked.budget_bytes)} is more than the memory of {hardware.name}, "
-                f"{format_bytes(hardware.device_memory_bytes)}. Give that or less, or leave it out; or name a larger device."
-            )
-        return checked.budget_bytes
-    if hardware is None:
-        raise ConfigError("--offload-memory-budget is missing, and a profile does not say it. Give it, as in 76GiB.")
-    return hardware.device_memory_bytes
-
-
-def _choose_host_budget(checked: PlanOptions, hardware: "Hardware | None", world_size: int) -> tuple[int | None, str]:
-    """Return the host bytes of a rank, None for no limit, and where they come from.
-
-    Where none are given it is what the engine takes of a node with nothing else on it: a part of all, shared by the ranks.
-    """
-    from fgoffload.planner.model_ranks import count_ranks_per_node
-
-    given_bytes = checked.host_budget_bytes
-    words = "" if given_bytes is None else f"{format_bytes(given_bytes)} a rank, as given"
-    if hardware is None or hardware.host_memory_bytes_per_node is None:
-        return given_bytes, words or "no limit, since what a node has is not known; --offload-host-budget SIZE gives one"
-    node_bytes, ranks = hardware.host_memory_bytes_per_node, count_ranks_per_node(hardware, world_size)
-    if given_bytes is not None:
-        if given_bytes * ranks > node_bytes:
-            words += f", which is more than the {format_bytes(node_bytes)} of a node for all {ranks} of them"
-        return given_bytes, words
-    budget_bytes = int(node_bytes * HOST_SHARE / ranks)
-    return budget_bytes, (
-        f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of the {format_bytes(node_bytes)} of a node over "
-        f"{ranks} rank{'s' if ranks > 1 else ''}; a training takes that part of what is free then"
-    )

@@ -9,6 +9,18 @@ if TYPE_CHECKING:
     from fgoffload.planner.late_host import HostGuess
 
 
+def check_host_of_link(host: "HostGuess | None") -> None:
+    """Refuse a host in time beside a profile of the link alone, in which none was measured late.
+
+    Raises:
+        ConfigError: With the fix.
+    """
+    from fgoffload.planner.late_host import HostGuess
+
+    if host is HostGuess.IN_TIME:
+        raise ConfigError("--host-in-time is what a device with a profile of the link alone is taken for anyway. Leave it out.")
+
+
 def find_host(options: argparse.Namespace) -> "HostGuess | None":
     """Return the host that `--late-host` or `--host-in-time` asks for, or None without them.
 

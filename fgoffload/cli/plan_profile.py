@@ -59,22 +59,24 @@ class PlannedTraining:
     """Whether parameters have an optimizer's states; None where nobody said."""
 
 
-def build_profiled_ranks(path: Path, planned: PlannedTraining, *, reserve_bytes: int) -> tuple[Profile, tuple[RankModel, ...]]:
-    """Return the profile at `path` and the pipeline ranks that it makes, with what may differ as it is planned for.
+def build_profiled_ranks(
+    profile: Profile, planned: PlannedTraining, *, path: Path, reserve_bytes: int
+) -> tuple[RankModel, ...]:
+    """Return the pipeline ranks that a profile makes, with what may differ as it is planned for.
 
     Args:
-        path: Of the profile.
+        profile: What was measured.
         planned: What is planned for.
+        path: Of the profile's file, for errors.
         reserve_bytes: Added to what is always on the device.
 
     Raises:
-        ConfigError: The file is no profile, or one of another training: with the first difference.
+        ConfigError: The profile is of another training: with the first difference.
     """
-    profile = Profile.load(path)
     check_profile(profile, path, planned)
     ranks = make_rank_models(profile, policy=planned.assumptions.policy, microbatches=planned.parallelism.microbatches)
     least_numel = planned.assumptions.min_offloaded_numel
-    return profile, tuple(
+    return tuple(
         dataclasses.replace(rank, static_bytes=rank.static_bytes + reserve_bytes, min_offloaded_numel=least_numel)
         for rank in ranks
     )

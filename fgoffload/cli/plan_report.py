@@ -14,6 +14,7 @@ from fgoffload.cli.plan_tables import (
     Subject,
     build_decision_table,
     build_kept_table,
+    build_peak_table,
     build_prediction_table,
     build_rank_table,
     build_sweep_table,
@@ -65,12 +66,15 @@ def show_plan(
     check_drawn(ranks, files)
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, limits=limits)
     console.print(build_prediction_table(report, subject))
+    if subject.link_line:
+        console.print(subject.link_line, soft_wrap=True)
     console.print(describe_budget(subject, budget_bytes), soft_wrap=True)
     if report.solution.plan.actions:
         console.print(build_decision_table(report))
         console.print(build_kept_table(report))
     else:
         console.print("Everything is kept: the budget holds as it is.")
+    console.print(build_peak_table(report))
     console.print(build_rank_table(report))
     console.print(describe_flags(report.solution.nearest, report.solution.result))
     if (path := files["json"]) is not None:
@@ -142,11 +146,15 @@ def show_sweep(
     budgets = sorted({least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}, reverse=True)
     solutions = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
     console.print(build_sweep_table(report.baselines, solutions, subject))
+    if subject.link_line:
+        console.print(subject.link_line, soft_wrap=True)
     console.print(describe_budget(subject, None), soft_wrap=True)
     if subject.hardware is not None:
         console.print(describe_fitting(subject.hardware, solutions), soft_wrap=True)
     if plot is not None:
         write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
+        # matplotlib adds the suffix of a name without.
+        console.print(f"Frontier: {plot if plot.suffix else f'{plot}.png'}", soft_wrap=True)
 
 
 def describe_flags(nearest: NearestFlags | None, planned: StepResult) -> Text:

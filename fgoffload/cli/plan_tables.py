@@ -22,6 +22,8 @@ from fgoffload.units import format_bytes, format_ms
 
 PLAN = "this plan"
 """The row of the plan itself."""
+COMPARED = ("nothing", "full recompute", "selective recompute")
+"""Of the baselines, those that are shown for each pipeline rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Subject:
     """Of each device: counted as static memory, and not handed out by the allocator of a training."""
     host_budget: str
     """The host budget of a rank, and where it comes from, as the end of a line."""
+    link_line: str = ""
+    """Where the link comes from, in a line of its own, if that is not where the rest of the device does."""
 
     @property
     def title(self) -> str:
@@ -148,14 +152,32 @@ def build_kept_table(report: PlanReport) -> Table:
     return table
 
 
+def build_peak_table(report: PlanReport) -> Table:
+    """Return the peak of each pipeline rank, and the step of all, under the plan and what users would pick instead."""
+    results = {name: report.baselines[name] for name in COMPARED} | {PLAN: report.solution.result}
+    table = Table(title="Peak by pipeline rank")
+    for heading in ("rank", "layers", "static", *results):
+        table.add_column(heading, justify="right")
+    table.add_column("peak of this plan at")
+    for place, rank in enumerate(report.ranks):
+        planned = report.solution.result.ranks[place]
+        table.add_row(
+            str(rank.rank),
+            str(sum(len(chunk.layers) for chunk in rank.chunks)),
+            format_bytes(planned.static_bytes),
+            *(format_bytes(result.ranks[place].peak_bytes) for result in results.values()),
+            planned.peak_at,
+            end_section=place == len(report.ranks) - 1,
+        )
+    table.add_row("step", "", "", *(format_ms(result.step_s) for result in results.values()), "")
+    return table
+
+
 def build_rank_table(report: PlanReport) -> Table:
-    """Return a row for each pipeline rank."""
-    table = Table(title="By pipeline rank")
+    """Return what each pipeline rank does in the step under the plan."""
+    table = Table(title="This plan by pipeline rank")
     headings = (
         "rank",
-        "layers",
-        "static",
-        "peak",
         "step",
         "compute",
         "slowed by copies",
@@ -166,13 +188,9 @@ def build_rank_table(report: PlanReport) -> Table:
     )
     for heading in headings:
         table.add_column(heading, justify="right")
-    table.add_column("peak at")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
         table.add_row(
             str(rank.rank),
-            str(sum(len(chunk.layers) for chunk in rank.chunks)),
-            format_bytes(result.static_bytes),
-            format_bytes(result.peak_bytes),
             format_ms(result.step_s),
             format_ms(result.compute_s),
             format_ms(result.slowed_s),
@@ -180,7 +198,6 @@ def build_rank_table(report: PlanReport) -> Table:
             format_ms(result.waits.late_s),
             format_ms(result.waits.neighbours_s),
             format_bytes(result.host_peak_bytes) if result.host_peak_bytes else "-",
-            result.peak_at,
         )
     return table
 

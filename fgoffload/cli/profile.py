@@ -3,17 +3,19 @@
 import argparse
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
-from fgoffload.cli.options import check_output_file
+from fgoffload.cli.options import check_argument_file, check_output_file
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fgoffload.cli.measurement import TrainingSource
     from fgoffload.planner.timing.profile import Profile
 
 NAME = "profile"
@@ -27,7 +29,12 @@ DESCRIPTION = (
 USAGE = "fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
+PROFILE_NAME = "profile.json"
+"""Of the file that is written, in the current folder, unless `--json` says another place."""
 RUNS_A_SCRIPT = False
+
+_PROCESSES_OF_A_NODE = 8
+"""In an example, where more are needed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file; without one, the link alone"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the profile, for `fgoffload plan --profile FILE`")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help=f"where the profile goes, for `fgoffload plan --profile FILE` (default: {PROFILE_NAME}, in the current folder)",
+    )
     parser.add_argument("--data", metavar="PATH", help="text file or folder to train on (default: Python's standard library)")
     parser.epilog = (
         "Any other flag goes to Megatron, after those of the file. "
@@ -58,15 +69,15 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
             _show(profile)
         finally:
             # Also when nobody reads the tables to their end, as after `| head -2`.
-            if json_file is not None:
-                profile.save(json_file)
-        if json_file is not None:
-            print(f"Profile: {json_file}")
+            profile.save(json_file)
+        device = "" if profile.ranks else " --gpu NAME"
+        print(f"Profile: {json_file}")
+        print(f"Plan with it: fgoffload plan {options.arguments_file or 'MODEL'}{device} --profile {json_file}")
     return 0
 
 
-def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> Path | None:
-    """Refuse what cannot be, before anything heavy is imported, and return the file that is to be written, or None.
+def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> Path:
+    """Refuse what cannot be, before anything heavy is imported, and return the file that is to be written.
 
     Raises:
         ConfigError: With the option and the fix.
@@ -76,12 +87,14 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
         raise ConfigError(f"{megatron_flags[0]!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
     if name is None and options.data is not None:
         raise ConfigError(f"--data {options.data!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
-    # os.path: Path.is_file raises where a name is too long.
-    if name is not None and not os.path.isfile(name):
-        why = "is a folder" if os.path.isdir(name) else "does not exist"
-        raise ConfigError(f"argument file {name!r} {why}. Give a file, before any Megatron flag.")
+    if name is not None:
+        check_argument_file(name, example="fgoffload profile arguments/x.sh", flags=megatron_flags)
     inputs = {"the argument file": name, "the file of --data": options.data}
-    return check_output_file(options.json, flag="--json", example="profile.json", inputs=inputs)
+    if options.json is not None:
+        return check_output_file(options.json, flag="--json", example=PROFILE_NAME, inputs=inputs) or Path(PROFILE_NAME)
+    # A typed `--json` names another place.
+    check_output_file(PROFILE_NAME, flag="without --json,", example="--json measured.json", inputs=inputs)
+    return Path(PROFILE_NAME)
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":
@@ -108,6 +121,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
             steps=LONGEST_RUN,
             world_size=launch.world_size,
         )
+        _check_processes(source)
         training = load_training(source)
     with process_groups(training, launch):
         link = profile_link(get_training_device()).link
@@ -118,6 +132,33 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
         world_size=launch.world_size,
     )
     return dataclasses.replace(profile, training=measured)
+
+
+def _check_processes(source: "TrainingSource") -> None:
+    """Refuse a training of other processes than were started: with how to start those, and what can be measured without.
+
+    Raises:
+        ConfigError: With both numbers and the fix, or a flag cannot be what it is.
+    """
+    from fgoffload.integrations.megatron.arguments import parse_arguments
+
+    # Without a number of processes a training has the fewest that it can.
+    needed = parse_arguments(
+        source.file_flags, source=source.arguments_file, typed=source.typed_flags, known_elsewhere=source.own_flags
+    ).world_size
+    if source.world_size % needed == 0:
+        return
+    started = "there is 1" if source.world_size == 1 else f"there are {source.world_size}"
+    name, flags = source.arguments_file, "".join(f" {shlex.quote(word)}" for word in source.typed_flags)
+    nodes, rest = divmod(needed, _PROCESSES_OF_A_NODE)
+    launcher = f"--nnodes {nodes} --nproc-per-node {_PROCESSES_OF_A_NODE}"
+    if needed <= _PROCESSES_OF_A_NODE or rest:
+        launcher = f"--nproc-per-node {needed}"
+    raise ConfigError(
+        f"{name}: the processes of this training are a multiple of {needed}, and {started}. Start as many, as in "
+        f"torchrun {launcher} -m fgoffload profile {name}{flags}; or measure the link alone, and plan with "
+        f"it: fgoffload profile --json link.json, and fgoffload plan {name} --gpu NAME --profile link.json."
+    )
 
 
 def _show(profile: "Profile") -> None:

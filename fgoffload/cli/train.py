@@ -73,7 +73,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], la
     Raises:
         ConfigError: An option cannot be what it is.
     """
-    arguments_file = check_argument_file(options.arguments_file, example="fgoffload train arguments/x.sh")
+    arguments_file = check_argument_file(options.arguments_file, example="fgoffload train arguments/x.sh", flags=megatron_flags)
     if options.data == "":
         raise ConfigError("--data '' names nothing. Give a text file or a folder of them, or leave --data out.")
     return TrainOptions(

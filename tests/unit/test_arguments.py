@@ -178,6 +178,10 @@ def test_what_latent_attention_is_without_flags_is_what_megatron_lm_makes_of_it(
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
             "--num-layers-per-virtual-pipeline-stage 3 x 2 stages does not divide --num-layers 4",
         ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
+            "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 .* Give one of them",
+        ),
         ("--fine-grained-activation-offloading", "--offload-modules is empty"),
         ("--fine-grained-activation-offloading --offload-modules core_atn", r"Did you mean 'core_attn'\?"),
         (

@@ -39,6 +39,27 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
 
 
 @pytest.mark.usefixtures("_quick")
+def test_the_profile_goes_to_the_current_folder_unless_told_otherwise_and_that_is_said(capsys):
+    Path("profile.json").write_text("an older one", encoding="utf-8")
+    assert main(["profile"]) == 0
+    out = capsys.readouterr().out
+    assert "Profile: profile.json\nPlan with it: fgoffload plan MODEL --gpu NAME --profile profile.json\n" in out
+    assert Profile.load(Path("profile.json")).ranks == ()
+    assert main(["profile", "--json", "other.json"]) == 0
+    assert "--profile other.json\n" in capsys.readouterr().out
+    assert sorted(path.name for path in Path().iterdir()) == ["other.json", "profile.json"]
+
+
+def test_a_folder_of_the_name_of_the_profile_is_said_before_anything_is_measured(capsys):
+    Path("profile.json").mkdir()
+    assert main(["profile"]) == 2
+    assert capsys.readouterr().err == (
+        "fgoffload: error: without --json, 'profile.json' is a folder. Give a file that can be written, as in --json "
+        "measured.json.\n"
+    )
+
+
+@pytest.mark.usefixtures("_quick")
 def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
@@ -76,7 +97,6 @@ def test_steps_that_were_compared_are_shown(capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
     ("name", "use"),
     [
@@ -103,6 +123,7 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
     ("words", "message"),
     [
         (["none.sh"], "argument file 'none.sh' does not exist. Give a file, before any Megatron flag."),
+        (["none"], "argument file 'none' does not exist. Give a file, before any Megatron flag."),
         (["."], "argument file '.' is a folder. Give a file, before any Megatron flag."),
         (["--swiglu"], "is for a model, and there is none. Give an argument file first"),
         (["--data", "x"], "--data 'x' is for a model, and there is none. Give an argument file first"),
@@ -113,10 +134,32 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
         (["--json", "."], "--json '.' is a folder. Give a file that can be written, as in profile.json."),
         (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be written over. Give another"),
         ([ARGUMENTS, "--data", "text.txt", "--json", "text.txt"], "--json 'text.txt' is the file of --data"),
-        (["--json"], "--json expected one argument. Give it after the flag, as in --json"),
+        (["--json"], "--json expected one argument. Give it after the flag, as in --json profile.json."),
+        (
+            ["config.json"],
+            "is JSON, and a training is run by Megatron's flags. Give a Megatron argument file, as in: fgoffload prof",
+        ),
+        (["config.json"], "can be planned for: fgoffload plan config.json --gpu h100."),
+        (
+            ["--seq-length", "4"],
+            "ARGUMENTS.sh is missing: '4' stands where it should. Give a Megatron argument file before --seq",
+        ),
+        (["--seq-length", "4", ARGUMENTS], "as in fgoffload profile arguments/x.sh --seq-length 4."),
+        (["none.sh", "--seq-length", "4"], "argument file 'none.sh' does not exist. Give a file, before any Megatron flag."),
+        (
+            ["model.sh", "--pipeline-model-parallel-size", "2"],
+            "model.sh: the processes of this training are a multiple of 2, and there is 1. Start as many, as in torchrun "
+            "--nproc-per-node 2 -m fgoffload profile model.sh --pipeline-model-parallel-size 2; or measure the link alone, and "
+            "plan with it: fgoffload profile --json link.json, and fgoffload plan model.sh --gpu NAME --profile link.json.",
+        ),
+        (
+            [str(Path(ARGUMENTS).with_name("deepseek_v3.sh"))],
+            "torchrun --nnodes 64 --nproc-per-node 8 -m fgoffload profile ",
+        ),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
+    Path("config.json").write_text("{}", encoding="utf-8")
     Path("model.sh").write_text(Path(ARGUMENTS).read_text(encoding="utf-8"), encoding="utf-8")
     assert main(["profile", *words]) == 2
     captured = capsys.readouterr()

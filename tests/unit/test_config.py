@@ -110,7 +110,7 @@ REFUSALS = [
     ),
     (
         {"offload_memory_budget_bytes": 2**30},
-        "--offload-memory-budget 1073741824 is for --offload-modules auto, which plans for it, and would do nothing here. "
+        "--offload-memory-budget 1.00 GiB is for --offload-modules auto, which plans for it, and would do nothing here. "
         "Give --offload-modules auto, or leave it out.",
     ),
 ]

@@ -3,6 +3,7 @@ import inspect
 import pytest
 
 from fgoffload import errors
+from fgoffload.units import parse_bytes
 
 TREE = {
     "ConfigError": (errors.OffloadError, ValueError),
@@ -30,3 +31,18 @@ def test_the_docstring_draws_every_error():
 
 def test_the_base_is_a_plain_exception():
     assert errors.OffloadError.__bases__ == (Exception,)
+
+
+@pytest.mark.parametrize(
+    ("least_bytes", "text"),
+    [
+        (1000, "1000B"),
+        (2**20 - 1, "1048575B"),
+        (20 * 2**20 + 1, "20481KiB"),
+        (58 * 2**30, "59392MiB"),
+        (58 * 2**30 + 1, "59393MiB"),
+    ],
+)
+def test_the_budget_to_give_is_one_that_people_write_and_never_less(least_bytes, text):
+    assert f"Give a budget of {text} or more, or" in str(errors.BudgetError("Why.", least_bytes))
+    assert least_bytes <= parse_bytes(text, name="--budget") <= least_bytes * 1.001

@@ -2,11 +2,13 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from fgoffload.cli import main
+from fgoffload.cli import plan as plan_command
 from fgoffload.engine.host_memory import SHARE
 from fgoffload.integrations.megatron import model_shapes
 from fgoffload.integrations.megatron.model_config import read_facts
@@ -168,7 +170,7 @@ def test_where_no_budget_of_the_device_is_enough_no_larger_one_is_proposed_and_e
     assert "Give a budget of" not in error
     words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "64")
     code, _, error = plan(capsys, *words, "--offload-memory-budget", "10GiB")
-    least = re.search(r"Give a budget of (\d+B) or more", error).group(1)
+    least = re.search(r"Give a budget of (\d+MiB) or more", error).group(1)
     assert code == 2
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
 
@@ -302,8 +304,8 @@ def test_one_stage_alone_shows_what_waits_for_a_late_host_too(capsys, words, is_
     sizes = ("--no-optimizer", "--grad-reduce-in-bf16", "--reserve", "0", "--offload-memory-budget", "16.5GiB")
     code, out, _ = plan(capsys, str(ROOT / "arguments" / "w2_moe.sh"), "--gpu", "h100", *sizes, *words)
     assert code == 0
-    (rank,) = [line for line in out.partition("By pipeline rank")[2].splitlines() if line.startswith("│    0 ")]
-    late = rank.strip("│").split("│")[8]
+    (rank,) = [line for line in out.partition("This plan by pipeline rank")[2].splitlines() if line.startswith("│    0 ")]
+    late = rank.strip("│").split("│")[5]
     assert (float(late.removesuffix(" ms ")) > 0) == is_late
 
 
@@ -328,7 +330,27 @@ def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, config, tmp_p
     steps = [float(row[5]) for row in rows]
     assert len(steps) >= 5
     assert steps == sorted(steps)
+    assert f"Frontier: {path}\n" in out
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_writes_its_picture_unasked_and_does_without_where_none_can_be_drawn(capsys, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_command, "SWEEP_POINTS", 2)
+    words = (config, "--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "8", "--sweep")
+    code, out, err = plan(capsys, *words)
+    assert (code, err.count("Install matplotlib")) == (0, 0)
+    assert "Frontier: frontier.png\n" in out
+    assert Path("frontier.png").read_bytes().startswith(b"\x89PNG")
+    Path("frontier.png").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    code, out, err = plan(capsys, *words)
+    assert code == 0
+    assert "│ plan " in out
+    assert "Frontier" not in out
+    assert "warning: there is no frontier.png: " in err
+    assert "Install matplotlib." in err
+    assert not Path("frontier.png").exists()
 
 
 def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
@@ -344,6 +366,11 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
     ("words", "says"),
     [
         ((), "MODEL is missing"),
+        ((LLAMA, "--json"), "--json expected one argument. Give it after the flag, as in --json plan.json."),
+        (
+            (LLAMA, "--gpu", "h100", "--pp", "2", "--num-gpus", "8", "--decoder-first-pipeline-num-layers", "99"),
+            "--decoder-first-pipeline-num-layers 99 is above --num-layers 32 of llama3_8b. Give 31 or less",
+        ),
         (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
         ((LLAMA,), "--gpu is missing"),
         ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Give one of: a100,"),

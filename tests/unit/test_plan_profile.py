@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fgoffload.cli import main
+from fgoffload.cli import main, plan_report
 from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
 from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model_file
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.model_ranks import build_ranks
-from fgoffload.planner.timing.hardware import get_hardware
+from fgoffload.planner.timing.hardware import Link, get_hardware
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile, RankProfile
 from fgoffload.units import MIB
@@ -23,6 +23,19 @@ FLAGS = (
     "--max-position-embeddings 2048 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-layer-freq [0]+[1]*3 "
     "--micro-batch-size 1 --global-batch-size 8 --vocab-size 32000 --position-embedding-type rope --sequence-parallel"
 )
+CONFIG = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
 BUDGET = ("--offload-memory-budget", "16GiB")
 
 
@@ -82,6 +95,10 @@ def plan(capsys, *words):
     return code, shown.out, shown.err
 
 
+def find_row(text, name):
+    return next(line for line in text.splitlines() if line.startswith(f"│ {name} ")).split()
+
+
 def find_peaks(text):
     row = next(line for line in text.splitlines() if line.startswith("│ nothing "))
     return float(re.search(r"([\d.]+) GiB", row)[1])
@@ -129,7 +146,7 @@ def test_what_decides_only_what_moves_may_differ_and_is_applied(arguments, profi
         training = PlannedTraining(
             source="model.sh", model=model, parallelism=parallelism, assumptions=assumptions, has_optimizer=None
         )
-        (rank,) = build_profiled_ranks(profile, training, reserve_bytes=7)[1]
+        (rank,) = build_profiled_ranks(Profile.load(profile), training, path=profile, reserve_bytes=7)
         return rank
 
     measured = Profile.load(profile).get_rank(0)
@@ -208,13 +225,83 @@ def test_files_that_say_too_little_are_refused_with_how_to_measure(capsys, tmp_p
     for change, says in (
         ({"format": 1}, "is a profile of format 1; this version reads format 3. Measure again."),
         ({"training": None}, "does not say which training was measured. Measure again: fgoffload profile"),
-        ({"ranks": [], "training": None}, "which has the link alone. Measure a model"),
+        (
+            {"ranks": [], "training": None},
+            "has the link alone, of 'A device', which is no device of the table: memory and rates are not in it. Give the "
+            "device too, as in --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh.",
+        ),
     ):
         path = tmp_path / "old.json"
         path.write_text(json.dumps(document | change), encoding="utf-8")
         code, _, err = plan(capsys, arguments, "--profile", str(path), *BUDGET)
         assert code == 2
         assert says in err
+
+
+def write_link(path, *, device="CPU", rates=(25e9, 24e9, 12e9), small=1e9):
+    """Write a profile of the link alone, as `fgoffload profile` without a file does: small copies, and large ones."""
+    sizes = {2**16: (small,) * 3, 2**28: rates}
+    copies = tuple(
+        CopyRate(size_bytes=size, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, duplex_bytes_per_s=duplex)
+        for size, (d2h, h2d, duplex) in sizes.items()
+    )
+    link = LinkProfile(copies=copies, compute_slowdown=0.002)
+    Profile(device=device, versions={}, date="2026-11-22", link=link).save(path)
+    return str(path)
+
+
+def test_a_link_that_was_measured_takes_the_place_of_the_tables_and_of_nothing_else(capsys, tmp_path, arguments, monkeypatch):
+    link, built = write_link(tmp_path / "link.json"), []
+    show = plan_report.show_plan
+    monkeypatch.setattr(plan_report, "show_plan", lambda *args, **options: built.append(args[1:3]) or show(*args, **options))
+    words = (arguments, "--gpu", "h100", "--offload-memory-budget", "12GiB")
+    (code, of_table, _), (also, of_link, _) = (plan(capsys, *words, *more) for more in ((), ("--profile", link)))
+    assert (code, also) == (0, 0)
+    (line,) = (line for line in of_link.splitlines() if line.startswith("Link: "))
+    assert line == (
+        f"Link: as {link} says, measured on CPU, 2026-11-22: 25.0 GB/s to the host, 24.0 to the device, 12.0 each way at once, "
+        "62.9 us before each copy. All else is that of H100 80GB SXM."
+    )
+    assert "Link: " not in of_table
+    for name in ("nothing", "full recompute"):  # nothing leaves, so that the link is not used
+        assert find_row(of_link, name) == find_row(of_table, name)
+    assert find_row(of_link, "offload everything") != find_row(of_table, "offload everything")
+    ((_, table_ranks), (subject, ranks)) = built
+    assert [dataclasses.replace(rank, link=table_ranks[0].link) for rank in ranks] == list(table_ranks)
+    model = ranks[0].link
+    assert (model.d2h_bytes_per_s, model.h2d_bytes_per_s, model.duplex_bytes_per_s) == (25e9, 24e9, 12e9)
+    assert model.compute_slowdown == 0.002
+    assert subject.hardware == dataclasses.replace(get_hardware("h100"), link=subject.hardware.link)
+    assert subject.hardware.link == Link(d2h_bytes_per_s=25e9, h2d_bytes_per_s=24e9, duplex_bytes_per_s=12e9, is_measured=True)
+
+
+def test_a_link_beside_a_config_json_is_planned_with(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG), encoding="utf-8")
+    code, out, _ = plan(capsys, str(config), "--ep", "8", "--gpu", "h200", "--profile", write_link(tmp_path / "link.json"))
+    assert code == 0
+    assert "All else is that of H200 141GB SXM." in out
+
+
+def test_a_link_of_a_device_of_the_table_needs_no_name_of_one(capsys, tmp_path, arguments):
+    link = write_link(tmp_path / "link.json", device="NVIDIA H200", rates=(54e9, 53e9, 54e9))
+    code, out, _ = plan(capsys, arguments, "--profile", link)
+    assert code == 0
+    assert "1 x H200 141GB SXM;" in out
+    assert "measured on NVIDIA H200, 2026-11-22: 54.0 GB/s to the host" in out
+    assert "All else is that of H200 141GB SXM." in out
+
+
+def test_a_device_beside_the_profile_of_a_training_and_a_host_in_time_beside_a_link_are_refused(
+    capsys, tmp_path, arguments, profile
+):
+    code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
+    assert code == 2
+    assert f"--gpu and --profile {profile}, which is of a training, both say what device it is. Give one of them." in err
+    words = ("--gpu", "h100", "--profile", write_link(tmp_path / "link.json"), "--host-in-time")
+    code, _, err = plan(capsys, arguments, *words, *BUDGET)
+    assert code == 2
+    assert "--host-in-time is what a device with a profile of the link alone is taken for anyway. Leave it out." in err
 
 
 def test_a_profile_says_no_budget(capsys, arguments, profile):

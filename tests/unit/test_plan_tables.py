@@ -6,12 +6,12 @@ import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, OffloadPlan, PlanError
-from fgoffload.cli.plan_tables import build_decision_table, build_kept_table
+from fgoffload.cli.plan_tables import build_decision_table, build_kept_table, build_peak_table, build_rank_table
 from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.units import format_bytes
+from fgoffload.units import format_bytes, format_ms
 
 ONE, OTHER = make_toy_layer(kind="one"), make_toy_layer(kind="other", sizes=(1, 12, 6, 4, 2))
 
@@ -109,13 +109,37 @@ def test_every_layer_and_tag_has_a_row_in_one_of_the_two_tables():
     assert counts == {(kind, name): 2 for kind in ("one", "other") for name in names}
 
 
+def test_every_rank_shows_its_peak_in_each_way_and_the_last_row_the_step_of_all():
+    ranks = [
+        make_toy_rank(
+            rank=rank, layers=[[ONE] * (2 - rank)], first_number=2 * rank, pipeline=Pipeline(stages=2, microbatches=3)
+        )
+        for rank in range(2)
+    ]
+    report = plan_ranks(ranks, budget_bytes=60)
+    *of_ranks, steps = read_table(build_peak_table(report))
+    ways = {name: report.baselines[name] for name in ("nothing", "full recompute", "selective recompute")}
+    ways["this plan"] = report.solution.result
+    assert [list(row)[3:7] for row in (*of_ranks, steps)] == [list(ways)] * 3
+    for place, row in enumerate(of_ranks):
+        peaks = {name: format_bytes(result.ranks[place].peak_bytes) for name, result in ways.items()}
+        assert {name: row[name] for name in ways} == peaks
+        assert (row["rank"], row["layers"]) == (str(place), str(2 - place))
+    assert len({row["nothing"] for row in of_ranks}) == 2
+    assert (steps["rank"], {name: steps[name] for name in ways}) == (
+        "step",
+        {name: format_ms(result.step_s) for name, result in ways.items()},
+    )
+    assert [row["rank"] for row in read_table(build_rank_table(report))] == ["0", "1"]
+
+
 def test_a_budget_below_static_memory_says_what_is_missing_where_and_what_would_do():
     rank = make_toy_rank(static_bytes=1000)
     with pytest.raises(PlanError) as caught:
         plan_ranks([rank], budget_bytes=900)
     text = str(caught.value)
     assert "static memory of pipeline rank 0" in text
-    assert "That rank lacks 100 bytes (100 B) between steps" in text
+    assert "That rank lacks 100 B between steps" in text
     least_bytes = int(text.split("that a plan was found for is ")[1].split(" ")[0])
     assert plan_ranks([rank], budget_bytes=least_bytes).solution.result.peak_bytes == least_bytes
     with pytest.raises(PlanError):

@@ -21,6 +21,7 @@ from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE, FlagSourc
 from fgoffload.integrations.megatron.flags import FlagParser, add_field_flags, number, to_flag, whole_number
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.model_config import list_accepted
+from fgoffload.integrations.megatron.parallel_flags import describe_two_virtual_sizes
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
 __all__ = ["TrainingArguments", "add_fine_grained_offload_args", "build_transformer_config", "parse_arguments"]
@@ -281,6 +282,8 @@ def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources)
 def _count_chunks(values: Mapping[str, Any], fields: Mapping[str, Any], sources: FlagSources) -> int | None:
     """Return the virtual pipeline size that `--num-layers-per-virtual-pipeline-stage` stands for."""
     per_chunk = int(values["num_layers_per_virtual_pipeline_stage"])
+    if (chunks := fields.get("virtual_pipeline_model_parallel_size")) is not None:
+        raise sources.refuse(describe_two_virtual_sizes(per_chunk, chunks))
     layers, stages = int(fields.get("num_layers", 0)), int(fields.get("pipeline_model_parallel_size", 1))
     if per_chunk < 1 or stages < 1 or layers % (stages * per_chunk):
         raise sources.refuse(

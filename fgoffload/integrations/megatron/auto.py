@@ -371,7 +371,8 @@ class AutoOffload(StepMeasurement):
         if peak_bytes <= self._budget_bytes or self._rival is not None:
             self._left_checks = 0
             return
-        above = f"a step took {format_bytes(peak_bytes)} at peak, {peak_bytes - self._budget_bytes} bytes above the budget"
+        above_bytes = peak_bytes - self._budget_bytes
+        above = f"a step took {format_bytes(peak_bytes)} at peak, {format_bytes(above_bytes)} above the budget"
         if not self._left_checks:
             logger.warning("%s, after %d plans: the last one stays. Give a budget that much smaller.", above, MOST_CHECKS)
             return

@@ -134,7 +134,7 @@ class MeasuredStep:
         try:
             solution = solve_leaving_free(models, budget_bytes=budget_bytes, free_bytes=free_bytes)
         except OffloadError as error:
-            raise PlanError(f"--offload-memory-budget {budget_bytes}: {error}") from error
+            raise PlanError(f"--offload-memory-budget {format_bytes(budget_bytes)}: {error}") from error
         return PlannedStep(
             plan=solution.plan,
             call=call,
@@ -177,7 +177,8 @@ class MeasuredStep:
 
         if (missing_bytes := count_missing(0)) > 0:
             raise PlanError(
-                f"Though all leaves that may, a step in which nothing runs again lacks {missing_bytes} bytes of the budget."
+                "Though all leaves that may, a step in which nothing runs again lacks "
+                f"{format_bytes(missing_bytes)} of the budget."
             )
         counts = range(1, max(map(len, ordered)) + 1)
         return choose(bisect.bisect_left(counts, x=True, key=lambda count: count_missing(count) > 0))

@@ -243,6 +243,8 @@ def _show_with_nearest(flag: str, parser: FlagParser) -> str:
 
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
+    if values.get("bf16") and values.get("fp16"):
+        raise ConfigError("--bf16 and --fp16 exclude each other. Give one of them; --no-bf16 or --no-fp16 takes back a file's.")
     experts = make_experts(values)
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
     moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)

@@ -42,6 +42,8 @@ FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
 PARALLEL_FLAGS = frozenset({*FIELD_FLAGS.values(), "global_batch_size", "num_gpus", "num_layers_per_virtual_pipeline_stage"})
 """Flags, with `_` for `-`, that ranks and microbatches come from."""
 
+VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""The two flags, with `_` for `-`, either of which says how many chunks a rank has. Megatron-LM takes one of them."""
 
 MICROBATCHES_OF_A_CHUNK = 4
 """Microbatches of a step for each model chunk of each stage, where nobody says how many. So a pipeline is full, and its ranks
@@ -87,6 +89,20 @@ def make_parallelism(
         account_for_embedding_in_pipeline_split=values.get("account_for_embedding_in_pipeline_split", False),
         account_for_loss_in_pipeline_split=values.get("account_for_loss_in_pipeline_split", False),
         pipeline_layout=values.get("pipeline_model_parallel_layout"),
+    )
+
+
+def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
+    """Return why both flags of the virtual pipeline are refused.
+
+    Args:
+        per_chunk: Of `--num-layers-per-virtual-pipeline-stage`.
+        chunks: Of `--num-virtual-stages-per-pipeline-rank`.
+    """
+    flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
+    return (
+        f"{' and '.join(flags)} (--vp) both say how many chunks a pipeline rank has. Give one of them; in place of one in a "
+        "file, the same flag with another number."
     )
 
 
@@ -140,9 +156,11 @@ def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_p
 
 def _count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
     """Return the virtual pipeline size, in either of the ways that Megatron-LM takes it."""
-    per_chunk = values.get("num_layers_per_virtual_pipeline_stage")
+    per_chunk, chunks = (values.get(name) for name in VIRTUAL_STAGE_FLAGS)
     if per_chunk is None:
-        return values.get("num_virtual_stages_per_pipeline_rank")
+        return chunks
+    if chunks is not None:
+        raise ConfigError(describe_two_virtual_sizes(per_chunk, chunks))
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
     # Embedding and loss are shared out like layers where they count as one.
     counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))

@@ -32,6 +32,10 @@ _PIPELINE_FIELDS: Mapping[str, str] = {
 }
 """By field of a `Pipeline`, the one that it comes from here."""
 
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Fields that say how layers are shared out, beside a layout."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
@@ -90,11 +94,7 @@ class Parallelism:
             "micro_batch_size",
         ):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
-        for name in (
-            "virtual_pipeline_size",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-        ):
+        for name in ("virtual_pipeline_size", *_ENDS):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), most=LARGEST_SIZE)
         self._check_experts()
@@ -184,13 +184,14 @@ class Parallelism:
     def _check_split(self) -> None:
         """Refuse two ways at once of sharing out the layers."""
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
-        ends = first is not None or last is not None
-        accounts = self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
-        if ends + accounts + (self.pipeline_layout is not None) > 1:
-            raise ConfigError(
-                "pipeline_layout, layers of the first or last stage, and accounting for embedding or loss say the same thing "
-                "in three ways. Give one of them."
-            )
+        ways = (
+            [] if self.pipeline_layout is None else ["pipeline_layout"],
+            [f"{name} {getattr(self, name)}" for name in _ENDS if getattr(self, name) is not None],
+            [name for name in _ACCOUNTS if getattr(self, name)],
+        )
+        if sum(map(bool, ways)) > 1:
+            given = " and ".join(name for way in ways for name in way)
+            raise ConfigError(f"{given} are different ways to say how many layers a stage has. Give one of them.")
         if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
             # megatron-core 0.16.1 divides by the number of stages between the two, where a rank has several chunks.
             raise ConfigError(
@@ -347,10 +348,20 @@ def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: i
     ranks = parallelism.pipeline_parallel_size
     first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
     if first is not None or last is not None:
-        return (
-            f"num_layers {model.num_layers} of {model.name} less those of the first stage ({first}) and the last ({last}) are "
-            f"{left}, which {between} stages between cannot share. Give numbers that leave a multiple of {between}."
-        )
+        given = " and ".join(f"{name} {getattr(parallelism, name)}" for name in _ENDS if getattr(parallelism, name) is not None)
+        layers, others = f"num_layers {model.num_layers} of {model.name}", f"the {between} other stage{'s' * (between > 1)}"
+        if between < 0:
+            return f"{given} are of two stages, and pipeline_parallel_size is {ranks}. Give 2 or more, or one of the two."
+        if left < 0:
+            fix = f"Give {model.num_layers - between} or less"
+            return (
+                f"{given} {'are together' if ' and ' in given else 'is'} above {layers}. {fix}, one layer for each other stage."
+            )
+        if not between:
+            return f"{given} leave out {left} of {layers}, and there is no other stage. Give all of the layers."
+        if not left:
+            return f"{given} leave nothing of {layers} to {others}. Give {model.num_layers - between} or less."
+        return f"{given} leave {left} of {layers} to {others}, which cannot share them. Leave a multiple of {between}."
     return (
         f"num_layers {model.num_layers} of {model.name} (with embedding and loss where they count: {left}) are not a multiple "
         f"of pipeline_parallel_size {ranks}. Give a size that divides them, --decoder-first-pipeline-num-layers and "

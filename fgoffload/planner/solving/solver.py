@@ -177,7 +177,7 @@ def _solve(searches: RankSearches, budget_bytes: int, start: Solution | None, *,
     if not found[0].fits(budget_bytes):
         least = _find_least(searches)
         if not least.fits(budget_bytes):
-            raise _make_error(least.result, budget_bytes)
+            raise _make_error(searches.ranks, least.result, budget_bytes)
         found += [least, _try(searches, searches.find_states(budget_bytes, starts=least.states), budget_bytes)]
     if start is not None:
         found.append(_Candidate(states=start.states, plan=start.plan, result=start.result))
@@ -303,18 +303,24 @@ def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str |
     return (
         f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
         f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. That rank "
-        f"lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) between steps, with no activation there."
+        f"lacks {format_bytes(missing_bytes)} between steps, with no activation there."
     )
 
 
-def _make_error(least: StepResult, budget_bytes: int) -> BudgetError:
+def _make_error(ranks: Sequence[RankModel], least: StepResult, budget_bytes: int) -> BudgetError:
     """Return what to say where even the plan with the least peak, which came to `least`, does not fit."""
     worst = least.worst_rank
-    missing_bytes = worst.peak_bytes - budget_bytes
+    rank = next(one for one in ranks if one.rank == worst.rank)
+    host, fix = "", ""
+    if rank.host_budget_bytes is not None:
+        host = f" and a host budget of {format_bytes(rank.host_budget_bytes)} a rank"
+        layer_bytes = max((layer.model.saved_bytes for chunk in rank.chunks for layer in chunk.layers), default=0)
+        if rank.host_budget_bytes - worst.host_peak_bytes < layer_bytes:
+            fix = " The host budget has no room for another layer: a larger one may do too."
     return BudgetError(
-        f"No plan was found that keeps to a memory budget of {format_bytes(budget_bytes)}: with everything recomputed or "
-        f"offloaded that helps, pipeline rank {worst.rank} lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) at "
-        f"{worst.peak_at}. One of {format_bytes(worst.peak_bytes)} fits.",
+        f"No plan was found that keeps to a memory budget of {format_bytes(budget_bytes)}{host}: with everything recomputed or "
+        f"offloaded that helps, pipeline rank {worst.rank} lacks {format_bytes(worst.peak_bytes - budget_bytes)} at "
+        f"{worst.peak_at}. A memory budget of {format_bytes(worst.peak_bytes)} fits.{fix}",
         worst.peak_bytes,
     )
 

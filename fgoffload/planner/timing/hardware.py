@@ -154,13 +154,18 @@ class Hardware:
 
 
 def get_hardware(name: str) -> Hardware:
-    """Return the hardware of the table that `name` means: `h100`, or `H100 80GB SXM`. Case, spaces and dashes do not matter.
+    """Return the hardware of the table that `name` means: `h100`, `H100 80GB SXM` or, as its driver says, `NVIDIA H200`.
+
+    Case, spaces and dashes do not matter.
 
     Raises:
-        ConfigError: The table has no such hardware, with the nearest name.
+        ConfigError: `name` is no text, or the table has no such hardware, with the nearest name.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f'hardware {repr(name)[:60]} is no text. Give the name of a device, as in get_hardware("h100").')
     names = {_strip(key): key for key in HARDWARE} | {_strip(one.name): key for key, one in HARDWARE.items()}
-    found = names.get(_strip(name))
+    by_driver = {_strip(driver_name): key for driver_name, key in _DRIVER_NAMES.items()}
+    found = (names | by_driver).get(_strip(name))
     if found is not None:
         return HARDWARE[found]
     nearest = _find_nearest(_strip(name), names)
@@ -181,13 +186,17 @@ def check_for_times(hardware: Hardware) -> None:
     """Refuse a device of which something is not known that the times of every plan need: bandwidth, operations and the link.
 
     Raises:
-        ConfigError: With all that is missing, and how to give it.
+        ConfigError: With all that is missing, and how to give it; or `hardware` is the name of one.
     """
+    if not isinstance(hardware, Hardware):
+        raise ConfigError(
+            f'hardware {repr(hardware)[:60]} is no Hardware. Give one, as get_hardware("h100") or Hardware.load(path).'
+        )
     missing = [name for name in _NEEDED if getattr(hardware, name) is None]
     of_link = [name for name in _LINK_NEEDED if getattr(hardware.link, name) is None]
     if not missing and not of_link:
         return
-    base = [f'"base": "{key}"' for key, one in HARDWARE.items() if one is hardware]
+    base = [f'"base": "{key}"' for key, one in HARDWARE.items() if one.name == hardware.name]
     example = [*base, *(f'"{name}": 1e12' for name in missing)]
     if of_link:
         rates = ", ".join(f'"{name}": 25e9' for name in of_link)
@@ -210,6 +219,18 @@ _RATES = (
 _LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
 _SHORTEST_PART = 3
 """Characters from which a part of a name says which device is meant."""
+
+_DRIVER_NAMES: Mapping[str, str] = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA GH200 480GB": "gh200",
+    "AMD Instinct MI300X": "mi300x",
+}
+"""What drivers call devices of the table, as profiles have it. Those of H100 and H200 were seen by us; a PCIe card of the same
+chip has another name, and is none of these."""
 
 _NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
 _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")

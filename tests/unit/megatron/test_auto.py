@@ -30,7 +30,7 @@ from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import RankProfile
 from fgoffload.policy import TransferPolicy, count_budget_bytes
 from fgoffload.tags import default_tags
-from fgoffload.units import GIB
+from fgoffload.units import GIB, format_bytes
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -210,7 +210,7 @@ def test_longer_sequences_are_measured_and_planned_for(caplog):
 def test_a_budget_below_what_is_there_all_the_time_names_both():
     static_bytes = count_static(MOE)
     with pytest.raises(
-        PlanError, match=f"--offload-memory-budget {static_bytes // 2}: .* not above the static memory"
+        PlanError, match=f"--offload-memory-budget {format_bytes(static_bytes // 2)}: .* not above the static memory"
     ) as caught:
         run(MOE, make_auto(static_bytes // 2), steps=2)
     assert "Give a budget of" in str(caught.value)
@@ -218,7 +218,7 @@ def test_a_budget_below_what_is_there_all_the_time_names_both():
 
 def test_a_budget_that_no_plan_meets_says_how_much_is_missing():
     static_bytes = count_static(MOE)
-    with pytest.raises(PlanError, match=r"lacks \d+ bytes .* Give a budget of \d+B or more"):
+    with pytest.raises(PlanError, match=r"lacks [\d.]+ KiB at .* Give a budget of \d+B or more"):
         run(MOE, make_auto(static_bytes + 50_000), steps=2)
 
 
@@ -304,7 +304,7 @@ def test_a_step_that_takes_more_than_the_budget_is_planned_for_again(monkeypatch
     assert found.planned[3] is found.planned[4] is found.planned[5]
     assert [level for level, _ in lines] == ["INFO", "INFO"]
     above_bytes = found.planned[1].peak_bytes + 30_000 - budget_bytes
-    assert f"{above_bytes} bytes above the budget" in lines[0][1]
+    assert f"{format_bytes(above_bytes)} above the budget" in lines[0][1]
 
 
 def test_a_step_within_the_budget_keeps_its_plan_and_is_not_looked_at_again(monkeypatch, caplog):
@@ -762,7 +762,7 @@ def test_as_many_layers_stay_in_the_second_measurement_as_fit(monkeypatch, caplo
     if count:
         assert lacks_one == {(0, number) for number in range(count - 1)}
     else:
-        assert lacks_one.startswith("Though all leaves that may, a step in which nothing runs again lacks 1 bytes")
+        assert lacks_one.startswith("Though all leaves that may, a step in which nothing runs again lacks 1 B of")
 
 
 def test_one_layer_of_each_kind_stays_before_others_do():

@@ -57,6 +57,12 @@ def test_layers_with_a_window_are_a_kind_of_their_own():
     assert kinds[0].forward_s < kinds[1].forward_s
 
 
+@pytest.mark.parametrize(("hardware", "named"), [("h100", "'h100'"), (None, "None")])
+def test_a_name_is_no_device_and_the_error_says_how_to_get_one(hardware, named):
+    with pytest.raises(ConfigError, match=rf'hardware {named} is no Hardware\. Give one, as get_hardware\("h100"\)'):
+        plan(MODEL, ONE, hardware, budget_bytes=60 * GIB)
+
+
 def test_embedding_and_loss_are_on_the_ranks_and_chunks_that_have_them():
     first, last = build_ranks(MODEL, STAGES, H200)
     assert [[layer.number for layer in chunk.layers] for chunk in first.chunks] == [[0], [2], [4]]

@@ -163,11 +163,11 @@ def test_layers_of_multi_token_prediction_are_all_in_one_stage():
         ({"expert_parallel_size": 4, "data_parallel_size": 6}, "do not divide the 6 ranks of a pipeline stage"),
         (
             {"pipeline_layout": "EtL", "account_for_loss_in_pipeline_split": True},
-            "say the same thing in three ways",
+            "^pipeline_layout and account_for_loss_in_pipeline_split are different ways to say how many layers a stage has",
         ),
         (
             {"num_layers_in_first_pipeline_stage": 2, "account_for_embedding_in_pipeline_split": True},
-            "say the same thing in three ways",
+            "^num_layers_in_first_pipeline_stage 2 and account_for_embedding_in_pipeline_split are different ways",
         ),
         ({"pipeline_layout": "Et|t|L", "pipeline_parallel_size": 2}, "has 3 stages for pipeline_parallel_size 2"),
         (
@@ -204,8 +204,16 @@ def test_two_stages_of_several_chunks_that_both_say_their_layers_are_refused_as_
             {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2},
             "the 3 layers of pipeline rank 0 of model are not a multiple of virtual_pipeline_size 2",
         ),
-        ({}, {"pipeline_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1}, "are 5, which 2 stages between"),
-        ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "are 0, which 1 stages between"),
+        (
+            {},
+            {"pipeline_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1},
+            "stage 1 leave 5 of num_layers 6 of model to the 2 other stages, which cannot share them. Leave a multiple of 2",
+        ),
+        (
+            {},
+            {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6},
+            "stage 6 leave nothing of num_layers 6 of model to the 1 other stage. Give 5 or less",
+        ),
         (
             {},
             {
@@ -213,12 +221,17 @@ def test_two_stages_of_several_chunks_that_both_say_their_layers_are_refused_as_
                 "num_layers_in_first_pipeline_stage": 2,
                 "num_layers_in_last_pipeline_stage": 2,
             },
-            "are 2, which 0 stages between",
+            "2 and .*stage 2 leave out 2 of num_layers 6 of model, and there is no other stage. Give all of the layers",
         ),
         (
             {},
             {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 3},
-            "are 0, which -1 stages between",
+            "3 and .*stage 3 are of two stages, and pipeline_parallel_size is 1. Give 2 or more, or one of the two",
+        ),
+        (
+            {},
+            {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 99},
+            "^num_layers_in_first_pipeline_stage 99 is above num_layers 6 of model. Give 5 or less, one layer for each other",
         ),
         ({"seq_length": 62}, {"context_parallel_size": 2}, "seq_length 62 of model is not a multiple of 4"),
         ({"seq_length": 62}, {"tensor_parallel_size": 4}, "seq_length 62 of model is not a multiple of 4"),

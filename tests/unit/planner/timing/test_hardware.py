@@ -67,6 +67,32 @@ def test_a_far_name_is_answered_with_all_names_and_no_guess(name):
         get_hardware(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_hardware_is_found_by_what_its_driver_calls_it(name, key):
+    assert get_hardware(name) is HARDWARE[key]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-PCIE-40GB", "CPU"])
+def test_a_driver_names_no_other_card_of_the_same_chip(name):
+    with pytest.raises(ConfigError, match="is not known"):
+        get_hardware(name)
+
+
+@pytest.mark.parametrize("name", [None, 100])
+def test_what_is_no_name_is_answered_with_how_to_give_one(name):
+    with pytest.raises(ConfigError, match=rf'hardware {name} is no text\. .*, as in get_hardware\("h100"\)\.'):
+        get_hardware(name)
+
+
 @pytest.mark.parametrize("found", HARDWARE.values(), ids=HARDWARE)
 def test_the_figures_of_the_table_agree_with_each_other(found):
     assert re.search(r"\(.*20\d\d\)", found.source), "a source has its year"
