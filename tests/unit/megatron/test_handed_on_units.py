@@ -113,6 +113,7 @@ def test_nothing_is_copied_and_bits_stay(name, actions, count, compute_expected,
     expected = compute_expected(name)
     with make_planned_trainer(name, actions, tmp_path) as trainer:
         assert get_bits(trainer.run_step()) == expected
+        assert not trainer.integration.open_reruns._found
         moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
     assert all(moved[tag] for tag, action in actions.items() if action is O)
     microbatches = 2
