@@ -18,7 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -51,12 +51,13 @@ class Made:
 
     Args:
         tensor: Of the storage.
+        key: Of the storage, as `get_key` says it.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_version", "key")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.key = get_key(tensor)
+    def __init__(self, tensor: torch.Tensor, key: int) -> None:
+        self.key = key
         self._version, self._dtype = get_version(tensor), tensor.dtype
 
     def pack(self, tensor: torch.Tensor) -> StandIn | None:
@@ -83,10 +84,12 @@ class HandingOn:
     def __init__(self, made: Mapping[int, Made], place: Place) -> None:
         self._made = made
         self._place = place
+        hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+        self._pack: Callable[[torch.Tensor], Any] | None = None if hooks is None else hooks[0]
+        self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
 
     def __enter__(self) -> None:
         """Begin to hand on."""
-        self._pack, self._unpack = find_hooks(self._place)
         _push_hooks(self.pack, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -97,17 +100,30 @@ class HandingOn:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what is saved in place of `tensor`."""
         # Most are weights of experts, and biases that they do not have, and the device waits for the host here: these are not
-        # asked for their storage.
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-            made = self._made.get(get_key(tensor))
+        # asked for their storage, and without hooks around they are kept as they are, to find changes in place later.
+        pack = self._pack
+        if type(tensor) is torch.nn.Parameter:
+            if pack is None and tensor.is_leaf:
+                return tensor, tensor._version  # noqa: SLF001 - the only name
+        elif tensor.numel() and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            made = self._made.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as `get_key`
             stand_in = None if made is None else made.pack(tensor)
             if stand_in is not None:
-                _count(self._pack)
+                _count(pack)
                 return stand_in
-        return self._pack(tensor)
+        elif pack is None and tensor.is_leaf and is_without_bytes(tensor):
+            return tensor, tensor._version  # noqa: SLF001 - the only name
+        return hold(tensor, self._place) if pack is None else pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor."""
+        if self._unpack is None:
+            if type(packed) is not tuple:
+                return _take(packed)
+            tensor, version = packed
+            if tensor._version == version:  # noqa: SLF001 - the only name
+                return cast("torch.Tensor", tensor)
+            return KeptHandle(tensor, version, None, self._place).take()  # which says what is wrong
         return packed.take() if isinstance(packed, StandIn) else self._unpack(packed)
 
 
@@ -179,16 +195,8 @@ def _count(pack: Any) -> None:
 def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Return what packs and unpacks what autograd saves now: the innermost hooks, or without any what holds a tensor."""
     hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-    return (functools.partial(_keep, place), _take) if hooks is None else hooks
+    return (functools.partial(hold, place=place), _take) if hooks is None else hooks
 
 
-def _keep(place: Place, tensor: torch.Tensor) -> KeptHandle:
-    # Linears of many experts save a few dozen weights, and as many biases that they do not have, while the device waits for
-    # the host: these without the questions that `hold` asks.
-    if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
-        return KeptHandle(tensor, tensor._version, None, place)  # noqa: SLF001 - the only name
-    return hold(tensor, place)
-
-
-def _take(packed: Packed) -> torch.Tensor:
+def _take(packed: Packed | StandIn) -> torch.Tensor:
     return packed.take()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
+from fgoffload.engine.identity import get_key
 from fgoffload.engine.place import Place
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_whole_input
@@ -196,7 +197,7 @@ class _Tokens(Made):
     __slots__ = ("_permutation",)
 
     def __init__(self, tensor: torch.Tensor, permutation: _Permutation) -> None:
-        super().__init__(tensor)
+        super().__init__(tensor, get_key(tensor))
         self._permutation = permutation
 
     def make_stand_in(self, tensor: torch.Tensor) -> StandIn:

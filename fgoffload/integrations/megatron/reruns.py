@@ -106,14 +106,15 @@ class Rerun:
     def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
         """Take note of what the function returned, and return what of it will be emptied: not what it was given, nor a leaf."""
         emptied, made = [], {}
+        reference = weakref.ref(self)
         for output in as_tuple(outputs):
-            if isinstance(output, torch.Tensor) and get_key(output) not in self._given and not is_of_leaf(output):
-                one = _Output(self, output)
-                self._outputs.append(one)
-                made[one.key] = one
-                emptied.append(output)
-            else:
-                self._outputs.append(None)
+            one = None
+            if isinstance(output, torch.Tensor) and not is_of_leaf(output):
+                key = get_key(output)
+                if key not in self._given:
+                    one = made[key] = _Output(reference, output, key)
+                    emptied.append(output)
+            self._outputs.append(one)
         self.made = made
         return emptied
 
@@ -127,10 +128,9 @@ class Rerun:
         As with Megatron's checkpoints the storages of all who saved them are emptied, and filled before they are asked for.
         """
         self.made = {}
-        outputs = [output for output in self._outputs if output is not None]
-        changed = {output.key for output in outputs if output.is_changed}
-        for output in outputs:
-            output.leave(is_emptied=output.key not in changed)
+        for output in self._outputs:
+            if output is not None:
+                output.empty()
 
     def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
         # Linears of many experts save a few dozen weights, and as many biases that they do not have, while the device waits for
@@ -269,9 +269,9 @@ class _Output(Made):
 
     __slots__ = ("_emptied", "_nbytes", "_rerun", "_stand_ins", "_tensor")
 
-    def __init__(self, rerun: Rerun, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self._rerun = weakref.ref(rerun)
+    def __init__(self, rerun: weakref.ref[Rerun], tensor: torch.Tensor, key: int) -> None:
+        super().__init__(tensor, key)
+        self._rerun = rerun
         self._tensor: torch.Tensor | None = tensor.detach()
         """While forward uses it: its changes in place count with those of the output."""
         self._nbytes = tensor.untyped_storage().nbytes()
@@ -288,15 +288,10 @@ class _Output(Made):
         self._stand_ins.append(weakref.ref(stand_in))
         return stand_in
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether it was changed in place since the function returned it."""
-        return self._tensor is not None and get_version(self._tensor) != self._version
-
-    def leave(self, *, is_emptied: bool) -> None:
-        """Forward is through with it."""
+    def empty(self) -> None:
+        """Give back its memory, which forward needs no longer. What was changed in place since it was returned stays."""
         tensor, self._tensor = self._tensor, None
-        if is_emptied and tensor is not None:
+        if tensor is not None and get_version(tensor) == self._version:
             self._emptied = StorageRef(tensor)
             tensor.untyped_storage().resize_(0)
 

@@ -89,6 +89,8 @@ def given_back(monkeypatch):
         ("dense", {"qkv_linear": R}, 3),
         ("dense", {"qkv_linear": B, "core_attn": O}, 3),
         ("dense", {"mlp_norm": B}, 1),
+        ("dense", {"mlp_norm": R, "mlp_act": O}, 1),
+        ("dense", {"attn_norm": R, "qkv_linear": B}, 4),  # whose input is the norm's output, so that nothing leaves
         ("dense", {"mlp_fc1": R}, 1),
         ("dense", {"attn_norm": R, "qkv_linear": R, "mlp_norm": R, "mlp_fc1": R}, 6),
         ("dense", {"mlp_norm": R, "mlp": R}, 1),
@@ -111,6 +113,9 @@ def test_nothing_is_copied_and_bits_stay(name, actions, count, compute_expected,
     expected = compute_expected(name)
     with make_planned_trainer(name, actions, tmp_path) as trainer:
         assert get_bits(trainer.run_step()) == expected
+        assert not trainer.integration.open_reruns._found
+        moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
+    assert all(moved[tag] for tag, action in actions.items() if action is O)
     microbatches = 2
     assert len(given_back) == count * microbatches
     assert not any(is_held for is_held, _ in given_back)

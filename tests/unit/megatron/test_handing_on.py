@@ -178,7 +178,6 @@ def test_an_output_of_which_a_part_was_changed_in_place_is_kept():
         return output
 
     assert_same_bits(run(normalize, multiply, change=change), run_plainly(normalize, multiply, change=change))
-    # The outputs of one storage are emptied together, or not.
     assert_same_bits(run(halve, multiply, change=change), run_plainly(halve, multiply, change=change))
 
 
@@ -293,6 +292,61 @@ def test_a_forward_that_raises_leaves_nothing():
         del rerun
         assert made.is_freed
     assert not reruns.find_made()
+
+
+def test_a_graph_that_saved_nothing_of_it_holds_nothing_of_it():
+    weight = leaf(16, 4)
+    rerun, output = begin(normalize, leaf(6, 16) * 1)
+    made = StorageRef(output)
+    with rerun.handing_on():
+        product = weight.sin()
+    del rerun, output
+    assert made.is_freed
+    product.sum().backward()
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_weight_that_is_changed_behind_its_use_is_refused(is_parameter):
+    weight = torch.nn.Parameter(torch.ones(16, 4)) if is_parameter else leaf(16, 4)
+    rerun, output = begin(normalize, leaf(6, 16) * 1)
+    with rerun.handing_on():
+        product = output @ weight
+    rerun.empty_outputs()
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(StateError, match="that a recompute of it saved for backward was changed in place"):
+        product.sum().backward()
+
+
+def test_a_weight_gets_its_gradient_in_each_backward_of_the_same_graph():
+    weight = torch.nn.Parameter(torch.ones(16, 4))
+    rerun, output = begin(normalize, leaf(6, 16) * 1)
+    with rerun.handing_on():
+        product = (output @ weight).sum()
+    rerun.empty_outputs()
+    first = torch.autograd.grad(product, [weight], retain_graph=True)
+    assert_same_bits(first, torch.autograd.grad(product, [weight]))
+
+
+class SavesNoBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, part):
+        ctx.save_for_backward(hidden, weight, bias, part)
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight, bias, part = ctx.saved_tensors
+        assert (bias.shape, part.shape) == ((0,), (0, 16))
+        return gradient @ weight.T, hidden.T @ gradient, None, None
+
+
+def test_what_is_empty_holds_nothing(copied):
+    def use(output, weight):
+        return SavesNoBias.apply(output, weight, torch.empty(0), output.detach()[2:2])
+
+    assert_same_bits(run(normalize, use), run_plainly(normalize, multiply))
+    assert not copied
 
 
 def test_backward_that_comes_another_way_runs_it_too():
