@@ -261,6 +261,7 @@ def test_what_is_typed_wins_over_the_file():
             "--tp 2 --mtp-num-layers 1",
             "--tensor-model-parallel-size 2 without --sequence-parallel: what multi-token prediction saves is not known then.",
         ),
+        (
             "--pp 2 --vp 2 --num-layers-per-virtual-pipeline-stage 1",
             "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 .* Give one of them",
         ),
