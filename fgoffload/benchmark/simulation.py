@@ -7,6 +7,7 @@ from fgoffload.benchmark.prediction import Prediction
 from fgoffload.benchmark.settings import FULL, NOTHING, Setting, System
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.ranks.output_copies import copy_outputs
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute
@@ -34,6 +35,8 @@ def predict(ranks: Sequence[RankModel], setting: Setting, *, like: Sequence[Rank
     # Megatron's own recompute runs without this package.
     has_engine = setting.system is not System.RECOMPUTE
     ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks]
+    if setting.plan is None:
+        ranks = [copy_outputs(rank) for rank in ranks]
     result, nothing = simulate(ranks, plan), simulate(ranks, make_plan(ranks, NOTHING))
     return Prediction(
         step_s=result.step_s,

@@ -38,6 +38,8 @@ class LayerFacts:
     """Those of them that are modules."""
     wait: HostWait | None
     """What the host waits for before it launches the experts."""
+    is_quantized: bool = False
+    """Whether its linears work in FP8, and checkpoints of Megatron's run again what `reruns.py` does else."""
     has_experts_in_turn: bool = False
     """Whether experts run one after the other, each with its activation, and not all of them in grouped linears."""
 
@@ -326,6 +328,11 @@ class _LayerBuilder:
         )
         output_bytes = sum(saved.size_bytes for key, saved in self._run.saved.items() if key in record.outputs)
         is_refilled = unit.form is UnitForm.REFILL
+        # By Megatron's checkpoint what ran again is copied to where others look for it: about as many bytes read and written as
+        # by the norm itself.
+        copy_s = sum(segment.forward_s for segment in segments if segment.name in inside) if is_refilled else 0.0
+        copy_bytes = output_bytes if is_refilled else 0
+        is_copied = self._facts.is_quantized
         # Of what it is given as a view, all of the storage: Megatron's value is a view of query, key and value in one.
         input_bytes = sum(size_bytes for key, size_bytes in record.input_bytes.items() if key not in self._run.saved)
         own = SavedTensor(name=f"input of {unit.name}", tags=(), size_bytes=input_bytes)
@@ -335,9 +342,10 @@ class _LayerBuilder:
             drops=tuple(name for key, name in self._names.items() if key in dropped),
             keeps=(own,) if input_bytes else (),
             before=self._find_end(unit.name) if is_refilled else inside[-1],
-            # What ran again is copied to where others look for it: about as many bytes read and written as by the norm itself.
-            extra_s=sum(segment.forward_s for segment in segments if segment.name in inside) if is_refilled else 0.0,
-            extra_bytes=output_bytes if is_refilled else 0,
+            extra_s=copy_s if is_copied else 0.0,
+            extra_bytes=copy_bytes if is_copied else 0,
+            copy_s=0.0 if is_copied else copy_s,
+            copy_bytes=0 if is_copied else copy_bytes,
         )
 
     def _build_activation(self) -> UnitModel | None:
@@ -359,7 +367,8 @@ class _LayerBuilder:
             segments=("moe_act",),
             drops=tuple(name for key, name in self._names.items() if key in outputs or key in inside),
             before="expert_fc2",
-            extra_bytes=output_bytes,
+            extra_bytes=output_bytes if self._facts.is_quantized else 0,
+            copy_bytes=0 if self._facts.is_quantized else output_bytes,
         )
 
     def _build_permutation(self, segments: Sequence[Segment]) -> UnitModel | None:
@@ -399,7 +408,6 @@ class _LayerBuilder:
             segments=inside,
             drops=tuple(name for key, name in self._names.items() if key in dropped | handed_on),
             before=until,
-            extra_bytes=sum(self._run.saved[key].size_bytes for key in handed_on),
         )
 
     def _is_handed_on(self, key: int, saved: SavedRecord, until: str) -> bool:

@@ -29,7 +29,7 @@ class UnitForm(enum.Enum):
     """How a unit runs again."""
 
     CHECKPOINT = "its input is kept, and all that it saved inside is not"  # `tensor_parallel.checkpoint`
-    REFILL = "its output is emptied too, and filled again before it is needed"  # `CheckpointWithoutOutput`, or `reruns.py`
+    REFILL = "its output is emptied too, and there again before it is needed"  # `CheckpointWithoutOutput`, or `reruns.py`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from fgoffload.engine.device import Event
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron import recompute
 from fgoffload.integrations.megatron.device_memory import count_parameter_bytes, find_device_memory
+from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
 from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
@@ -140,6 +141,7 @@ class StepMeasurement:
             units=units,
             watched=tuple(watched),
             wait=_find_wait(layer),
+            is_quantized=is_quantized(layer.config),
             has_experts_in_turn=is_sequential(getattr(layer.mlp, "experts", None)),
         )
         self._config = layer.config

@@ -2,13 +2,13 @@
 
 Two kinds. A checkpoint saves its input, and runs again right before its own backward: `layer`, `core_attn`, `mlp`, `moe` and
 `shared_expert`. The others drop what they return, which the module behind them would save; they run again as soon as backward
-reaches the end of what used it, and fill the dropped storage with a copy, beside which what ran again is there once more.
-`qkv_linear`, `mlp_fc1` and `expert_fc1` run again right before the backward of what they ran for; `dispatch` does so too, and
-makes a new tensor, which nobody copies.
+reaches the end of what used it, and make it as a new tensor, which nobody copies. In FP8 they are checkpoints of Megatron's,
+which fill the dropped storage with a copy, beside which what ran again is there once more. `qkv_linear`, `mlp_fc1`,
+`expert_fc1` and `dispatch` run again right before the backward of what they ran for.
 
-Source: `reruns.py` and `permutations.py` of the Megatron integration; `checkpoint` of megatron/core/tensor_parallel/random.py
-and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py, multi_latent_attention.py, attention.py and
-moe/, in megatron-core 0.16.1.
+Source: `reruns.py`, `handing_on.py` and `permutations.py` of the Megatron integration; `checkpoint` of
+megatron/core/tensor_parallel/random.py and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py,
+multi_latent_attention.py, attention.py and moe/, in megatron-core 0.16.1.
 """
 
 import math
@@ -54,7 +54,7 @@ def make_units(
     names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
     checkpoints = _list_checkpoints(shape, names, tensors)
     refills = _list_refills(shape, names, tensors, copy_bytes_per_s)
-    first_parts = _list_first_parts(shape, names, tensors, copy_bytes_per_s)
+    first_parts = _list_first_parts(shape, names, tensors)
     permutation = _list_permutation(shape, tensors)
     found = {unit.name: unit for unit in (*checkpoints, *refills, *first_parts, *permutation)}
     return tuple(found[unit.name] for unit in RECOMPUTE_UNITS if unit.name in found)
@@ -135,14 +135,17 @@ def _list_refills(
     sizes = LayerSizes(shape)
 
     def make(name: str, stretch: str, before: str, output_bytes: int, drops: tuple[str, ...]) -> UnitModel:
+        copy_s, own = 2 * output_bytes / copy_bytes_per_s, shape.fp8_recipe is None
         return UnitModel(
             name=name,
             segments=(stretch,),
             drops=drops,
             keeps=_list_kept(shape, shape.latent) if name == "mla_up_proj" and shape.latent is not None else (),
             before=before,
-            extra_s=2 * output_bytes / copy_bytes_per_s,
-            extra_bytes=output_bytes,
+            extra_s=0.0 if own else copy_s,
+            extra_bytes=0 if own else output_bytes,
+            copy_s=copy_s if own else 0.0,
+            copy_bytes=output_bytes if own else 0,
         )
 
     if shape.latent is not None:
@@ -165,40 +168,33 @@ def _list_refills(
         yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
 
 
-def _list_first_parts(
-    shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor], copy_bytes_per_s: float
-) -> Iterator[UnitModel]:
+def _list_first_parts(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
     """Yield first linears, with the norm that is fused with them and what is behind them, up to what saves what they made.
 
     Source: `first_parts.py` of the Megatron integration.
     """
     if shape.fp8_recipe is not None:
         return
-    sizes, experts = LayerSizes(shape), shape.experts
+    experts = shape.experts
 
-    def make(stretches: tuple[str, ...], until: str, made: str, made_bytes: int, *kept: str) -> UnitModel:
+    def make(stretches: tuple[str, ...], until: str, made: str, *kept: str) -> UnitModel:
         inside = (one.name for one in tensors if set(one.tags) <= set(stretches) and one.name not in kept)
         return UnitModel(
             name=stretches[0],
             segments=stretches,
             drops=(*inside, *_pick(tensors, made)),
             before=until,
-            extra_s=2 * made_bytes / copy_bytes_per_s,
-            extra_bytes=made_bytes,
         )
 
     # What goes in stays. Without a norm in the linear, it is what the linear saves.
     if shape.latent is None:
         kept = () if has_fused_attention_norm(shape) else ("output of the norm before attention",)
-        yield make(("qkv_linear",), "core_attn", "query, key and value", sizes.query_key_value, *kept)
+        yield make(("qkv_linear",), "core_attn", "query, key and value", *kept)
     if experts is None:
         given = "output of the norm before the MLP" if "mlp_norm" in names else "residual"
-        yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", sizes.dense_inner, given)
+        yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", given)
     elif not shape.has_linear_bias:
-        inner = sizes.expert_inner
-        yield make(
-            ("expert_fc1", "moe_act"), "expert_fc2", "activation's output", inner, "permuted tokens", "permuted probabilities"
-        )
+        yield make(("expert_fc1", "moe_act"), "expert_fc2", "activation's output", "permuted tokens", "permuted probabilities")
 
 
 def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:

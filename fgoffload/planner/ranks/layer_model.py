@@ -90,6 +90,10 @@ class UnitModel:
     where others look for it."""
     extra_bytes: int = 0
     """Device bytes beside what was dropped, from running again until the backward of all its stretches is over."""
+    copy_s: float = 0.0
+    """Seconds on top where Megatron's own checkpoint runs it again, which copies what that returns to where forward had it."""
+    copy_bytes: int = 0
+    """Device bytes on top there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.ranks.output_copies import copy_outputs
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel, Turn
 from fgoffload.tags import RECOMPUTE_MODULES, RECOMPUTE_UNITS, default_tags
 
@@ -106,6 +107,8 @@ class MegatronFlags:
     def adapt(self, ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
         """Return `ranks` as they run with these flags: this package is there where something is offloaded, and only there."""
         has_engine = bool(self.offload_modules)
+        if isinstance(self.recompute, SelectiveRecompute):
+            ranks = [copy_outputs(rank) for rank in ranks]
         return tuple(dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks)
 
     def _list_chunk(self, chunk_number: int, chunk: ChunkModel) -> Mapping[Site, Action]:
@@ -142,6 +145,10 @@ class MegatronFlags:
 
 
 FULL_RECOMPUTE = MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM))
+
+
+MEGATRONS_OWN = ("full recompute", "selective recompute")
+"""Of the baselines, those that run without this package."""
 
 
 def baselines(ranks: Sequence[RankModel]) -> dict[str, OffloadPlan]:

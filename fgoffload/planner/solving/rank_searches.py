@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fgoffload.plan import OffloadPlan
+from fgoffload.planner.ranks.output_copies import copy_outputs
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.flag_search import FlagSearch, NearestFlags, find_nearest, simulate_flags
-from fgoffload.planner.solving.megatron_flags import MegatronFlags, baselines, list_offloading_flags
+from fgoffload.planner.solving.megatron_flags import MEGATRONS_OWN, MegatronFlags, baselines, list_offloading_flags
 from fgoffload.planner.solving.moments import shorten_together
 from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.search import RankSearch
@@ -109,12 +110,14 @@ class RankSearches:
 
     def simulate_baselines(self) -> dict[str, StepResult]:
         """Return what those that people compare with come to, by name: Megatron's own recompute without this package."""
-        results = {name: self.simulate_together(states) for name, states in self.list_baselines().items()}
-        # The other one, selective recompute, leaves token dispatchers alone.
-        name = "full recompute"
-        self._together += 1
-        alone = [dataclasses.replace(rank, has_engine=False) for rank in self.ranks]
-        results[name] = simulate(alone, self.make_plan(self.list_baselines()[name]))
+        alone = [copy_outputs(dataclasses.replace(rank, has_engine=False)) for rank in self.ranks]
+        results = {}
+        for name, states in self.list_baselines().items():
+            if name in MEGATRONS_OWN:
+                self._together += 1
+                results[name] = simulate(alone, self.make_plan(states))
+            else:
+                results[name] = self.simulate_together(states)
         return results
 
     def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:

@@ -87,7 +87,7 @@ def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
         model: dataclasses.replace(
             model,
             segments=lengthen(model.segments),
-            units=tuple(dataclasses.replace(unit, extra_s=unit.extra_s * by) for unit in model.units),
+            units=tuple(dataclasses.replace(unit, extra_s=unit.extra_s * by, copy_s=unit.copy_s * by) for unit in model.units),
         )
         for model in {layer.model for chunk in chunks for layer in chunk.layers}
     }

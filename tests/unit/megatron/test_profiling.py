@@ -9,6 +9,7 @@ from support.trainings import HIDDEN_BYTES, MIXED, MOE, make_config, make_traine
 from fgoffload import OffloadConfig, Site, StateError
 from fgoffload.engine import CpuDevice, Lane
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
+from fgoffload.integrations.megatron import profiling
 from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
 from fgoffload.integrations.megatron.measured_units import (
     UnitForm,
@@ -215,7 +216,8 @@ def test_the_parts_of_grouped_linears_are_the_storage_that_they_lie_in(is_held):
     [(True, True, 1), (False, True, 4), (False, False, 1)],
     ids=["fused", "unfused", "not entered"],
 )
-def test_an_activation_of_experts_that_runs_again_saves_what_it_was_given_alone(is_fused, is_known, dropped):
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_an_activation_of_experts_that_runs_again_saves_what_it_was_given_alone(is_fused, is_known, dropped, is_quantized):
     given = torch.ones(6, 16, requires_grad=True)
     probabilities = torch.rand(6, 1, requires_grad=True) * 1
     recorder = StepRecorder(CpuDevice(), memory=None)
@@ -235,14 +237,36 @@ def test_an_activation_of_experts_that_runs_again_saves_what_it_was_given_alone(
                 hidden = torch.nn.functional.silu(gate) * (up + 0.0) * probabilities
         with open_site("expert_fc2").saving():
             hidden.sin().sum().backward()
-    facts = LayerFacts(chunk=0, number=0, kind="moe", tags=("moe_act", "expert_fc2"), units=("moe_act",), watched=(), wait=None)
+    facts = LayerFacts(
+        chunk=0,
+        number=0,
+        kind="moe",
+        tags=("moe_act", "expert_fc2"),
+        units=("moe_act",),
+        watched=(),
+        wait=None,
+        is_quantized=is_quantized,
+    )
     (layer,) = build_chunk(recorder, 0, [facts], lambda *_: 0.0).layers
     unit = layer.model.find_unit("moe_act")
     kept = [one.size_bytes for one in layer.model.tensors if one.name not in unit.drops]
     assert len(unit.drops) == dropped
     if is_known:
         assert sorted(kept) == [probabilities.nbytes, gate_and_up.nbytes]
-    assert unit.extra_bytes == hidden.nbytes
+    assert (unit.extra_bytes, unit.copy_bytes) == ((hidden.nbytes, 0) if is_quantized else (0, hidden.nbytes))
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_the_output_of_a_norm_is_copied_by_megatrons_checkpoint_alone(is_quantized, monkeypatch):
+    monkeypatch.setattr(profiling, "is_quantized", lambda config: is_quantized)
+    _, profile = measure(NORMED)
+    layer = get_layer(profile, 0)
+    seconds = {segment.name: segment.forward_s for segment in layer.segments}
+    for name in ("attn_norm", "mlp_norm"):
+        unit = layer.find_unit(name)
+        copied = (sum(seconds[segment] for segment in unit.segments), HIDDEN_BYTES)
+        always, by_flags = (unit.extra_s, unit.extra_bytes), (unit.copy_s, unit.copy_bytes)
+        assert (always, by_flags) == ((copied, (0, 0)) if is_quantized else ((0, 0), copied))
 
 
 def test_a_tensor_that_two_tags_save_is_one(mixed):
@@ -402,14 +426,13 @@ def test_first_linears_are_offered_with_what_they_hand_on():
     layer = get_layer(profile, 0)
     sizes = {one.name: one.size_bytes for one in layer.tensors}
     # Query and key, and what the projection returned, of which the value is a view. The norm's output is what it is given.
-    assert dense["qkv_linear"].extra_bytes == (1 + 1 + 3) * HIDDEN_BYTES
     dropped_bytes = sum(sizes[name] for name in dense["qkv_linear"].drops)
-    assert dense["qkv_linear"].extra_bytes <= dropped_bytes < dense["qkv_linear"].extra_bytes + HIDDEN_BYTES
+    assert (1 + 1 + 3) * HIDDEN_BYTES <= dropped_bytes < (1 + 1 + 3 + 1) * HIDDEN_BYTES
+    assert dense["qkv_linear"].extra_bytes == dense["mlp_fc1"].extra_bytes == 0
     assert (dense["qkv_linear"].segments[0], dense["qkv_linear"].before) == ("qkv_linear", "core_attn")
     names = [segment.name for segment in layer.segments]
     inside = names[names.index("mlp_fc1") : names.index("mlp_fc2")]
     assert (list(dense["mlp_fc1"].segments), dense["mlp_fc1"].before) == (inside, "mlp_fc2")
-    assert dense["mlp_fc1"].extra_bytes < sum(sizes[name] for name in dense["mlp_fc1"].drops)
 
 
 def test_edges_into_an_input_are_counted_through_the_graph_of_a_module():

@@ -6,13 +6,15 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, MLA, MOE, change_experts
+from support.layer_times import COMPUTING, DENSE, IDEAL, MLA, MOE, change_experts
+from support.rank_models import make_chunk, make_rank
 
 from fgoffload import InternalError
 from fgoffload.plan import Action
 from fgoffload.planner.memory.recompute_units import make_units
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
 from fgoffload.planner.model.layer_shape import LayerShape, RouterShape
+from fgoffload.planner.ranks.output_copies import copy_outputs
 from fgoffload.planner.simulation.layer_choice import resolve_layer
 from fgoffload.planner.timing.op_times import make_layer_model
 from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit
@@ -116,7 +118,6 @@ def test_an_unfused_activation_that_runs_again_saves_what_a_fused_one_does():
     dropped = unfused.saved_bytes - count_saved(unfused, unfused.find_unit("moe_act"))
     assert dropped == expected
     assert fused.saved_bytes - count_saved(fused, fused.find_unit("moe_act")) == EXPERT_INNER
-    assert unfused.find_unit("moe_act").extra_bytes == EXPERT_INNER
 
 
 @pytest.mark.parametrize(
@@ -315,24 +316,57 @@ def test_gathered_input_of_overlapped_shared_experts_is_dropped_with_all_experts
     assert "output of the norm before the MLP" not in dropped
 
 
-def test_what_is_filled_again_is_copied_and_there_twice():
-    units = make_units(MIXTURE, make_layer(MIXTURE).segments, list_saved_tensors(MIXTURE), copy_bytes_per_s=1e9)
-    found = {unit.name: (unit.extra_s, unit.extra_bytes) for unit in units}
-    # Read and written. What checkpoints return is there once more, until backward is through.
-    assert found == {
+def find_extras(shape):
+    """Return by unit the seconds and bytes of copies within the device, 1e9 bytes a second."""
+    units = make_units(shape, make_layer(shape).segments, list_saved_tensors(shape), copy_bytes_per_s=1e9)
+    return {unit.name: (unit.extra_s, unit.extra_bytes) for unit in units}
+
+
+def test_what_runs_again_is_not_copied():
+    # What checkpoints return is there once more, until backward is through.
+    assert find_extras(MIXTURE) == {
         "layer": (0, HIDDEN),
-        "qkv_linear": (pytest.approx(2 * QUERY_KEY_VALUE / 1e9), QUERY_KEY_VALUE),
+        "qkv_linear": (0, 0),
         "core_attn": (0, KEY + VALUE),
-        "mlp_norm": (pytest.approx(2 * HIDDEN / 1e9), HIDDEN),
+        "mlp_norm": (0, 0),
         "moe": (0, HIDDEN),
         "shared_expert": (0, HIDDEN),
-        "expert_fc1": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
-        "moe_act": (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER),
-        "dispatch": (0, 0),  # a new tensor, which nobody copies
+        "expert_fc1": (0, 0),
+        "moe_act": (0, 0),
+        "dispatch": (0, 0),
     }
-    assert [(unit.name, unit.held == unit.drops) for unit in units if unit.held] == [("dispatch", True)]
-    latent = make_found(MLA)["mla_up_proj"]
-    assert (latent.extra_s, latent.extra_bytes) == (pytest.approx(2 * LATENT_QUERY_KEY_VALUE / FAST), LATENT_QUERY_KEY_VALUE)
+    held = [(unit.name, unit.held == unit.drops) for unit in make_found(MIXTURE).values() if unit.held]
+    assert held == [("dispatch", True)]
+    latent = find_extras(MLA)
+    assert latent["attn_norm"] == latent["mla_up_proj"] == latent["mlp_fc1"] == (0, 0)
+
+
+def test_by_megatrons_own_flags_it_is_copied_and_there_twice_and_nothing_else_changes():
+    hardware = dataclasses.replace(COMPUTING, device_memory_bytes_per_s=1e9)
+    layer = make_layer_model(MIXTURE, hardware, kind="moe", efficiency=dataclasses.replace(IDEAL, memory=0.5))
+    rank = make_rank(make_chunk(layer, layer))
+    by_flags = copy_outputs(rank)
+    (own,) = {one.model for one in by_flags.chunks[0].layers}
+    copied = {"mlp_norm": HIDDEN, "moe_act": EXPERT_INNER}
+    for unit, before in zip(own.units, layer.units, strict=True):
+        size_bytes = copied.get(unit.name, 0)
+        assert unit.extra_s - before.extra_s == pytest.approx(2 * size_bytes / 0.5e9)
+        assert unit.extra_bytes - before.extra_bytes == size_bytes
+    # Simulations remember what they made of a layer: all that are alike are one.
+    assert copy_outputs(rank).chunks[0].layers[1].model is by_flags.chunks[0].layers[0].model
+    assert copy_outputs(by_flags) == by_flags
+    assert dataclasses.replace(own, units=layer.units) == layer
+    assert dataclasses.replace(by_flags, chunks=rank.chunks) == rank
+
+
+def test_what_megatrons_checkpoints_fill_again_is_copied_and_there_twice():
+    # Read and written.
+    found = find_extras(dataclasses.replace(MIXTURE, fp8_recipe="blockwise"))
+    assert found["mlp_norm"] == (pytest.approx(2 * HIDDEN / 1e9), HIDDEN)
+    assert found["moe_act"] == (pytest.approx(2 * EXPERT_INNER / 1e9), EXPERT_INNER)
+    latent = find_extras(dataclasses.replace(MLA, fp8_recipe="blockwise"))
+    assert latent["attn_norm"] == (pytest.approx(2 * HIDDEN / 1e9), HIDDEN)
+    assert latent["mla_up_proj"] == (pytest.approx(2 * LATENT_QUERY_KEY_VALUE / 1e9), LATENT_QUERY_KEY_VALUE)
 
 
 @pytest.mark.parametrize(
@@ -352,12 +386,14 @@ def test_the_sort_by_expert_does_not_run_again(changes, part):
 
 
 def test_copies_take_no_time_unless_their_rate_is_given():
-    assert all(unit.extra_s == 0 for unit in make_units(MLA, make_layer(MLA).segments, list_saved_tensors(MLA)))
+    shape = dataclasses.replace(MLA, fp8_recipe="blockwise")
+    assert all(unit.extra_s == 0 for unit in make_units(shape, make_layer(shape).segments, list_saved_tensors(shape)))
 
 
 def test_a_layer_model_copies_at_the_rate_that_kernels_reach_of_memory():
     hardware = dataclasses.replace(COMPUTING, device_memory_bytes_per_s=1e9)
-    layer = make_layer_model(MOE, hardware, kind="moe", efficiency=dataclasses.replace(IDEAL, memory=0.5))
+    shape = dataclasses.replace(MOE, fp8_recipe="blockwise")
+    layer = make_layer_model(shape, hardware, kind="moe", efficiency=dataclasses.replace(IDEAL, memory=0.5))
     assert layer.find_unit("moe_act").extra_s == pytest.approx(2 * EXPERT_INNER / 0.5e9)
 
 
