@@ -9,6 +9,7 @@ one nothing is known of the host.
 """
 
 import collections
+import dataclasses
 import logging
 import statistics
 import time
@@ -126,8 +127,9 @@ def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan,
     """
     ranks = make_rank_models(profile)
     found = (_offload_hidden_tags(ranks, host_budget_bytes), _plan_for_middle(ranks, host_budget_bytes))
-    # One that only recomputes has no copies that could make the host late.
-    return tuple(plan for plan in found if plan.offloaded_tags)
+    # One that only recomputes has no copies that could make the host late. Nor has one of whose tags nothing has room there.
+    limited = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
+    return tuple(plan for plan in found if any(rank.d2h_bytes for rank in simulate(limited, plan).ranks))
 
 
 def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:

@@ -1,5 +1,6 @@
 """The search of all pipeline ranks: each by itself first, and then all together."""
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,7 @@ from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.flag_search import FlagSearch, NearestFlags, find_nearest, simulate_flags
 from fgoffload.planner.solving.megatron_flags import MEGATRONS_OWN, MegatronFlags, baselines, list_offloading_flags
 from fgoffload.planner.solving.moments import shorten_together
-from fgoffload.planner.solving.placement import LayerSlot, State, list_slots, make_plan, read_plan
+from fgoffload.planner.solving.placement import LayerSlot, State, keep_all, list_slots, make_plan, read_plan
 from fgoffload.planner.solving.search import RankSearch
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.single_ranks import PASSES, SingleRanks, make_judge
@@ -236,6 +237,37 @@ class RankSearches:
 
     def _list_offloading(self, budget_bytes: int) -> list[tuple[State, ...]]:
         return [self.list_baselines()["offload everything"], *self._list_seeds(budget_bytes)]
+
+    def list_leaving_first(self, states: Sequence[State], budget_bytes: int) -> list[tuple[State, ...]]:
+        """Return `states`, but that on a rank with a loss everything leaves of the first layers, and the last ones stay.
+
+        As many stay as have room where nothing is on its way when a loss begins. Nothing runs again there, and that rank waits
+        less for its neighbours than one that is as fast alone and runs much again.
+
+        Args:
+            states: The best that are known, of all ranks.
+            budget_bytes: Of each device.
+        """
+        if not self._list_offloading(budget_bytes):
+            return []
+        found = []
+        for place, rank in enumerate(self.ranks):
+            if rank.turning_chunk is None:
+                continue
+            search = self.of_ranks[place]
+            judge = make_judge(search.rank, Detail.TOTALS, 0)
+            leaving, kept = self.list_baselines()["offload everything"][place], keep_all(search.slots, search.modes)
+            mixed = [leaving[: len(kept) - count] + kept[len(kept) - count :] for count in range(len(kept) + 1)]
+            # The more stay, the more bytes: the first that has no room, less one.
+            self._alone += len(mixed).bit_length()
+            count = bisect.bisect_right(
+                mixed,
+                budget_bytes,
+                key=lambda state: judge(make_plan([(search.slots, state)])).peak_bytes,
+            )
+            if count:
+                found.append((*states[:place], mixed[count - 1], *states[place + 1 :]))
+        return found
 
     def gains_by_waiting(self, states: Sequence[State], budget_bytes: int) -> bool:
         """Return whether `find_waiting_states` may find something, by what it would begin with.

@@ -256,9 +256,11 @@ def _try_waiting(searches: RankSearches, known: _Candidate, budget_bytes: int) -
 def _try_offloading(searches: RankSearches, known: _Candidate, budget_bytes: int) -> Iterator[_Candidate]:
     """Yield plans by which all leaves that can, where no rank takes longer alone than a whole step by what is known.
 
-    What is found rank by rank may wait for its neighbours where these do not, since all ranks do the same.
+    What is found rank by rank may wait for its neighbours where these do not, since all ranks do the same. And what is known,
+    with a rank with a loss that runs nothing again.
     """
-    for states in searches.list_offloading(budget_bytes, shorter_than_s=known.result.step_s):
+    offloading = searches.list_offloading(budget_bytes, shorter_than_s=known.result.step_s)
+    for states in (*offloading, *searches.list_leaving_first(known.states, budget_bytes)):
         plan = dataclasses.replace(searches.make_plan(states), loss_window_bytes=0)
         yield _Candidate(states=states, plan=plan, result=searches.simulate_plan(plan))
 

@@ -281,7 +281,7 @@ def test_a_planner_that_fails_is_an_error_of_all_processes(monkeypatch):
         (None, "", False),
         (True, "--rampup-batch-size 2 2 64", False),
         (True, "--variable-seq-lengths --moe-token-dispatcher-type alltoall", False),
-        (True, "--offload-host-budget 0.001MiB", False),
+        (True, "--offload-host-budget 64B", False),
     ],
 )
 def test_a_profile_has_compared_steps_where_the_host_is_not_the_device(monkeypatch, has_own_host, flags, compared):

@@ -97,7 +97,8 @@ def test_what_is_predicted_is_what_the_plan_comes_to_and_fits(model, part):
         # With a little less than that: what begins with such plans comes near them, and without it takes 1.19.
         ("deepseek_v3", "moe_act", -0.0005, 1.14),
         # With nothing on its way before the loss there is room for more elsewhere on the last rank.
-        ("llama3_70b", "", 0.01, 0.97),
+        # And that rank, which all others wait for, runs nothing again: with recompute it is as fast alone, and the step 0.978.
+        ("llama3_70b", "", 0.01, 0.955),
         ("gpt_oss_120b", "", 0.0, 1.0),
     ],
 )

@@ -96,4 +96,5 @@ def test_cheap_recompute_costs_a_tenth_less_than_what_was_measured():
     layer = make_layer(get_hardware("h100"), is_fused=True)
     forward_s = {one.name: one.forward_s for one in layer.segments}
     units = [layer.find_unit(name) for name in ("mlp_norm", "moe_act")]
-    assert PASSES * sum(forward_s[unit.name] + unit.extra_s for unit in units) * 1e3 == pytest.approx(17.2, abs=0.1)
+    again_s = sum(forward_s[unit.name] + unit.extra_s + unit.copy_s for unit in units)
+    assert PASSES * again_s * 1e3 == pytest.approx(17.2, abs=0.1)
