@@ -234,6 +234,7 @@ def _plan(checked: PlanOptions) -> int:
         model=model,
         parallelism=parallelism,
         hardware=hardware,
+        node=found.find_node(),
         device=device,
         reserve_bytes=reserve_bytes,
         host_budget=host_words,

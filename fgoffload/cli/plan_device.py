@@ -27,6 +27,17 @@ class PlannedDevice:
     link_line: str = ""
     """Where the link comes from, if that is not where the rest does."""
 
+    def find_node(self) -> "Hardware | None":
+        """Return what the devices of a node are, as far as the table knows the one that a training was profiled on."""
+        from fgoffload.planner.timing.hardware import get_hardware
+
+        if self.hardware is not None or self.profile is None:
+            return self.hardware
+        try:
+            return get_hardware(self.profile.device)
+        except ConfigError:
+            return None  # a CPU, or a device of a file of its user's
+
     def use_link(self, ranks: "Sequence[RankModel]") -> "tuple[RankModel, ...]":
         """Return `ranks`, which were built for `hardware`, with the link as it was measured: by size, and beside compute."""
         if self.profile is None:

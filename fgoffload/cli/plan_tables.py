@@ -34,6 +34,8 @@ class Subject:
     parallelism: Parallelism
     hardware: Hardware | None
     """None where a profile says what the device does."""
+    node: Hardware | None
+    """What the devices of a node are: `hardware`, or what a profile was measured on where that is in the table."""
     device: str
     """What a rank runs on, by name."""
     reserve_bytes: int
@@ -75,9 +77,9 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
         fits = result.peak_bytes <= solution.budget_bytes
         host_bytes = [rank.host_peak_bytes for rank in result.ranks]
         node = "-"
-        if subject.hardware is not None and max(host_bytes):
+        if subject.node is not None and max(host_bytes):
             world_size = subject.parallelism.world_size
-            node = format_bytes(count_host_bytes_per_node(host_bytes, hardware=subject.hardware, world_size=world_size))
+            node = format_bytes(count_host_bytes_per_node(host_bytes, hardware=subject.node, world_size=world_size))
         table.add_row(
             Text(name, style="bold" if name == PLAN else ""),
             format_bytes(result.peak_bytes),

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+import types
 from pathlib import Path
 
 import pytest
 
 from fgoffload.cli import main, plan_report
+from fgoffload.cli.plan_device import PlannedDevice
 from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
 from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model_file
 from fgoffload.plan import OffloadPlan
@@ -306,3 +308,11 @@ def test_a_device_beside_the_profile_of_a_training_and_a_host_in_time_beside_a_l
 
 def test_a_profile_says_no_budget(capsys, arguments, profile):
     assert "--offload-memory-budget is missing" in plan(capsys, arguments, "--profile", str(profile))[2]
+
+
+@pytest.mark.parametrize(("device", "gpus_per_node"), [("NVIDIA H200", 8), ("NVIDIA H100 80GB HBM3", 8), ("CPU", None)])
+def test_the_node_of_a_profile_is_that_of_its_device_where_the_table_has_it(device, gpus_per_node):
+    found = PlannedDevice(hardware=None, profile=types.SimpleNamespace(device=device)).find_node()
+    assert (None if found is None else found.gpus_per_node) == gpus_per_node
+    table = get_hardware("gb200")
+    assert PlannedDevice(hardware=table, profile=None).find_node() is table
