@@ -21,6 +21,7 @@ from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.step_records import ModuleRecord, Run
+from fgoffload.planner.ranks.layer_model import HostWait
 
 GetRecorder = Callable[[], StepRecorder | None]
 
@@ -43,6 +44,32 @@ class WatchedUnit:
     """Whether others use its input too."""
     sums_gradients: bool
     """Whether its recompute sums the gradients of its input by itself. See [Note: Units that keep every bit]."""
+
+
+LAYER_INPUT = "layer input"
+"""The name of that tensor."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """What a layer is, as its modules say."""
+
+    chunk: int
+    number: int
+    kind: str
+    """For people: `dense`, `moe`."""
+    tags: tuple[str, ...]
+    """Those that have a site there."""
+    units: tuple[str, ...]
+    """What can run again by itself."""
+    watched: tuple[WatchedUnit, ...]
+    """Those of them that are modules."""
+    wait: HostWait | None
+    """What the host waits for before it launches the experts."""
+    is_quantized: bool = False
+    """Whether its linears work in FP8, and checkpoints of Megatron's run again what `reruns.py` does else."""
+    has_experts_in_turn: bool = False
+    """Whether experts run one after the other, each with its activation, and not all of them in grouped linears."""
 
 
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:

@@ -20,8 +20,8 @@ from fgoffload.integrations.megatron.device_memory import count_parameter_bytes,
 from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
-from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
-from fgoffload.integrations.megatron.measured_units import list_watched, watch_units
+from fgoffload.integrations.megatron.measured_layers import build_chunk
+from fgoffload.integrations.megatron.measured_units import LayerFacts, list_watched, watch_units
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.recorder import StepRecorder
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall

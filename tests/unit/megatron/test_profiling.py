@@ -10,8 +10,9 @@ from fgoffload import OffloadConfig, Site, StateError
 from fgoffload.engine import CpuDevice, Lane
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron import profiling
-from fgoffload.integrations.megatron.measured_layers import LayerFacts, build_chunk
+from fgoffload.integrations.megatron.measured_layers import build_chunk
 from fgoffload.integrations.megatron.measured_units import (
+    LayerFacts,
     UnitForm,
     WatchedUnit,
     count_edges,
