@@ -395,7 +395,9 @@ def test_whatever_keeps_the_first_process_from_planning_is_told_to_all(monkeypat
 
 def test_two_pipeline_ranks_raise_the_same():
     argv = f"{PIPELINE} {AUTO_FLAGS} --offload-memory-budget 100KiB".split()
-    with pytest.raises(AssertionError, match=r"PlanError: --offload-memory-budget 102400: .* static memory of pipeline rank"):
+    with pytest.raises(
+        AssertionError, match=r"PlanError: --offload-memory-budget 100.00 KiB: .* static memory of pipeline rank"
+    ):
         run_pipeline(argv, processes=2, steps=2, offload=True)
 
 
