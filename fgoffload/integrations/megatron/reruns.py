@@ -204,18 +204,15 @@ class Rerun:
 class _Packed:
     """What stands in the graph for a tensor that was dropped."""
 
-    __slots__ = ("__weakref__", "_rerun", "tensor")
+    __slots__ = ("__weakref__", "rerun", "tensor")
 
     def __init__(self, rerun: Rerun) -> None:
-        self._rerun: Rerun | None = rerun
+        self.rerun: Rerun | None = rerun
         self.tensor: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the tensor of the second run, which is run now if backward has not come by its end."""
-        if self._rerun is not None:
-            self._rerun.run()
-            self._rerun = None
-        return _require(self.tensor)
+        """Return the tensor of the second run."""
+        return _take_made(self)
 
 
 class _Dropped(NamedTuple):
@@ -324,25 +321,26 @@ class _Output(Made):
 class _HandedOn(StandIn):
     """What stands in the graph for an output, or a part of one, in the place where somebody else saved it."""
 
-    __slots__ = ("_rerun", "tensor")
+    __slots__ = ("rerun", "tensor")
 
     def __init__(self, rerun: Rerun, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
-        self._rerun: Rerun | None = rerun
+        self.rerun: Rerun | None = rerun
         self.tensor: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the tensor of the second run, which is run now if backward has not come by its end."""
-        if self._rerun is not None:
-            self._rerun.run()
-            self._rerun = None
-        return _require(self.tensor)
+        """Return the tensor of the second run."""
+        return _take_made(self)
 
 
-def _require(tensor: torch.Tensor | None) -> torch.Tensor:
-    if tensor is None:
+def _take_made(stand_in: _Packed | _HandedOn) -> torch.Tensor:
+    """Return what the second run made in the place of `stand_in`. It is run now if backward has not come by its end."""
+    if stand_in.rerun is not None:
+        stand_in.rerun.run()
+        stand_in.rerun = None
+    if stand_in.tensor is None:
         raise InternalError("a recompute is over and has not found what backward asks for. Please report it.")
-    return tensor
+    return stand_in.tensor
 
 
 def _take(packed: _Packed | KeptHandle) -> torch.Tensor:
