@@ -117,7 +117,10 @@ class _Chunk:
     moved: _Row
     """Bytes that a microbatch moves."""
     extra: int
-    """The variable of the most bytes beside what is kept."""
+    """The variable of the most bytes beside what is kept. It costs nothing: a solution may have it larger than that."""
+    extras: list[tuple[float, int | None, _Row]]
+    """What that is the most of: bytes, the variable of the layers that have them, None for what is always there, and a sum that
+    is less."""
     last: list[tuple[LayerPoint, int]]
     """What the last layer may do, each with the variable that says whether it does."""
     inner: dict[str, list[tuple[LayerPoint, int]]]
@@ -152,9 +155,11 @@ class _Program:
     # Choices.
 
     def _add_chunk(self, number: int, chunk: ChunkModel) -> _Chunk:
-        found = _Chunk(kept=_Row(), moved=_Row(), extra=self._add(0, math.inf), last=[], inner={})
+        found = _Chunk(kept=_Row(), moved=_Row(), extra=self._add(0, math.inf), extras=[], last=[], inner={})
         found.kept.constant = _count_fixed_bytes(chunk) / self._unit_bytes
-        self._require(_Row({found.extra: 1.0}), _count_extra_bytes(chunk) / self._unit_bytes, math.inf)
+        least_extra = _count_extra_bytes(chunk) / self._unit_bytes
+        found.extras.append((least_extra, None, _Row()))
+        self._require(_Row({found.extra: 1.0}), least_extra, math.inf)
         if not chunk.layers:
             return found
         microbatches = count_backwards(self._rank.passes, chunk=number)
@@ -209,7 +214,9 @@ class _Program:
     def _add_extra(self, chunk: _Chunk, inner_layers: int) -> None:
         """Let the most bytes beside what is kept be those of the layer that has most."""
         for point, variable in chunk.last:
-            self._require(_Row({chunk.extra: 1.0, variable: -point.last.extra_bytes / self._unit_bytes}), 0, math.inf)
+            extra = point.last.extra_bytes / self._unit_bytes
+            chunk.extras.append((extra, variable, _Row()))
+            self._require(_Row({chunk.extra: 1.0, variable: -extra}), 0, math.inf)
         sizes = [
             (point.inner.extra_bytes / self._unit_bytes, variable)
             for points in chunk.inner.values()
@@ -217,7 +224,9 @@ class _Program:
         ]
         # When backward is in the layers before, what the last one kept is gone.
         freed = _Row({variable: point.kept_bytes / self._unit_bytes for point, variable in chunk.last})
-        self._add_levels(sizes, chunk.extra, freed, inner_layers, step=_EXTRA_STEPS * self._resolution_bytes / self._unit_bytes)
+        step = _EXTRA_STEPS * self._resolution_bytes / self._unit_bytes
+        chunk.extras += [(round(size / step) * step, variable, freed) for size, variable in sizes]
+        self._add_levels(sizes, chunk.extra, freed, inner_layers, step=step)
 
     def _add_levels(self, amounts: Sequence[tuple[float, int]], most: int, less: _Row, layers: int, *, step: float) -> None:
         """Let the variable `most` be at least the largest amount of those that any layer has, less what `less` comes to.
@@ -308,11 +317,12 @@ class _Program:
             chunk.kept.constant + sum(solution[variable] * factor for variable, factor in chunk.kept.items())
             for chunk in self._chunks
         ]
+        extras = [_read_extra(chunk, solution) for chunk in self._chunks]
         most = 0.0
         for in_flight, backward in self._moments:
             size = self._rank.static_bytes / self._unit_bytes
             size += sum(microbatches * one for microbatches, one in zip(in_flight, kept, strict=True))
-            most = max(most, size if backward is None else size + solution[self._chunks[backward].extra])
+            most = max(most, size if backward is None else size + extras[backward])
         return round(most * self._unit_bytes)
 
     def _add(self, lower: float, upper: float, *, cost: float = 0.0, is_whole: bool = False) -> int:
@@ -324,6 +334,15 @@ class _Program:
 
     def _require(self, row: _Row, lower: float, upper: float) -> None:
         self._rows.append((row, lower, upper))
+
+
+def _read_extra(chunk: _Chunk, solution: Sequence[float]) -> float:
+    """Return the most beside what is kept in a chunk, by what its layers do."""
+    return max(
+        size - sum(solution[one] * factor for one, factor in less.items())
+        for size, variable, less in chunk.extras
+        if variable is None or round(solution[variable])
+    )
 
 
 def _read_chunk(chunk: _Chunk, solution: Sequence[float]) -> ChunkCounts:

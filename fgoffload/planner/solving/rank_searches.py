@@ -28,6 +28,9 @@ Made = TypeVar("Made")
 _BASELINES_NICENESS = 10
 """Of copies that simulate baselines meanwhile: they take what the search leaves of the cores."""
 
+_SHORTENED = 0.01
+"""Of a step: what a rank alone takes is known of a shortened step, and may be off by so much for the whole one."""
+
 _MOST_CORRECTIONS = 6
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
 
@@ -56,6 +59,7 @@ class RankSearches:
         self._short_results: dict[object, StepResult] = {}
         self._least: tuple[State, ...] | None = None
         self._baselines: dict[str, tuple[State, ...]] = {}
+        self._baseline_results: dict[str, StepResult] = {}
         self._seeds: list[tuple[State, ...]] | None = None
         self._nearest: dict[int, NearestFlags | None] = {}
         self._flags: dict[int, MegatronFlags | None] = {}
@@ -111,15 +115,24 @@ class RankSearches:
 
     def simulate_baselines(self) -> dict[str, StepResult]:
         """Return what those that people compare with come to, by name: Megatron's own recompute without this package."""
-        alone = [copy_outputs(dataclasses.replace(rank, has_engine=False)) for rank in self.ranks]
-        results = {}
-        for name, states in self.list_baselines().items():
-            if name in MEGATRONS_OWN:
+        for name in self.list_baselines():
+            if name not in self._baseline_results:
                 self._together += 1
-                results[name] = simulate(alone, self.make_plan(states))
-            else:
-                results[name] = self.simulate_together(states)
-        return results
+                self._learn_baseline(name, self._simulate_baseline(name))
+        return {name: self._baseline_results[name] for name in self.list_baselines()}
+
+    def _simulate_baseline(self, name: str) -> StepResult:
+        states = self.list_baselines()[name]
+        if name in MEGATRONS_OWN:
+            alone = [copy_outputs(dataclasses.replace(rank, has_engine=False)) for rank in self.ranks]
+            return simulate(alone, self.make_plan(states))
+        return self._results.get(_make_key(states)) or simulate(self.ranks, self.make_plan(states))
+
+    def _learn_baseline(self, name: str, result: StepResult) -> None:
+        """Take note of what a baseline comes to: a plan of this package comes to the same, unless it is Megatron's own."""
+        self._baseline_results[name] = result
+        if name not in MEGATRONS_OWN:
+            self._results.setdefault(_make_key(self.list_baselines()[name]), result)
 
     def list_usual(self, budget_bytes: int) -> list[tuple[State, ...]]:
         """Return the states that users would choose: the baselines, and the flags that come nearest to the budget."""
@@ -190,25 +203,29 @@ class RankSearches:
             return self._try_all(budget_bytes)
         begins = [*self.list_usual(budget_bytes), *([tuple(starts)] if starts else [])]
         found = self._find_together(budget_bytes, [*begins, *self._list_seeds(budget_bytes)])
-        # By construction no slower than what users would choose, nor than what the search began with.
-        return min([found, *begins], key=lambda states: self._score(states, budget_bytes))
+        # By construction no slower than what users would choose, nor than what the search began with. No step is shorter than
+        # that of a rank alone, so that most of them need not be simulated.
+        result = self.simulate_together(found)
+        longest_s = result.step_s * (1 + _SHORTENED) if result.peak_bytes <= budget_bytes else math.inf
+        others = [states for states in begins if self._singles.count_longest_s(states) < longest_s]
+        return min([found, *others], key=lambda states: self._score(states, budget_bytes))
 
     def _find_together(self, budget_bytes: int, begins: Sequence[Sequence[State]]) -> tuple[State, ...]:
         """Return the best states found from `begins`, with what the baselines come to simulated beside it."""
-        plans = {_make_key(states): self.make_plan(states) for states in self.list_baselines().values()}
-        unknown = [key for key in plans if key not in self._results]
+        unknown = [name for name in self.list_baselines() if name not in self._baseline_results]
         # The longest first, where much leaves.
-        unknown.sort(key=lambda key: -sum(action.offloads for action in plans[key].actions.values()))
+        unknown.sort(key=lambda name: name != "offload everything")
         work: list[Callable[[], Any]] = [lambda: self._correct(self._find_apart(budget_bytes, begins), budget_bytes)]
         flags = self._find_flags(budget_bytes)
         is_open = flags is not None and budget_bytes not in self._nearest
         work += [functools.partial(simulate_flags, self.ranks, flags)] if flags is not None and is_open else []
-        work += [functools.partial(simulate, self.ranks, plans[key]) for key in unknown]
+        work += [functools.partial(self._simulate_baseline, name) for name in unknown]
         found: tuple[State, ...]
         found, *results = map_in_processes(_call, work, niceness=_BASELINES_NICENESS)
         if is_open:
             self._learn_nearest(budget_bytes, flags, results.pop(0))
-        self._results |= dict(zip(unknown, results, strict=True))
+        for name, result in zip(unknown, results, strict=True):
+            self._learn_baseline(name, result)
         self._together += len(unknown)
         return found
 

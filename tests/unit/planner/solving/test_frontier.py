@@ -132,7 +132,8 @@ def test_a_large_layer_has_some_hundred_candidates_and_fewer_for_each_place():
     layer = make_layer("moe")
     modes = list_modes(layer, min_offloaded_numel=2 * MIB)
     points = measure_layer(make_ranks()[0], layer, modes)
-    assert len(list_candidates(layer, modes, longest=2)) <= 200
+    assert len(list_candidates(layer, modes, longest=2)) <= 320
+    assert len(list_candidates(layer, modes, longest=8)) <= 200
     assert 10 < len(points.last) < len(points.every)
     assert 10 < len(points.inner) < len(points.every)
     assert points.inner[0] is points.last[0] is points.every[0]
@@ -150,10 +151,10 @@ def test_of_ways_that_are_alike_the_one_that_takes_the_host_less_is_a_candidate(
     tensors = [SavedTensor(name=name, tags=(name,), size_bytes=size) for name, size in sizes.items()]
     layer = LayerModel(kind="toy", segments=tuple(segments), tensors=tuple(tensors))
     modes = list_modes(layer, min_offloaded_numel=1)
-    leaving = [tuple(tag for tag, _ in one.actions) for one in list_candidates(layer, modes, longest=2)]
+    leaving = [tuple(tag for tag, _ in one.actions) for one in list_candidates(layer, modes, longest=4)]
     assert sorted(leaving) == [(), ("mlp_norm",), ("mlp_norm", "router")]
-    # In a chunk by itself both kinds are measured.
-    leaving = [tuple(tag for tag, _ in one.actions) for one in list_candidates(layer, modes, longest=1)]
+    # In a chunk of few layers both kinds are measured.
+    leaving = [tuple(tag for tag, _ in one.actions) for one in list_candidates(layer, modes, longest=3)]
     assert sorted(leaving) == [(), ("mlp_norm",), ("mlp_norm", "router"), ("router",)]
 
 

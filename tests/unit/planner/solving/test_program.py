@@ -213,30 +213,31 @@ def test_what_is_back_from_recompute_counts_once_and_less_what_the_last_layer_ha
     assert solve_program(rank, pick(points), budget_bytes=69 * GIB) is None
 
 
+def count_peak(rank, inner, last):
+    """Return the most at any moment where the layers do that, by the rules that the program's page states."""
+    kept = last.kept_bytes + sum(one.kept_bytes for one in inner)
+    extra = max([last.last.extra_bytes, *(one.inner.extra_bytes - last.kept_bytes for one in inner)])
+    return max(
+        rank.static_bytes
+        + moment.in_flight[0] * kept
+        + (extra if moment.gap.after is not None and moment.gap.after[0] is PassKind.BACKWARD else 0)
+        for moment in list_moments(rank.passes, chunks=1)
+    )
+
+
 def brute_force(rank, points, budget_bytes):
     """Return the least added time of all counts, by the rules that the program's page states."""
     inner_layers = len(rank.chunks[0].layers) - 1
-    in_flight = [moment.in_flight[0] for moment in list_moments(rank.passes, chunks=1)]
-    has_backward = [
-        moment.gap.after is not None and moment.gap.after[0] is PassKind.BACKWARD
-        for moment in list_moments(rank.passes, chunks=1)
-    ]
     best = None
     for last in points:
         for inner in itertools.combinations_with_replacement(points, inner_layers):
-            kept = last.kept_bytes + sum(one.kept_bytes for one in inner)
-            extra = max([last.last.extra_bytes, *(one.inner.extra_bytes - last.kept_bytes for one in inner)])
-            peak = max(
-                rank.static_bytes + count * kept + (extra if backward else 0)
-                for count, backward in zip(in_flight, has_backward, strict=True)
-            )
             moving = [one for one in inner if one.configuration.moved_bytes]
             first = 0.0
             if moving and not last.configuration.moved_bytes:
                 # The program shares the wait among the inner layers: it does not know which of them comes first.
                 first = max(max(one.last.added_s - one.inner.added_s, 0.0) for one in moving)
             added = 3 * (last.last.added_s + sum(one.inner.added_s for one in inner) + first)
-            if peak <= budget_bytes and (best is None or added < best):
+            if count_peak(rank, inner, last) <= budget_bytes and (best is None or added < best):
                 best = added
     return best
 
@@ -266,6 +267,11 @@ def test_it_finds_the_best_of_all_counts(seed):
         result = solve_program(rank, pick({"toy": points}), budget_bytes=budget_bytes, gap=0.0)
         assert result.added_s == pytest.approx(brute_force(rank, points, budget_bytes), abs=2e-6)
         assert result.peak_bytes <= budget_bytes + 1000
+        # What its choices come to, however much more than that the budget has room for.
+        by_configuration = {one.configuration: one for one in points}
+        (chunk,) = result.chunks
+        inner = [by_configuration[one] for one, count in chunk.inner["toy"] for _ in range(count)]
+        assert result.peak_bytes == pytest.approx(count_peak(rank, inner, by_configuration[chunk.last]), abs=1000)
 
 
 def test_rows_that_another_row_is_at_most_as_large_as_are_left_out():
