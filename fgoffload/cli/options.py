@@ -94,7 +94,9 @@ def check_output_file(
         return None
     path = os.path.expanduser(name)
     folder = os.path.dirname(path) or os.curdir
-    if os.path.isdir(path) or not os.path.basename(path):
+    if not name:
+        why = "names no file"
+    elif os.path.isdir(path) or not os.path.basename(path):
         why = "is a folder"
     elif not os.path.isdir(folder):
         why = f"is in {folder!r}, which {say_why_no_folder(folder)}"

@@ -13,6 +13,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
 from fgoffload.planner.planning import PlanReport
 from fgoffload.planner.simulation.simulation_result import RankResult, StepResult
+from fgoffload.planner.solving.megatron_flags import choose_usual_modules
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.solver import Solution
@@ -68,7 +69,9 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
     """Return a row for each way that users compare, and one for the plan."""
     solution = report.solution
     fraction = f"budget {format_bytes(solution.budget_bytes)} a device"
-    table = Table(title=subject.title, caption=f"{fraction}; predicted, of the worst rank", title_justify="left")
+    usual = " ".join(choose_usual_modules(report.ranks))
+    caption = f"{fraction}; predicted, of the worst rank; selective recompute is --recompute-modules {usual}"
+    table = Table(title=subject.title, caption=caption, title_justify="left")
     table.add_column("")
     for heading in ("peak", "on rank", "step", "over nothing", "host, fullest rank", "host, fullest node", "fits"):
         table.add_column(heading, justify="right")

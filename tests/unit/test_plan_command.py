@@ -494,6 +494,7 @@ def test_an_argument_file_may_begin_with_a_byte_order_mark_and_one_of_bytes_is_o
     [
         (("--json", "none/plan.json"), "--json 'none/plan.json' is in 'none', which does not exist."),
         (("--timeline", "."), "--timeline '.' is a folder."),
+        (("--json", ""), "--json '' names no file."),
         (("--plot", "file/plan.png"), "--plot 'file/plan.png' is in 'file', which is no folder."),
         (("--plot", "plan.bmpx"), "--plot plan.bmpx is of no format that there is: "),
         (("--sweep", "--plot", "none/plan.png"), "--plot 'none/plan.png' is in 'none', which does not exist."),

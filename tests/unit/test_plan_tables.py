@@ -6,11 +6,21 @@ import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import Action, OffloadPlan, PlanError
-from fgoffload.cli.plan_tables import build_decision_table, build_kept_table, build_peak_table, build_rank_table
+from fgoffload.cli.plan_tables import (
+    Subject,
+    build_decision_table,
+    build_kept_table,
+    build_peak_table,
+    build_prediction_table,
+    build_rank_table,
+)
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import choose_usual_modules
 from fgoffload.units import format_bytes, format_ms
 
 ONE, OTHER = make_toy_layer(kind="one"), make_toy_layer(kind="other", sizes=(1, 12, 6, 4, 2))
@@ -45,6 +55,31 @@ def test_copies_are_counted_in_one_row_each():
     assert len(tags) > len(set(tags))  # of both kinds, so that one could count for the other
     total_s = sum(read_ms(row[name]) for row in rows for name in ("copies hidden", "exposed"))
     assert total_s == pytest.approx(rank.d2h_s + rank.h2d_s, abs=1e-3)
+
+
+def test_the_table_names_the_modules_of_selective_recompute():
+    report = make_report(budget_bytes=35)
+    subject = Subject(
+        model=ModelShape(
+            name="toy",
+            num_layers=4,
+            hidden_size=8,
+            ffn_hidden_size=8,
+            num_attention_heads=1,
+            num_query_groups=1,
+            kv_channels=8,
+            vocab_size=8,
+            seq_length=8,
+        ),
+        parallelism=Parallelism(),
+        hardware=None,
+        node=None,
+        device="toy",
+        reserve_bytes=0,
+        host_budget="none",
+    )
+    modules = " ".join(choose_usual_modules(report.ranks))
+    assert build_prediction_table(report, subject).caption.endswith(f"selective recompute is --recompute-modules {modules}")
 
 
 def leave_out(report, kind, tag):

@@ -164,7 +164,11 @@ def test_a_layer_with_queries_in_groups_has_the_rotary_embedding_of_the_model():
 @pytest.mark.parametrize(
     ("model", "parallelism", "message"),
     [
-        (dataclasses.replace(LLAMA, activation_dtype_bytes=4), Parallelism(), "activation_dtype_bytes 4"),
+        (
+            dataclasses.replace(LLAMA, activation_dtype_bytes=4),
+            Parallelism(),
+            "activation_dtype_bytes 4, as of a training in fp32",
+        ),
         (LLAMA, Parallelism(tensor_parallel_size=16), "size 16 is more than the 8 num_query_groups of llama"),
     ],
 )
