@@ -261,7 +261,7 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
         ffn_hidden_size=_find_ffn_hidden_size(values, is_gated=is_gated, has_dense_layers=not all(moe_layers or (False,))),
         num_attention_heads=heads,
         num_query_groups=_find_query_groups(values) if latent is None else heads,
-        kv_channels=values.get("kv_channels", values["hidden_size"] // max(1, heads)) if latent is None else 0,
+        kv_channels=_find_kv_channels(values) if latent is None else 0,
         vocab_size=_pad(values, values.get("vocab_size", _DEFAULT_VOCAB_SIZE)),
         seq_length=values["seq_length"],
         normalization=values.get("normalization", "LayerNorm"),
@@ -335,6 +335,17 @@ def _find_query_groups(values: Mapping[str, Any]) -> int:
             "Add that or leave it out."
         )
     return int(values["num_attention_heads"])
+
+
+def _find_kv_channels(values: Mapping[str, Any]) -> int:
+    hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
+    # A number of heads below 1 is the model's to refuse.
+    if "kv_channels" not in values and heads > 0 and hidden_size % heads:
+        raise ConfigError(
+            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, among which it is shared. Give "
+            "one that is, or the channels of a head with --kv-channels."
+        )
+    return int(values.get("kv_channels", hidden_size // max(1, heads)))
 
 
 def _find_ffn_hidden_size(values: Mapping[str, Any], *, is_gated: bool, has_dense_layers: bool) -> int:

@@ -108,6 +108,13 @@ def test_a_flag_says_what_the_model_is(flags, expected):
     assert {name: getattr(model, name) for name in expected} == expected
 
 
+def test_heads_share_the_hidden_size_unless_their_channels_are_given():
+    # As Megatron-LM's own arguments.py has it.
+    with pytest.raises(ConfigError, match=r"--hidden-size 66 is not a multiple of --num-attention-heads 4, among which"):
+        read_shape("--hidden-size 66")
+    assert read_shape("--hidden-size 66 --kv-channels 16").kv_channels == 16
+
+
 def test_an_mlp_without_a_gate_is_four_times_as_wide_as_the_model():
     assert read_shape(base=LEAST).ffn_hidden_size == 256
     with pytest.raises(ConfigError, match="--ffn-hidden-size is missing, and Megatron-LM and Megatron-Core take different"):
