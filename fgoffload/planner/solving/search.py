@@ -40,8 +40,9 @@ from fgoffload.planner.solving.ways import list_ways
 _CLOSE_PARTS = 40
 """A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
 
-_LATE_PARTS = 0.01
-"""A step longer than the program said by less than this part of it is as the program said. Else copies cost more next time."""
+_LATE_PARTS = 0.003
+"""A step longer than the program said by less than this part of it is as the program said. Else last layers watch nothing next
+time, and then copies cost more."""
 
 _MORE_PROGRAMS = 2
 """Beyond the limit, where no program's plan has fit yet, or the price of copies lies between two that are known to be wrong."""
@@ -359,12 +360,12 @@ class RankSearch:
     def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
         """Add to `states` what programs come to, each corrected by what the peak and the time of the one before were off."""
         first = last = None
-        asked_bytes, price = budget_bytes - off_bytes, CopyPrice()
+        asked_bytes, price, watches_last = budget_bytes - off_bytes, CopyPrice(), True
         fits = False
         for number in range(self._limits.programs + _MORE_PROGRAMS if budget_bytes else 1):
             if number >= self._limits.programs and fits and not price.is_between:
                 break
-            result = self._solve(asked_bytes, price.s_per_byte)
+            result = self._solve(asked_bytes, price.s_per_byte, watches_last=watches_last)
             if result is None or time.monotonic() > self._deadline_s:
                 break
             is_repeated = last is not None and result.chunks == last.chunks
@@ -380,7 +381,10 @@ class RankSearch:
             late_s = self.count_added_s(verdict) - result.added_s
             is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
             most_late_s = _LATE_PARTS * verdict.step_s
-            price.learn(late_s, self._count_moved_bytes(best), most_late_s=most_late_s)
+            if late_s > most_late_s and watches_last and self._can_watch_last():
+                watches_last = False
+            else:
+                price.learn(late_s, self._count_moved_bytes(best), most_late_s=most_late_s)
             fits = fits or above_bytes <= 0
             if is_close and late_s <= most_late_s and not price.is_between:
                 break
@@ -458,11 +462,17 @@ class RankSearch:
         repaired = [self.improve(state, budget_bytes, simulations=_REPAIRS) for state in dict.fromkeys((fastest, lowest))]
         return self._pick([best, *repaired], budget_bytes)
 
-    def _solve(self, budget_bytes: int, moved_s_per_byte: float) -> ProgramResult | None:
+    def _can_watch_last(self) -> bool:
+        """Return whether a last layer may do what has the engine watch it."""
+        return any(one.last != one.last_unwatched for one in self._points().values())
+
+    def _solve(self, budget_bytes: int, moved_s_per_byte: float, *, watches_last: bool = True) -> ProgramResult | None:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             return None
         points = self._points()
+        if not watches_last:
+            points = {kind: dataclasses.replace(one, last=one.last_unwatched) for kind, one in points.items()}
         result = None
         if budget_bytes > self.rank.static_bytes:
             result = solve_program(

@@ -136,7 +136,12 @@ def test_a_large_layer_has_some_hundred_candidates_and_fewer_for_each_place():
     assert len(list_candidates(layer, modes, longest=8)) <= 200
     assert 10 < len(points.last) < len(points.every)
     assert 10 < len(points.inner) < len(points.every)
-    assert points.inner[0] is points.last[0] is points.every[0]
+    assert points.inner[0] is points.last[0] is points.every[0] is points.last_unwatched[0]
+    assert any(is_watched(one.configuration) for one in points.last)
+    assert not any(is_watched(one.configuration) for one in points.last_unwatched)
+    # Some that watched ones are better than.
+    assert len(points.last_unwatched) > 10
+    assert set(points.last_unwatched) - set(points.last)
 
 
 def is_watched(configuration):

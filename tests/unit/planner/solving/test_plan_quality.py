@@ -33,6 +33,8 @@ ARGUMENTS = Path(__file__).parents[4] / "arguments"
         ("qwen3_235b_a22b", "h100", 0.281, 1.011),
         # And the program of each rank says what its plan takes, or its plans stay above the budget: 1.017.
         ("qwen3_235b_a22b", "h100", 0.477, 1.0042),
+        # What the last layer of a chunk calls back there makes the copies of the others late: 1.0057 with such ways alone.
+        ("qwen3_235b_a22b", "h200", 0.4996, 1.0045),
     ],
 )
 def test_a_plan_is_as_fast_as_before(model, gpu, part, most):

@@ -53,6 +53,7 @@ def pick(points):
             every=tuple(of_kind),
             inner=tuple(of_kind),
             last=tuple(of_kind),
+            last_unwatched=tuple(of_kind),
             # Bytes beside what is kept in steps of eight times that, 1 GiB, and waits in steps of 16 times, 4 ms.
             resolution_s=0.25e-3,
             resolution_bytes=GIB // 8,
