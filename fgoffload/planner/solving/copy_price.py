@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.solving.chunk_totals import count_copy_room_s
 from fgoffload.planner.solving.placement import LayerSlot, State
-from fgoffload.planner.solving.program import count_copy_room_s
 
 _FULL = 0.95
 """Of the time that copies have in a forward: from here on one more byte is waited for."""

@@ -17,13 +17,13 @@ The simulator has the last word, and tells how far the program was off. Solved b
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
 from fgoffload.planner.ranks.schedule import PassKind
 from fgoffload.planner.solving.choices import Configuration
+from fgoffload.planner.solving.chunk_totals import count_copy_room_s, count_extra_bytes, count_fixed_bytes, count_step_s
 from fgoffload.planner.solving.frontier import LayerPoint, LayerPoints, Place
 from fgoffload.planner.solving.moments import Moment, count_backwards, list_largest, list_moments
 
@@ -156,8 +156,8 @@ class _Program:
 
     def _add_chunk(self, number: int, chunk: ChunkModel) -> _Chunk:
         found = _Chunk(kept=_Row(), moved=_Row(), extra=self._add(0, math.inf), extras=[], last=[], inner={})
-        found.kept.constant = _count_fixed_bytes(chunk) / self._unit_bytes
-        least_extra = _count_extra_bytes(chunk) / self._unit_bytes
+        found.kept.constant = count_fixed_bytes(chunk) / self._unit_bytes
+        least_extra = count_extra_bytes(chunk) / self._unit_bytes
         found.extras.append((least_extra, None, _Row()))
         self._require(_Row({found.extra: 1.0}), least_extra, math.inf)
         if not chunk.layers:
@@ -370,46 +370,3 @@ def _merge_moments(moments: Iterable[Moment]) -> list[tuple[tuple[int, ...], int
 
 def _count_kinds(layers: Iterable[NumberedLayer]) -> dict[str, int]:
     return dict(collections.Counter(layer.model.kind for layer in layers))
-
-
-def _list_segments(chunk: ChunkModel) -> Iterator[Segment]:
-    yield from chunk.first
-    for layer in chunk.layers:
-        yield from layer.model.segments
-    yield from chunk.last
-
-
-def count_step_s(rank: RankModel) -> float:
-    """Return the seconds that a step takes on a rank that keeps all and never waits."""
-    step_s = rank.step_end_s
-    for number, chunk in enumerate(rank.chunks):
-        seconds = sum(segment.forward_pass_s + segment.backward_s for segment in _list_segments(chunk))
-        step_s += seconds * count_backwards(rank.passes, chunk=number)
-    return step_s
-
-
-def count_copy_room_s(rank: RankModel, chunk: ChunkModel) -> float:
-    """Return for how many seconds copies to the host may run that forward of a chunk submits, before it has to wait for them.
-
-    What comes behind the last layer does not count: when that one ends no more than a window may be on its way.
-    """
-    layers = (segment for layer in chunk.layers for segment in layer.model.segments)
-    forward_s = sum(segment.forward_pass_s for segment in (*chunk.first, *layers))
-    return forward_s + rank.policy.window_bytes / rank.link.d2h_bytes_per_s
-
-
-def _count_fixed_bytes(chunk: ChunkModel) -> int:
-    """Return what a microbatch keeps in a chunk where its layers keep all, with what all layers share counted once."""
-    shared = {
-        tensor.name: tensor.size_bytes
-        for layer in chunk.layers
-        for tensor in layer.model.tensors
-        if tensor.is_same_in_all_layers
-    }
-    return chunk.saved_bytes + sum(layer.model.saved_bytes for layer in chunk.layers) + sum(shared.values())
-
-
-def _count_extra_bytes(chunk: ChunkModel) -> int:
-    """Return the most that what is before and behind the layers has beside what is saved."""
-    ends = (*chunk.first, *chunk.last)
-    return max((max(segment.forward_extra_bytes, segment.backward_extra_bytes) for segment in ends), default=0)

@@ -11,10 +11,11 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, RankModel
 from fgoffload.planner.simulation.simulation_result import Detail
 from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.choices import Mode, list_modes
+from fgoffload.planner.solving.chunk_totals import count_step_s
 from fgoffload.planner.solving.frontier import LayerPoints, measure_layer
 from fgoffload.planner.solving.moments import shorten
 from fgoffload.planner.solving.placement import State, list_slots
-from fgoffload.planner.solving.program import count_step_s, load_solver
+from fgoffload.planner.solving.program import load_solver
 from fgoffload.planner.solving.search import Found, RankSearch, count_layer_passes, count_plans
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.verdict import Judge, Knowledge, Verdict

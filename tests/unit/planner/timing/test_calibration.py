@@ -11,7 +11,7 @@ from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTenso
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.program import count_step_s
+from fgoffload.planner.solving.chunk_totals import count_step_s
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile, make_rank_model
 
