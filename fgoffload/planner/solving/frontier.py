@@ -50,7 +50,7 @@ _ALIKE_PARTS = 24
 """Ways of which a program has one are coarser still: twice as many make it twice as slow and its plans no better."""
 _MOST_CANDIDATES = 200
 """Ways of one kind of layer that are simulated; with more, the resolution is halved. Each takes two milliseconds."""
-_SHORT_CHUNK = 3
+SHORT_CHUNK = 3
 """Layers. In longer chunks only one kind of ways is measured. See [Note: Layers that are watched]."""
 _MOST_OF_BOTH = 320
 """The same in short chunks, where watched ways are measured beside others."""
@@ -182,7 +182,7 @@ def list_candidates(layer: LayerModel, modes: Sequence[Mode], *, longest: int, g
         group_s: Seconds that each group that leaves costs its host.
     """
     parts = _RESOLUTION_PARTS
-    most = _MOST_OF_BOTH if longest <= _SHORT_CHUNK else _MOST_CANDIDATES
+    most = _MOST_OF_BOTH if longest <= SHORT_CHUNK else _MOST_CANDIDATES
     while True:
         found = _list_candidates(layer, modes, parts, longest, group_s)
         if len(found) <= most or parts == 1:
@@ -231,7 +231,7 @@ def _keep_efficient(
             round(one.kept_bytes / resolution_bytes),
             round(one.moved_bytes / resolution_bytes),
         )
-        if longest <= _SHORT_CHUNK:
+        if longest <= SHORT_CHUNK:
             cost = (*cost, _is_watched(layer, one), not _is_watched(layer, one))  # neither is better than the other
         costs.setdefault(cost, one)
     rows = list(costs)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.solving.choices import Mode, count_configurations, list_configurations
 from fgoffload.planner.solving.copy_price import CopyPrice, find_link_price
-from fgoffload.planner.solving.frontier import LayerPoints
+from fgoffload.planner.solving.frontier import SHORT_CHUNK, LayerPoints
 from fgoffload.planner.solving.host_work import count_host_s
 from fgoffload.planner.solving.ladders import count_rungs, find_lowest, list_ladders, list_tightened
 from fgoffload.planner.solving.moments import count_backwards, list_moments
@@ -40,9 +40,11 @@ from fgoffload.planner.solving.ways import list_ways
 _CLOSE_PARTS = 40
 """A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
 
-_LATE_PARTS = 0.003
-"""A step longer than the program said by less than this part of it is as the program said. Else last layers watch nothing next
-time, and then copies cost more."""
+_LATE_PARTS = 0.01
+"""A step longer than the program said by less than this part of it is as the program said. Else copies cost more next time."""
+_LATE_BESIDE_WATCHED_PARTS = 0.003
+"""The same in short chunks. There last layers that are watched may be the reason: next time they are not, and then copies cost
+more. In long chunks a step is off by as much for other reasons, and prices for those made Llama-3 8B 1% slower."""
 
 _MORE_PROGRAMS = 2
 """Beyond the limit, where no program's plan has fit yet, or the price of copies lies between two that are known to be wrong."""
@@ -360,12 +362,13 @@ class RankSearch:
     def _add_programs(self, states: list[State], budget_bytes: int, off_bytes: int) -> tuple[ProgramResult | None, int]:
         """Add to `states` what programs come to, each corrected by what the peak and the time of the one before were off."""
         first = last = None
-        asked_bytes, price, watches_last = budget_bytes - off_bytes, CopyPrice(), True
+        asked_bytes, price = budget_bytes - off_bytes, CopyPrice()
+        can_watch_last, avoids_watched = self._can_watch_last(), False
         fits = False
         for number in range(self._limits.programs + _MORE_PROGRAMS if budget_bytes else 1):
             if number >= self._limits.programs and fits and not price.is_between:
                 break
-            result = self._solve(asked_bytes, price.s_per_byte, watches_last=watches_last)
+            result = self._solve(asked_bytes, price.s_per_byte, avoids_watched=avoids_watched)
             if result is None or time.monotonic() > self._deadline_s:
                 break
             is_repeated = last is not None and result.chunks == last.chunks
@@ -380,9 +383,9 @@ class RankSearch:
             above_bytes = verdict.peak_bytes - budget_bytes
             late_s = self.count_added_s(verdict) - result.added_s
             is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
-            most_late_s = _LATE_PARTS * verdict.step_s
-            if late_s > most_late_s and watches_last and self._can_watch_last():
-                watches_last = False
+            most_late_s = (_LATE_BESIDE_WATCHED_PARTS if can_watch_last else _LATE_PARTS) * verdict.step_s
+            if late_s > most_late_s and can_watch_last and not avoids_watched:
+                avoids_watched = True
             else:
                 price.learn(late_s, self._count_moved_bytes(best), most_late_s=most_late_s)
             fits = fits or above_bytes <= 0
@@ -463,15 +466,16 @@ class RankSearch:
         return self._pick([best, *repaired], budget_bytes)
 
     def _can_watch_last(self) -> bool:
-        """Return whether a last layer may do what has the engine watch it."""
-        return any(one.last != one.last_unwatched for one in self._points().values())
+        """Return whether ways that have the engine watch a last layer were measured beside others."""
+        is_short = max((len(chunk.layers) for chunk in self.rank.chunks), default=0) <= SHORT_CHUNK
+        return is_short and any(one.last != one.last_unwatched for one in self._points().values())
 
-    def _solve(self, budget_bytes: int, moved_s_per_byte: float, *, watches_last: bool = True) -> ProgramResult | None:
+    def _solve(self, budget_bytes: int, moved_s_per_byte: float, *, avoids_watched: bool = False) -> ProgramResult | None:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             return None
         points = self._points()
-        if not watches_last:
+        if avoids_watched:
             points = {kind: dataclasses.replace(one, last=one.last_unwatched) for kind, one in points.items()}
         result = None
         if budget_bytes > self.rank.static_bytes:
