@@ -265,8 +265,6 @@ class RankSearches:
             states: The best that are known, of all ranks.
             budget_bytes: Of each device.
         """
-        if not self._list_offloading(budget_bytes):
-            return []
         found = []
         for place, rank in enumerate(self.ranks):
             if rank.turning_chunk is None:
