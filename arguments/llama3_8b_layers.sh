@@ -1,10 +1,11 @@
-# llama3_8b_layers: as many layers of Llama 3 8B as train on one GPU of 80 GB with everything kept.
+# llama3_8b_layers: most of the layers of Llama 3 8B, or all of them, as they train on one GPU of 80 GB with everything kept.
 #
 # Size:    28 of 32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336, vocabulary of 128256; 7.2 billion parameters.
 #          Sequences of 8192 tokens, 2 microbatches of 1 sequence a step, bf16, without an optimizer. Weights and gradients take
 #          26.7 GiB; what a layer saves for a microbatch is 1.06 GiB (docs/formulas.md), and the loss some GiB more.
 # Source:  sizes: config.json of meta-llama/Meta-Llama-3-8B.
-# Purpose: settings side by side in a dense model. LAYERS=32 takes the whole model, on a larger GPU.
+# Purpose: settings side by side in a dense model. LAYERS=32 takes the whole model, which fits with 70.3 GiB; 28 leave room for what
+#          takes more than nothing does, as recompute of core_attn.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
 # See:     fgoffload bench arguments/llama3_8b_layers.sh
 #

@@ -34,6 +34,23 @@ def check_count(name: str, count: object, *, least: int = 1, most: int | None = 
         raise ConfigError(f"{name} {count} is above {most}, which no plan is made for. Give {most} or less.")
 
 
+def check_part(name: str, part: object, *, example: object) -> None:
+    """Refuse what is not a number above 0 and at most 1.
+
+    Args:
+        name: The field, as the user wrote it.
+        part: What was given.
+        example: One that may be, for the error.
+
+    Raises:
+        ConfigError: With the field, the value and the fix.
+    """
+    if isinstance(part, bool) or not isinstance(part, (int, float)):
+        raise ConfigError(f"{name} {part!r} is no number. Give one like {example}.")
+    if not 0 < part <= 1:
+        raise ConfigError(f"{name} {part} is not above 0 and at most 1. Give a part like {example}.")
+
+
 def check_rate(name: str, rate: object) -> None:
     """Refuse what is neither None nor a finite number above 0.
 

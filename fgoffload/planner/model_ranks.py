@@ -32,7 +32,7 @@ from fgoffload.planner.timing.efficiency import Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware, check_for_times
 from fgoffload.planner.timing.link_rates import make_link_model
 from fgoffload.planner.timing.network_rates import describe_assumed_rates
-from fgoffload.planner.timing.op_times import make_layer_model
+from fgoffload.planner.timing.op_times import Clock, make_layer_model
 from fgoffload.policy import TransferPolicy
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assum
     if not static.optimizer_bytes or hardware.device_memory_bytes_per_s is None:
         return 0.0
     touched_bytes = static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)
-    return touched_bytes / (hardware.device_memory_bytes_per_s * assumptions.efficiency.memory)
+    return touched_bytes / Clock(hardware=hardware, efficiency=assumptions.efficiency).memory_bytes_per_s
 
 
 def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:

@@ -34,19 +34,20 @@ _PERMUTE_KERNELS = 10
 _FUSED_PERMUTE_KERNELS = 3
 """Kernels one way. Counted in the code of Megatron-Core 0.16.1, and not measured."""
 
-_UNFUSED_GATE = (2 + 2 + 3, 3, 3 + 3 + 3 + 4, 4)
-"""Of a gated activation whose operators are not fused: what forward moves, in tensors as large as what it returns, its kernels,
-and the same of backward. Forward: the activation reads and writes one, so does the sum of the up-projection and its offset, and
-the product reads two. Backward: each gradient of the product reads two and writes one, so does that of the activation, and both
-halves' gradients are read and written side by side.
+_UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
+"""Of a gated activation whose operators are not fused: what forward moves, in tensors as large as what it returns, what of that
+is strided, its kernels, and the same of backward. Forward: the activation reads and writes one, so does the sum of the
+up-projection and its offset, and the product reads two. Backward: each gradient of the product reads two and writes one, so
+does that of the activation, and both halves' gradients are read and written side by side. What reads half of the columns is
+strided.
 
-Source: the code of Megatron-Core 0.16.1 and of torch's autograd, and not measured."""
+Source: the code of Megatron-Core 0.16.1 and of torch's autograd; the kernels of W2 in traces on H100 and H200 are these."""
 
-_UNFUSED_PROBABILITIES = (2, 1, 2 + 3 + 1, 3)
-"""The same of the product with the probabilities. Backward: one gradient is that of the rows; the other is a product of two
-tensors, which is written, read and summed up."""
+_UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)
+"""The same of the product with the probabilities, of which each is that of a row. Backward: one gradient is that of the rows;
+the other is a product of two tensors, which is written, read and summed up."""
 
-_UNFUSED_FP32_PROBABILITIES = (3 + 3, 2, 3 + 4 + 3 + 5 + 2, 5)
+_UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
 """The same with probabilities in fp32: products are twice as large, and are copied to bf16; in backward the gradient is copied
 to fp32 first, and that of the rows back."""
 
@@ -80,10 +81,10 @@ def _make_unfused_works(inner_bytes: int, probability_bytes: int) -> tuple[Work,
     moves = [_UNFUSED_GATE]
     if probability_bytes:
         moves.append(_UNFUSED_FP32_PROBABILITIES if probability_bytes == FP32 else _UNFUSED_PROBABILITIES)
-    forward, forward_kernels, backward, backward_kernels = (sum(column) for column in zip(*moves, strict=True))
+    forward, strided, kernels, back, back_strided, back_kernels = (sum(column) for column in zip(*moves, strict=True))
     return (
-        make_moves(forward * inner_bytes, kernels=forward_kernels),
-        make_moves(backward * inner_bytes, kernels=backward_kernels),
+        make_moves(forward * inner_bytes, strided_bytes=strided * inner_bytes, kernels=kernels),
+        make_moves(back * inner_bytes, strided_bytes=back_strided * inner_bytes, kernels=back_kernels),
     )
 
 

@@ -47,6 +47,8 @@ class Work:
     """Floating-point operations, of all its kernels together."""
     moved_bytes: float = 0.0
     """Read from and written to device memory, of all its kernels together."""
+    strided_bytes: float = 0.0
+    """Of these, what element-wise kernels move that cannot read or write whole vectors, as on half of a tensor's columns."""
     kernels: int = 1
     """How many are launched."""
 
@@ -193,6 +195,6 @@ class Linear:
         )
 
 
-def make_moves(moved_bytes: float, *, kernels: int = 1) -> Work:
+def make_moves(moved_bytes: float, *, strided_bytes: float = 0.0, kernels: int = 1) -> Work:
     """Return kernels that move bytes and hardly compute."""
-    return Work(limit=Limit.MEMORY, moved_bytes=moved_bytes, kernels=kernels)
+    return Work(limit=Limit.MEMORY, moved_bytes=moved_bytes, strided_bytes=strided_bytes, kernels=kernels)

@@ -8,7 +8,11 @@ import dataclasses
 import math
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count, check_rate
+from fgoffload.planner.checks import check_count, check_part, check_rate
+
+ASSUMED_MEMORY = 0.80
+"""Of the bandwidth of device memory, on devices where it was not measured: a little less than the 0.90 that copies within an
+H100 reach. Steps of W2 on H200s are predicted right with it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +50,16 @@ class Efficiency:
 
     Source: the same, figure 6: cuDNN 499 and FlashAttention-3 542 TFLOP/s, without a mask: 0.50 and 0.55.
     """
-    memory: float = 0.80
-    """Of the bandwidth of device memory. Assumed: a little less than the 0.90 that copies within an H100 reach."""
+    memory: float | None = None
+    """Of the bandwidth of device memory. None is what was measured of the device (`Hardware.memory_efficiency`), and else
+    `ASSUMED_MEMORY`."""
+    strided_bytes_per_s: float | None = 1.55e12
+    """What element-wise kernels on strided tensors move at most, bytes a second, whatever the bandwidth. None is no limit.
+
+    Source: those of W2's activation, on halves and with a factor for each row, move 1.36 to 1.76 TB/s on an H100, together
+    1.53, and 1.06 times that on an H200 (traces, in docs/results/runs as `w2_moe_h100_tenth_kernels.csv` and
+    `w2_moe_ninth_kernels.csv`). On other devices a guess.
+    """
     nvlink: float = 0.80
     """Of the rate between devices of a domain, in collectives.
 
@@ -85,16 +97,25 @@ class Efficiency:
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name in _RATES:
+                check_rate(field.name, value)
+                continue
+            if field.name not in _FROM_ZERO:
+                if field.name != "memory":
+                    check_part(field.name, value, example=field.default)
+                elif value is not None:
+                    check_part(field.name, value, example=ASSUMED_MEMORY)
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(f"{field.name} {value!r} is no number. Give one like {field.default}.")
-            if field.name in _FROM_ZERO and not 0 <= value < math.inf:
+            if not 0 <= value < math.inf:
                 raise ConfigError(f"{field.name} {value} is not from 0 on and finite. Give one like {field.default}.")
-            if field.name not in _FROM_ZERO and not 0 < value <= 1:
-                raise ConfigError(f"{field.name} {value} is not above 0 and at most 1. Give a part like {field.default}.")
 
 
 _FROM_ZERO = ("rerun_extra", "kernel_start_s", "host_s_per_launch", "collective_start_s")
 """Fields that may be 0, and above 1."""
+_RATES = ("strided_bytes_per_s",)
+"""Fields in bytes a second."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

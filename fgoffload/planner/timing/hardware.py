@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count, check_device_rate, check_rate
+from fgoffload.planner.checks import check_count, check_device_rate, check_part, check_rate
+from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY
 from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.units import GIB, TIB, parse_bytes
 
@@ -64,6 +65,9 @@ class Hardware:
     sees 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64."""
     device_memory_bytes_per_s: float | None = None
     """Bandwidth of that memory, bytes a second."""
+    memory_efficiency: float | None = None
+    """The part of that bandwidth that the kernels of a step reach, above 0 and at most 1, where it was measured. None is what
+    others are taken to reach (`Efficiency.memory`)."""
     bf16_flop_per_s: float | None = None
     """Dense floating-point operations a second in bf16, and in fp16, which has the same rate on all devices of the table."""
     fp8_flop_per_s: float | None = None
@@ -108,6 +112,8 @@ class Hardware:
                 check_count(name, getattr(self, name))
         for name in _RATES:
             check_rate(name, getattr(self, name))
+        if self.memory_efficiency is not None:
+            check_part("memory_efficiency", self.memory_efficiency, example=ASSUMED_MEMORY)
         if not isinstance(self.link, Link):
             raise ConfigError(f"link {self.link!r} is no link. Give a Link, or in a file an object with its fields.")
 
@@ -264,14 +270,18 @@ HARDWARE: Mapping[str, Hardware] = {
         name="H100 80GB SXM",
         device_memory_bytes=80 * GIB,
         device_memory_bytes_per_s=3.35e12,
+        # What memory bounds in W2 takes 1.24 times as long as on an H200, which has 1.43 times the bandwidth: a quarter of
+        # it, on strided tensors, takes 1.06 times as long.
+        memory_efficiency=0.92,
         **_HOPPER,
-        # To the host 47 to 55 GB/s were measured. The least of them, so that no plan counts on more than there is.
-        link=Link(d2h_bytes_per_s=47e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9, is_measured=True),
+        # Three of four hosts reach these: of fifteen, to the host 53.6 to 55.3 GB/s, back 48.0 to 55.2, both ways 38.2 to 48.9.
+        link=Link(d2h_bytes_per_s=54e9, h2d_bytes_per_s=52e9, duplex_bytes_per_s=42e9, is_measured=True),
         **_HOPPER_NODE,
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
-        source=f"NVIDIA H100 Tensor Core GPU data sheet (2023): memory; {_HOPPER_SOURCE}. Link measured on one H100 with "
-        "pinned memory, PCIe 5 x16: 47 to 55 GB/s to the host, 53 to the device, 33.5 each way when both ran. "
+        source=f"NVIDIA H100 Tensor Core GPU data sheet (2023): memory; {_HOPPER_SOURCE}. What kernels reach of the memory's "
+        "bandwidth: traces of W2 on an H100 beside one on an H200 (docs/planner/accuracy.md). Link measured on fifteen H100 "
+        "hosts with `fgoffload profile`, pinned memory, PCIe 5 x16, copies of 256 MiB (docs/results/profiles). "
         f"NVIDIA DGX H100 data sheet (2023): node. {_HOPPER_NODE_SOURCE}.",
     ),
     "h200": Hardware(
@@ -395,6 +405,8 @@ def _fill_from_base(document: Any, source: str) -> Any:
     base = get_hardware(name)
     own = {key: value for key, value in document.items() if key != "base"}
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    if "device_memory_bytes_per_s" in own:
+        fields["memory_efficiency"] = None  # it was measured of the other bandwidth
     if isinstance(own.get("link"), dict):
         # The rate of both ways at once is one of the link that was measured: with another rate it is another.
         own["link"] = {**dataclasses.asdict(base.link), "duplex_bytes_per_s": None, **own["link"]}

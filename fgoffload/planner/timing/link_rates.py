@@ -12,7 +12,8 @@ from fgoffload.planner.timing.hardware import Hardware, Link
 _NAMED_BYTES_PER_S = 64e9
 
 D2H_SHARE = 47e9 / _NAMED_BYTES_PER_S
-"""Of the maker's rate, to the host. Source: 47 to 55 GB/s, measured on an H100; the least, so that no plan counts on more."""
+"""Of the maker's rate, to the host. Source: 47 to 55 GB/s, measured on one H100; the least, so that no plan counts on more of a
+link that nobody measured."""
 
 H2D_SHARE = 53e9 / _NAMED_BYTES_PER_S
 """Of the maker's rate, to the device. Source: 53 GB/s, on the same H100."""

@@ -37,7 +37,7 @@ from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear
 from fgoffload.planner.operations.mlp_ops import list_mlp_work
 from fgoffload.planner.operations.ops import Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment, UnitModel
-from fgoffload.planner.timing.efficiency import Efficiency, Network
+from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY, Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.network_rates import make_network_rates
 
@@ -156,7 +156,8 @@ class Clock:
         Raises:
             ConfigError: The device's bandwidth is not known.
         """
-        return self._get_rate("device_memory_bytes_per_s") * self.efficiency.memory
+        part = self.efficiency.memory or self.hardware.memory_efficiency or ASSUMED_MEMORY
+        return self._get_rate("device_memory_bytes_per_s") * part
 
     def time_segments(self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes]) -> tuple[Segment, ...]:
         """Return the stretches with their times, each pass at least as long as the host needs to launch it.
@@ -183,7 +184,9 @@ class Clock:
         Raises:
             ConfigError: A rate of the device is not known.
         """
-        seconds = work.moved_bytes / self.memory_bytes_per_s
+        rate = self.memory_bytes_per_s
+        strided_rate = min(rate, self.efficiency.strided_bytes_per_s or rate)
+        seconds = (work.moved_bytes - work.strided_bytes) / rate + work.strided_bytes / strided_rate
         if work.flop:
             is_fp8 = work.limit in (Limit.FP8_MATMUL, Limit.GROUPED_FP8_MATMUL)
             rate = self._get_rate("fp8_flop_per_s" if is_fp8 else "bf16_flop_per_s")

@@ -60,7 +60,7 @@ def test_rotary_embeddings_are_fused_where_the_training_fuses_them():
     # Query and key, 8192 tokens of 4096 channels in bf16 each, go through memory nine times and not twice, in ten kernels and
     # not in two: 6 layers and 4 microbatches, forward and backward.
     hardware, parts = get_hardware("h100"), Efficiency()
-    moved_s = 7 * 2 * 8192 * 4096 * 2 / (parts.memory * hardware.device_memory_bytes_per_s)
+    moved_s = 7 * 2 * 8192 * 4096 * 2 / (hardware.memory_efficiency * hardware.device_memory_bytes_per_s)
     assert ones[0].step_s - ones[1].step_s == pytest.approx(2 * 6 * 4 * (moved_s + 8 * parts.kernel_start_s), rel=1e-9)
     # Cosine and sine of 4096 tokens and 128 channels in bf16, twice a layer, and not one table in fp32 for all.
     assert ones[0].peak_bytes - ones[1].peak_bytes == (6 * 8 - 4) * 4096 * 128

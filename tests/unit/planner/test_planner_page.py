@@ -7,7 +7,8 @@ import pytest
 
 from fgoffload.planner.memory.static_memory import DEFAULT_RESERVE_BYTES
 from fgoffload.planner.ranks.schedule import Pipeline, count_warmup_passes
-from fgoffload.planner.timing.efficiency import Efficiency
+from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY, Efficiency
+from fgoffload.planner.timing.hardware import HARDWARE
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN, COPY_LATENCY_S
 from fgoffload.units import GIB
 
@@ -76,7 +77,8 @@ def test_its_figures_are_those_of_the_code():
         f"attention {parts.attention_forward} and {parts.attention_backward}, ",
         f"NVLink {parts.nvlink:.2f}, ",
         f"network {parts.network:.2f}, ",
-        f"({parts.memory:.2f} * memory bandwidth)",
+        f"({ASSUMED_MEMORY:.2f} * memory bandwidth)",
+        f"H100s reach {HARDWARE['h100'].memory_efficiency}, strided kernels {parts.strided_bytes_per_s / 1e12} TB/s",
         f"+ {parts.kernel_start_s * 1e6:.0f} us stretch",
         f"+ {parts.collective_start_s * 1e6:.0f} us, for traffic",
         f">= {parts.host_s_per_launch * 1e6:.0f} us for each launch",

@@ -115,8 +115,9 @@ def test_the_figures_of_the_table_agree_with_each_other(found):
 def test_what_was_measured_and_what_is_not_public_is_said():
     assert [key for key, found in HARDWARE.items() if found.link.is_measured] == ["h100", "h200"]
     assert get_hardware("h100").link == Link(
-        d2h_bytes_per_s=47e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9, is_measured=True
+        d2h_bytes_per_s=54e9, h2d_bytes_per_s=52e9, duplex_bytes_per_s=42e9, is_measured=True
     )
+    assert [key for key, found in HARDWARE.items() if found.memory_efficiency is not None] == ["h100"]
     assert get_hardware("h200").link == Link(
         d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, duplex_bytes_per_s=50.5e9, is_measured=True
     )
@@ -174,9 +175,15 @@ def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
     assert found == dataclasses.replace(
         table, nvlink_gpus=4, gpus_per_node=4, source=f"{table.source} nvlink_gpus, gpus_per_node: mine.json."
     )
+    # What kernels reach was measured of the bandwidth that the table has, and of no other.
+    assert Hardware.from_json('{"base": "h100", "name": "mine"}', source="mine.json").memory_efficiency == 0.92
+    faster = Hardware.from_json('{"base": "h100", "device_memory_bytes_per_s": 4e12}', source="mine.json")
+    assert faster.memory_efficiency is None
+    with pytest.raises(ConfigError, match=r"memory_efficiency 1.2 is not above 0 and at most 1. Give a part like 0.8"):
+        Hardware.from_json('{"base": "h100", "memory_efficiency": 1.2}', source="mine.json")
     link = {"d2h_bytes_per_s": 20e9}
     changed = Hardware.from_json(json.dumps({"base": "h100", "link": link, "name": "mine"}), source="mine.json")
-    assert (changed.link, changed.name) == (Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=53e9, is_measured=True), "mine")
+    assert (changed.link, changed.name) == (Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=52e9, is_measured=True), "mine")
     check_for_times(changed)
     assert changed.bf16_flop_per_s == get_hardware("h100").bf16_flop_per_s
 

@@ -11,12 +11,12 @@ from fgoffload.planner.timing.link_rates import make_link_model
 
 def test_rates_that_were_measured_count_as_they_are():
     link = make_link_model(get_hardware("h100"))
-    assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s) == (47e9, 53e9, 33.5e9)
+    assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s) == (54e9, 52e9, 42e9)
     assert (link.copy_latency_s, link.compute_slowdown) == (5e-6, 0.01)
 
 
 def test_both_ways_at_once_are_a_part_of_the_slower_way_where_nobody_measured_them():
-    # Of an H100's 47 GB/s 33.5 were left.
+    # Of the 47 GB/s of one H100 33.5 were left.
     measured = get_hardware("h200")
     one_way = dataclasses.replace(measured, link=dataclasses.replace(measured.link, duplex_bytes_per_s=None))
     link = make_link_model(one_way)
@@ -26,7 +26,7 @@ def test_both_ways_at_once_are_a_part_of_the_slower_way_where_nobody_measured_th
 
 
 def test_a_makers_rates_count_in_part():
-    # 32 GB/s each way, half of an H100's 64, of which 47, 53 and 33.5 were reached.
+    # 32 GB/s each way, half of an H100's 64, of which one reached 47, 53 and 33.5.
     link = make_link_model(get_hardware("a100"))
     assert link.d2h_bytes_per_s == pytest.approx(23.5e9)
     assert link.h2d_bytes_per_s == pytest.approx(26.5e9)

@@ -14,10 +14,10 @@ from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, MLA, MOE, MOVING,
 
 from fgoffload import ConfigError
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
-from fgoffload.planner.operations.ops import Execution, Limit, Work
+from fgoffload.planner.operations.ops import Execution, Limit, Work, make_moves
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.timing import op_times
-from fgoffload.planner.timing.efficiency import Efficiency, Network
+from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY, Efficiency, Network
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.planner.timing.op_times import Clock, make_layer_model, replace_times
 
@@ -368,6 +368,7 @@ def test_a_device_whose_rates_are_not_known_is_refused_with_the_fix(hardware, sh
         (Efficiency, {"matmul": 0}, r"matmul 0 is not above 0 and at most 1. Give a part like 0.66."),
         (Efficiency, {"memory": 1.5}, r"memory 1.5 is not above 0 and at most 1"),
         (Efficiency, {"memory": float("nan")}, r"memory nan is not above 0"),
+        (Efficiency, {"strided_bytes_per_s": -1.0}, r"strided_bytes_per_s -1.0 is not above 0 and finite"),
         (Efficiency, {"matmul": "0.7"}, r"matmul '0.7' is no number"),
         (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give one like 1e-05."),
         (Efficiency, {"rerun_extra": -0.1}, r"rerun_extra -0.1 is not from 0 on and finite. Give one like 0.1."),
@@ -439,3 +440,25 @@ def test_twice_the_sequences_take_no_less_time_and_at_most_twice(shape):
     for way in ("forward_s", "backward_s"):
         assert getattr(one, way) <= getattr(two, way) * (1 + 1e-9)
         assert getattr(two, way) <= 2 * getattr(one, way) * (1 + 1e-9)
+
+
+def test_memory_reaches_what_was_measured_of_the_device_unless_somebody_says():
+    def get_part(key, **parts):
+        hardware = get_hardware(key)
+        return Clock(hardware=hardware, efficiency=Efficiency(**parts)).memory_bytes_per_s / hardware.device_memory_bytes_per_s
+
+    assert get_part("h100") == pytest.approx(0.92)
+    assert get_part("h200") == pytest.approx(ASSUMED_MEMORY)
+    assert get_part("h100", memory=0.5) == pytest.approx(0.5)
+
+
+def test_strided_kernels_are_no_faster_on_a_faster_memory():
+    work = make_moves(8e9, strided_bytes=3e9)
+    for key in ("h100", "h200"):
+        clock = Clock(hardware=get_hardware(key))
+        assert clock.time_work(work) == pytest.approx(5e9 / clock.memory_bytes_per_s + 3e9 / 1.55e12 + 3e-6)
+    # Where the memory itself is slower, it counts; and without a limit it alone does.
+    slow = dataclasses.replace(get_hardware("h200"), device_memory_bytes_per_s=1e12)
+    assert Clock(hardware=slow).time_work(work) == pytest.approx(8e9 / 0.8e12 + 3e-6)
+    free = Clock(hardware=get_hardware("h200"), efficiency=Efficiency(strided_bytes_per_s=None))
+    assert free.time_work(work) == pytest.approx(8e9 / free.memory_bytes_per_s + 3e-6)
