@@ -46,7 +46,7 @@ from rich.text import Text
 from fgoffload.benchmark.job import Job, make_file_name
 from fgoffload.benchmark.measurement import Summary, find_quantiles
 from fgoffload.benchmark.report import ABSENT, Workload, name_row, name_run, name_versions
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, check_names, parse_setting
+from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, check_names, check_plans, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.worker import redirect_output
 from fgoffload.environment import keep_environment, set_environment
@@ -282,6 +282,7 @@ def run_all(
     """
     settings = [parse_setting(word) for word in options.settings]
     check_names(settings)
+    check_plans(settings)  # before a process starts: nobody makes plans here
     job = Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),

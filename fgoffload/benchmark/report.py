@@ -168,8 +168,7 @@ def format_json(
         "runs": [
             {
                 "setting": outcome.setting.name,
-                # Those of a budget are in the plan that was made for it.
-                "flags": None if outcome.setting.system is System.BUDGET else list(outcome.setting.list_flags()),
+                "flags": _list_flags(outcome.setting),
                 "process": processes[outcome.session].value,
                 "session": outcome.session,
                 "repeat": outcome.repeat,
@@ -325,6 +324,11 @@ def _format_ratio(summary: Summary) -> str:
         return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
     # Of two repeats each is shown: a machine that drifts makes them differ.
     return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
+
+
+def _list_flags(setting: Setting) -> list[str] | None:
+    # Those of a budget are in the plan that was made for it, and a profile is no setting.
+    return None if setting.system in (System.BUDGET, System.PROFILE) else list(setting.list_flags())
 
 
 def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any]:

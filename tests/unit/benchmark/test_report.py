@@ -21,7 +21,7 @@ from fgoffload.benchmark.report import (
     format_markdown,
     list_rows,
 )
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, parse_setting
 from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
 
@@ -190,6 +190,12 @@ def test_the_json_has_every_step_and_the_flags_of_every_setting():
     assert second["flags"][:3] == ["--fine-grained-activation-offloading", "--offload-modules", "core_attn"]
     assert third["measurement"] is None
     assert third["failure"] == "refused [bold]"
+
+
+def test_the_json_says_no_flags_of_what_is_not_chosen_by_flags():
+    runs = [outcome(PROFILE, 0.5), outcome(parse_setting("budget:1GiB"), 0.5)]
+    document = json.loads(format_json(runs, PROCESSES, WORKLOAD, SURROUNDINGS, {}))
+    assert [run["flags"] for run in document["runs"]] == [None, None]
 
 
 # Bits.

@@ -197,3 +197,12 @@ def test_what_cannot_be_trained_is_said_in_one_line(script, monkeypatch, capsys)
     assert error.count("\n") == 1
     assert run(script, monkeypatch, *MODEL, "--settings", "no_such_thing") == 2
     assert "no_such_thing" in capsys.readouterr().err
+
+
+def test_a_budget_which_nobody_plans_for_here_is_refused_before_a_process_starts(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "start", None)  # processes start with it
+    assert run(script, monkeypatch, *MODEL, "--settings", "ours:expert_fc1", "budget:1MiB") == 2
+    shown, error = capsys.readouterr()
+    assert shown == ""
+    assert error.startswith("budget:1.00MiB needs a plan, and has none here. Give a plan file")
+    assert error.count("\n") == 1
