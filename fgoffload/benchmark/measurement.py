@@ -85,7 +85,12 @@ class Summary:
 
     @property
     def ratio(self) -> float | None:
-        """The median of the ratios, or None without any."""
+        """What is shown of all repeats, or None without any.
+
+        From `FEWEST_REPEATS` on it is the geometric mean, around which the interval is; of fewer the median.
+        """
+        if len(self.ratios) >= FEWEST_REPEATS:
+            return statistics.geometric_mean(self.ratios)
         return statistics.median(self.ratios) if self.ratios else None
 
     @property
@@ -99,7 +104,7 @@ class Summary:
         return None if self.worst is None else self.worst.peak_bytes
 
     def find_interval(self) -> tuple[float, float] | None:
-        """Return where the mean ratio is with 95% confidence, or None with fewer repeats than `FEWEST_REPEATS`.
+        """Return where the geometric mean of the ratios is with 95% confidence, or None below `FEWEST_REPEATS`.
 
         The repeats are pairs: each has its own `nothing`, so that a machine that drifts drifts for both.
         """
@@ -107,9 +112,9 @@ class Summary:
 
 
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return where the mean of ratios is with 95% confidence, or None with fewer than `FEWEST_REPEATS`.
+    """Return where the geometric mean of ratios is with 95% confidence, or None with fewer than `FEWEST_REPEATS`.
 
-    Ratios multiply, so the interval is Student's, of their logarithms.
+    Ratios multiply, so the interval is Student's, of their logarithms: around the geometric mean, and not around a median.
     """
     if len(ratios) < FEWEST_REPEATS:
         return None

@@ -72,6 +72,9 @@ HEADINGS = (
 )
 """Of the table of times."""
 
+INTERVALS = "Over nothing: the geometric mean of the repeats, with its interval of 95%; of fewer than three, each of them."
+"""Said below a table that has intervals."""
+
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, forecasts: Forecasts = NO_FORECASTS) -> list[tuple[str, ...]]:
     """Return the cells of each setting, under `HEADINGS`; one that failed has its reason in the second cell."""
@@ -93,7 +96,8 @@ def build_times_table(
             failed.append(f"{cells[0]}: {summary.failure}")
         else:
             table.add_row(*map(Text, cells))
-    table.caption = Text("\n".join((name_versions(surroundings), *failed)))
+    legend = [INTERVALS] if has_intervals(summaries) else []
+    table.caption = Text("\n".join((name_versions(surroundings), *legend, *failed)))
     return table
 
 
@@ -118,7 +122,8 @@ def format_markdown(
 ) -> str:
     """Return the table of times for a page of results."""
     lines = format_rows(HEADINGS, list_rows(summaries, workload, forecasts))
-    return "\n".join((name_run(workload, surroundings), "", *lines, "", name_versions(surroundings), ""))
+    legend = [INTERVALS, ""] if has_intervals(summaries) else []
+    return "\n".join((name_run(workload, surroundings), "", *lines, "", *legend, name_versions(surroundings), ""))
 
 
 def format_csv(
@@ -247,6 +252,11 @@ def _list_bits(row: BitsRow) -> tuple[str, str, str]:
     if row.failure:
         return name, "not run", row.failure
     return name, "yes" if row.is_equal else "no", "; ".join(row.differences)
+
+
+def has_intervals(summaries: Iterable[Summary]) -> bool:
+    """Return whether a table of `summaries` shows an interval, and needs to say of what."""
+    return any(one.setting != NOTHING and one.find_interval() is not None for one in summaries)
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:

@@ -11,6 +11,7 @@ from fgoffload.benchmark.measurement import Measurement, Outcome, summarize
 from fgoffload.benchmark.prediction import PREDICTION_COLUMNS, Forecast, Prediction, Source
 from fgoffload.benchmark.report import (
     HEADINGS,
+    INTERVALS,
     Workload,
     build_bits_table,
     build_budget_table,
@@ -119,9 +120,18 @@ def test_two_repeats_are_both_shown_and_three_have_an_interval():
     three = [*two, outcome(NOTHING, 1.0, repeat=2), outcome(OURS, 1.3, repeat=2)]
     cell = list_rows(summarize(three, PROCESSES), WORKLOAD)[1][2]
     ratio, low, high = cell.replace("[", "").replace("]", "").split()
-    assert ratio == "1.200"
+    assert ratio == f"{(1.1 * 1.2 * 1.3) ** (1 / 3):.3f}" == "1.197"
     assert 0.9 < float(low) < 1.1
     assert 1.3 < float(high) < 1.5
+
+
+def test_tables_with_intervals_say_of_what_they_are():
+    runs = [outcome(setting, 1.0 + repeat / 100, repeat=repeat) for repeat in range(3) for setting in (NOTHING, OURS)]
+    for outcomes, is_said in ((runs, True), (runs[:4], False), (runs[::2], False)):
+        summaries = summarize(outcomes, PROCESSES)
+        page = format_markdown(summaries, WORKLOAD, SURROUNDINGS)
+        shown = show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
+        assert [INTERVALS in page, "Over nothing: the geometric mean of the repeats" in shown] == [is_said, is_said]
 
 
 def test_the_table_shows_what_failed_and_why_below_it_as_it_was_said():

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from support.scripts import BENCHMARKS, load_script
 
+from fgoffload.benchmark.report import Workload
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.environment import keep_environment, set_environment
 
 ROOT = Path(__file__).parents[3]
@@ -157,6 +159,22 @@ def test_a_ratio_is_of_two_steps_of_one_round_and_a_repeat_has_the_median_of_its
     summary = script.summarize(ours, repeats)
     assert summary.ratios == pytest.approx((1.2, 1.2))
     assert summary.step_seconds == (1.1, 4.8, 1.3, 3.0, 6.6, 1.8)
+
+
+def test_from_three_repeats_on_the_table_has_the_geometric_mean_and_its_interval(script):
+    nothing, ours = players = script.list_players([OURS])
+    repeats = [{nothing: [1.0], ours: [ratio]} for ratio in (1.0, 1.0, 1.0, 1.0, 1.0, 1.3)]
+    workload = Workload(arguments_file="x.sh", layers=1, dtype="bfloat16", tokens=1, model_flop=1, world_size=1)
+    surroundings = Surroundings(device="CPU", driver=None, python="3", packages={}, cuda=None, cpus=1, variables={})
+
+    def build(count):
+        table = script.build_table(repeats[-count:], [dict.fromkeys(players)] * count, workload, surroundings)
+        return list(map(str, table.columns[2].cells))[1], str(table.caption)
+
+    over, caption = build(6)
+    assert over == f"{1.3 ** (1 / 6):.3f} [0.934 1.169]" == "1.045 [0.934 1.169]"
+    assert caption.endswith(script.INTERVALS)
+    assert build(2) == ("1.150", "")
 
 
 def test_the_table_and_the_file_have_what_each_process_measured(script, tmp_path, monkeypatch, capsys):
