@@ -82,6 +82,10 @@ class Summary:
     """The most of each number over all repeats, but for `step_seconds`, which are the first one's."""
     failure: str = ""
     """Why it failed in the last repeat in which it did."""
+    repeats: int = 1
+    """Of the whole list."""
+    missed_repeats: int = 0
+    """Of those: in which it was not measured. What is known of it is of the others alone."""
 
     @property
     def ratio(self) -> float | None:
@@ -171,20 +175,25 @@ def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
     return None if measurement is None or reference_s is None else measurement.seconds / reference_s
 
 
-def summarize(outcomes: Sequence[Outcome], processes: Sequence[ProcessKind]) -> tuple[Summary, ...]:
+def summarize(
+    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], *, repeats: int | None = None
+) -> tuple[Summary, ...]:
     """Return one summary for each setting and kind of process, in the order in which they first ran.
 
     Args:
         outcomes: In the order in which they ran.
         processes: By session.
+        repeats: Of the whole list; None takes those that anything ran in. A setting that crashed does not come again.
     """
+    if repeats is None:
+        repeats = 1 + max((outcome.repeat for outcome in outcomes), default=0)
     found: dict[tuple[ProcessKind, Setting], list[int]] = {}
     for index, outcome in enumerate(outcomes):
         found.setdefault((processes[outcome.session], outcome.setting), []).append(index)
-    return tuple(_summarize(outcomes, indices, process) for (process, _), indices in found.items())
+    return tuple(_summarize(outcomes, indices, process, repeats) for (process, _), indices in found.items())
 
 
-def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: ProcessKind) -> Summary:
+def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: ProcessKind, repeats: int) -> Summary:
     own = [outcomes[index] for index in indices]
     measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
     ratios = (find_ratio(outcomes, index) for index in indices)
@@ -195,6 +204,8 @@ def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: Pro
         ratios=tuple(ratio for ratio in ratios if ratio is not None),
         worst=_find_worst(measured) if measured else None,
         failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
+        repeats=repeats,
+        missed_repeats=repeats - len({outcome.repeat for outcome in own if outcome.measurement is not None}),
     )
 
 

@@ -90,13 +90,11 @@ def build_times_table(
     table = _start_table(name_run(workload, surroundings))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    failed = []
     for summary, cells in zip(summaries, list_rows(summaries, workload, forecasts), strict=True):
-        if summary.worst is None:
-            failed.append(f"{cells[0]}: {summary.failure}")
-        else:
+        if summary.worst is not None:
             table.add_row(*map(Text, cells))
     legend = [INTERVALS] if has_intervals(summaries) else []
+    failed = (line for summary in summaries if (line := _describe_failure(summary)))
     table.caption = Text("\n".join((name_versions(surroundings), *legend, *failed)))
     return table
 
@@ -112,7 +110,7 @@ def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int
         cells = []
         for system in systems:
             fastest = find_fastest(summaries, system=system, budget_bytes=budget_bytes)
-            cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}")
+            cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}{note_missed(fastest)}")
         table.add_row(format_bytes(budget_bytes), *map(Text, cells))
     return table
 
@@ -123,7 +121,10 @@ def format_markdown(
     """Return the table of times for a page of results."""
     lines = format_rows(HEADINGS, list_rows(summaries, workload, forecasts))
     legend = [INTERVALS, ""] if has_intervals(summaries) else []
-    return "\n".join((name_run(workload, surroundings), "", *lines, "", *legend, name_versions(surroundings), ""))
+    # Of what was never measured the row itself says why.
+    failed = [f"- {line}" for summary in summaries if summary.worst is not None and (line := _describe_failure(summary))]
+    below = [*legend, *failed, *([""] if failed else []), name_versions(surroundings), ""]
+    return "\n".join((name_run(workload, surroundings), "", *lines, "", *below))
 
 
 def format_csv(
@@ -259,6 +260,13 @@ def has_intervals(summaries: Iterable[Summary]) -> bool:
     return any(one.setting != NOTHING and one.find_interval() is not None for one in summaries)
 
 
+def note_missed(summary: Summary) -> str:
+    """Return in how many repeats a setting was measured that was not in all, to stand behind its name or number."""
+    if summary.worst is None or not summary.missed_repeats:
+        return ""
+    return f", {summary.repeats - summary.missed_repeats} of {summary.repeats} repeats"
+
+
 def name_row(setting: Setting, process: ProcessKind) -> str:
     """Return what the row of a setting is called: `nothing` says its kind of process, since each has one."""
     return f"{setting.name} ({process.value})" if setting == NOTHING and process is not ProcessKind.MAIN else setting.name
@@ -306,7 +314,7 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
     utilization = workload.find_utilization(seconds)
     return (
         name,
-        f"{middle} ({low} {high})",
+        f"{middle} ({low} {high}){note_missed(summary)}",
         _format_ratio(summary),
         ABSENT if simulated is None else f"{simulated.ratio:.3f}",
         *(
@@ -322,6 +330,18 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
         f"{workload.tokens / seconds:.0f}",
         ABSENT if utilization is None else f"{utilization:.1%}",
     )
+
+
+def _describe_failure(summary: Summary) -> str:
+    """Return one line: what failed, in how many repeats it was measured all the same, and why; nothing where nothing failed."""
+    if not summary.failure:
+        return ""
+    name = name_row(summary.setting, summary.process)
+    if summary.worst is None:
+        return f"{name}: {summary.failure}"
+    # `nothing` may run several times in a repeat.
+    where = note_missed(summary).removeprefix(", ") or "all repeats, where another run of it failed"
+    return f"{name}: measured in {where}: {summary.failure}"
 
 
 def _format_ratio(summary: Summary) -> str:

@@ -142,6 +142,34 @@ def test_the_table_shows_what_failed_and_why_below_it_as_it_was_said():
     assert "megatron:core_attn" in shown
 
 
+def test_a_setting_that_failed_in_a_repeat_says_in_how_many_it_was_measured_and_why():
+    sizes = {"peak_allocated_bytes": 18 * GIB}
+    outcomes = [
+        *(outcome(NOTHING, 1.0), outcome(OURS, 1.1, **sizes), outcome(FULL, 1.2, **sizes)),
+        outcome(NOTHING, 1.0, repeat=1),
+        outcome(OURS, repeat=1, failure="out of [memory]"),
+        # A session that is over begins with another `nothing`, which may fail where the first did not.
+        outcome(NOTHING, repeat=1, session=1, failure="no more"),
+        outcome(FULL, 1.3, repeat=1, **sizes),
+    ]
+    summaries = summarize(outcomes, [ProcessKind.MAIN, ProcessKind.MAIN])
+    nothing, ours, full = list_rows(summaries, WORKLOAD)
+    assert (nothing[1], full[1]) == ("1000.0 (1000.0 1000.0)", "1250.0 (1220.0 1280.0)")
+    assert ours[1:3] == ("1100.0 (1100.0 1100.0), 1 of 2 repeats", "1.100")
+    shown = show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
+    page = format_markdown(summaries, WORKLOAD, SURROUNDINGS)
+    for text in (shown, page):
+        assert "ours:core_attn: measured in 1 of 2 repeats: out of [memory]" in text
+        assert "nothing: measured in all repeats, where another run of it failed: no more" in text
+        assert "recompute:full:" not in text
+    assert "1.100 ours:core_attn, 1 of 2 repeats" in show(build_budget_table(summaries, [18 * GIB]))
+    # One that crashed does not come again, so that the third repeat does not know of it.
+    assert summarize(outcomes, [ProcessKind.MAIN] * 2, repeats=3)[1].missed_repeats == 2
+    rows = list(csv.DictReader(io.StringIO(format_csv(outcomes, [ProcessKind.MAIN] * 2, WORKLOAD))))
+    of_ours = [(row["repeat"], row["over_nothing"], row["failure"]) for row in rows if row["setting"] == OURS.name]
+    assert of_ours == [("0", "1.1", ""), ("1", "", "out of [memory]")]
+
+
 def test_the_table_of_budgets_names_the_fastest_of_each_system():
     shown = show(build_budget_table(summarize(OUTCOMES, PROCESSES), [18 * GIB, 20 * GIB]))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "GiB" in line]
