@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.steps import StepRecord
 
 CONFIDENCE = 0.95
@@ -170,7 +170,12 @@ def find_nothing_s(outcomes: Iterable[Outcome]) -> float | None:
 
 
 def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step time of the outcome at `index` over that of `nothing`, or None where one of them has none."""
+    """Return the step time of the outcome at `index` over that of `nothing`, or None where one of them has none.
+
+    A profile has none: its one step is slowed by what measures it, and no setting to compare.
+    """
+    if outcomes[index].setting == PROFILE:
+        return None
     measurement, reference_s = outcomes[index].measurement, find_reference_s(outcomes, index)
     return None if measurement is None or reference_s is None else measurement.seconds / reference_s
 
@@ -179,6 +184,8 @@ def summarize(
     outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], *, repeats: int | None = None
 ) -> tuple[Summary, ...]:
     """Return one summary for each setting and kind of process, in the order in which they first ran.
+
+    A profile that was measured is no setting, and has none; one that failed has, which says why.
 
     Args:
         outcomes: In the order in which they ran.
@@ -189,6 +196,8 @@ def summarize(
         repeats = 1 + max((outcome.repeat for outcome in outcomes), default=0)
     found: dict[tuple[ProcessKind, Setting], list[int]] = {}
     for index, outcome in enumerate(outcomes):
+        if outcome.setting == PROFILE and outcome.measurement is not None:
+            continue
         found.setdefault((processes[outcome.session], outcome.setting), []).append(index)
     return tuple(_summarize(outcomes, indices, process, repeats) for (process, _), indices in found.items())
 

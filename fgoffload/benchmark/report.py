@@ -22,7 +22,7 @@ from fgoffload.benchmark.prediction import (
     choose_source,
     list_prediction_numbers,
 )
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, System
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting, System
 from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.units import format_bytes
@@ -145,7 +145,9 @@ def format_csv(
             "failure": outcome.failure,
         }
         if outcome.measurement is not None:
-            row |= _list_numbers(outcome.measurement, workload)
+            row |= _list_numbers(outcome.measurement)
+            if outcome.setting != PROFILE:  # whose one step is slowed by what measures it
+                row |= _list_rates(outcome.measurement, workload)
             row |= list_prediction_numbers(outcome.measurement, forecasts.get(outcome.setting, Forecast()))
         writer.writerow(row)
     return text.getvalue()
@@ -361,7 +363,7 @@ def _list_flags(setting: Setting) -> list[str] | None:
     return None if setting.system in (System.BUDGET, System.PROFILE) else list(setting.list_flags())
 
 
-def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any]:
+def _list_numbers(measurement: Measurement) -> dict[str, Any]:
     low, middle, high = find_quantiles(measurement.step_seconds)
     numbers = {field.name: getattr(measurement, field.name) for field in dataclasses.fields(measurement)}
     del numbers["step_seconds"]
@@ -370,8 +372,13 @@ def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any
         "step_p20_s": _round(low),
         "step_p50_s": _round(middle),
         "step_p80_s": _round(high),
-        "tokens_per_s": round(workload.tokens / middle, 1),
-        "model_flop_utilization": _round(workload.find_utilization(middle)),
+    }
+
+
+def _list_rates(measurement: Measurement, workload: Workload) -> dict[str, Any]:
+    return {
+        "tokens_per_s": round(workload.tokens / measurement.seconds, 1),
+        "model_flop_utilization": _round(workload.find_utilization(measurement.seconds)),
     }
 
 

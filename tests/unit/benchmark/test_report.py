@@ -230,6 +230,24 @@ def test_the_json_has_every_step_and_the_flags_of_every_setting():
     assert third["failure"] == "refused [bold]"
 
 
+def test_a_profile_is_no_row_of_the_tables_and_has_no_rates():
+    runs = [outcome(NOTHING, 1.0), outcome(PROFILE, 0.965, peak_allocated_bytes=20 * GIB), outcome(OURS, 1.1)]
+    summaries = summarize(runs, PROCESSES)
+    assert [cells[0] for cells in list_rows(summaries, WORKLOAD)] == ["nothing", "ours:core_attn"]
+    assert "profile" not in format_markdown(summaries, WORKLOAD, SURROUNDINGS)
+    _, profile, ours = csv.DictReader(io.StringIO(format_csv(runs, PROCESSES, WORKLOAD)))
+    rates = ("over_nothing", "tokens_per_s", "model_flop_utilization")
+    assert [profile[name] for name in ("setting", *rates)] == ["profile", "", "", ""]
+    assert (profile["step_p50_s"], profile["peak_allocated_bytes"]) == ("0.965", str(20 * GIB))
+    assert all(ours[name] for name in rates)
+
+
+def test_a_profile_that_failed_says_why():
+    summaries = summarize([outcome(NOTHING, 1.0), outcome(PROFILE, failure="no memory")], PROCESSES)
+    assert list_rows(summaries, WORKLOAD)[1][:2] == ("profile", "not measured: no memory")
+    assert "profile: no memory" in show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
+
+
 def test_the_json_says_no_flags_of_what_is_not_chosen_by_flags():
     runs = [outcome(PROFILE, 0.5), outcome(parse_setting("budget:1GiB"), 0.5)]
     document = json.loads(format_json(runs, PROCESSES, WORKLOAD, SURROUNDINGS, {}))
