@@ -109,7 +109,7 @@ def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int
     for budget_bytes in sorted(budgets_bytes, reverse=True):
         cells = []
         for system in systems:
-            fastest = find_fastest(summaries, system=system, budget_bytes=budget_bytes)
+            fastest = find_fastest(summaries, systems=(system,), budget_bytes=budget_bytes)
             cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}{note_missed(fastest)}")
         table.add_row(format_bytes(budget_bytes), *map(Text, cells))
     return table
