@@ -5,7 +5,7 @@
 #          layer saves for a microbatch is 1.13 GiB (docs/formulas.md).
 # Purpose: settings side by side, forward and backward without an optimizer: fgoffload bench, docs/benchmark.md.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
-# See:     fgoffload bench arguments/w2_moe.sh --no-bias-swiglu-fusion --moe-permute-fusion --budgets 20.2GiB 18.9GiB 16.5GiB 14.6GiB
+# See:     bash examples/benchmarks/frontier_w2.sh, which has the flags and variables that its results are said of.
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 

@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.benchmark.runner import Runner, quiet_collector
-from fgoffload.benchmark.settings import Setting, parse_setting
+from fgoffload.benchmark.settings import Setting, check_plans, parse_setting
 from fgoffload.errors import OffloadError
 from fgoffload.integrations.megatron.parallel import name_device
 from fgoffload.integrations.megatron.patches import Patches
@@ -153,6 +153,7 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
         OffloadError: A setting cannot be trained here, in one process.
     """
     settings = [parse_setting(word) for word in options.settings]
+    check_plans(settings)  # before a model is built: nobody makes plans here
     own_flags = ("--settings", "--steps", "--warmup", "--out")
     with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.steps) as runner:
         results = {one.name: measure(runner, one, warmup=options.warmup, steps=options.steps) for one in settings}

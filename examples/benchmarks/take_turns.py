@@ -15,7 +15,8 @@ A device at its power limit is slower the more it does: `--energy` reads, throug
 `--steps-a-round 6` or so with it, since the counter of energy moves a few dozen times a second.
 
 What you should see: a line for each repeat, then a table: of each setting the median step with p20 and p80, the step time over
-nothing with an interval of 95% over the repeats, each the median of its rounds, those medians, and the most that tensors took.
+nothing, the median of each repeat's rounds, and the most that tensors took. From three repeats on the step time over nothing is
+the geometric mean of those medians with its interval of 95%; of one or two it is their median.
 With `--energy` a second table: joules a step, over nothing, clock, power, and how often the power limit held the clock down.
 `--out` has every step, and the most of each repeat, as `turns.json`, up to date after each, and what the processes printed.
 """
@@ -45,8 +46,8 @@ from rich.text import Text
 
 from fgoffload.benchmark.job import Job, make_file_name
 from fgoffload.benchmark.measurement import Summary, find_quantiles
-from fgoffload.benchmark.report import ABSENT, Workload, name_row, name_run, name_versions
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, check_names, parse_setting
+from fgoffload.benchmark.report import ABSENT, Workload, has_intervals, name_row, name_run, name_versions
+from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, check_names, check_plans, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.worker import redirect_output
 from fgoffload.environment import keep_environment, set_environment
@@ -57,6 +58,7 @@ from fgoffload.units import GIB
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "turns.json"
 HEADINGS = ("setting", "step ms (p20 p80)", "over nothing", "by repeat", "peak GiB")
+INTERVALS = "Over nothing: the geometric mean of the repeats, with its interval of 95%. By repeat: the median of its rounds."
 ENERGY_HEADINGS = ("setting", "J a step", "over nothing", "clock MHz", "power W", "held down by the power limit")
 PEAK = "peak"
 """What a process is asked for: how many steps to run, and at last how many bytes tensors took at most in all of them."""
@@ -219,16 +221,17 @@ def summarize(player: Player, repeats: Sequence[Steps]) -> Summary:
 
 def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of all settings."""
+    summaries = {player: summarize(player, repeats) for player in repeats[0]}
+    legend = [INTERVALS] if has_intervals(summaries.values()) else []
     table = Table(
         title=Text(f"{name_run(workload, surroundings)}, in turn"),
         title_justify="left",
-        caption=Text(name_versions(surroundings)),
+        caption=Text("\n".join((name_versions(surroundings), *legend))),
         caption_justify="left",
     )
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for player in repeats[0]:
-        summary = summarize(player, repeats)
+    for player, summary in summaries.items():
         low, middle, high = (1e3 * each for each in find_quantiles(summary.step_seconds))
         over, by_repeat = ABSENT, ABSENT
         if player.setting != NOTHING:
@@ -282,6 +285,7 @@ def run_all(
     """
     settings = [parse_setting(word) for word in options.settings]
     check_names(settings)
+    check_plans(settings)  # before a process starts: nobody makes plans here
     job = Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),

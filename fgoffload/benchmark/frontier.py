@@ -1,6 +1,6 @@
 """The frontier of memory against step time: which settings nobody beats in both, and their picture."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,12 +44,12 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
     return frontier
 
 
-def find_fastest(summaries: Sequence[Summary], *, system: System, budget_bytes: int) -> Summary | None:
-    """Return the fastest setting of a system whose peak is within a budget, or None where there is none."""
+def find_fastest(summaries: Iterable[Summary], *, systems: Collection[System], budget_bytes: int) -> Summary | None:
+    """Return the fastest setting of some systems whose peak is within a budget, or None where there is none."""
     fitting = [
         one
         for one in summaries
-        if one.setting.system is system
+        if one.setting.system in systems
         and one.ratio is not None
         and one.peak_bytes is not None
         and one.peak_bytes <= budget_bytes

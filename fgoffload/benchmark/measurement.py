@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.steps import StepRecord
 
 CONFIDENCE = 0.95
@@ -82,10 +82,19 @@ class Summary:
     """The most of each number over all repeats, but for `step_seconds`, which are the first one's."""
     failure: str = ""
     """Why it failed in the last repeat in which it did."""
+    repeats: int = 1
+    """Of the whole list."""
+    missed_repeats: int = 0
+    """Of those: in which it was not measured. What is known of it is of the others alone."""
 
     @property
     def ratio(self) -> float | None:
-        """The median of the ratios, or None without any."""
+        """What is shown of all repeats, or None without any.
+
+        From `FEWEST_REPEATS` on it is the geometric mean, around which the interval is; of fewer the median.
+        """
+        if len(self.ratios) >= FEWEST_REPEATS:
+            return statistics.geometric_mean(self.ratios)
         return statistics.median(self.ratios) if self.ratios else None
 
     @property
@@ -99,7 +108,7 @@ class Summary:
         return None if self.worst is None else self.worst.peak_bytes
 
     def find_interval(self) -> tuple[float, float] | None:
-        """Return where the mean ratio is with 95% confidence, or None with fewer repeats than `FEWEST_REPEATS`.
+        """Return where the geometric mean of the ratios is with 95% confidence, or None below `FEWEST_REPEATS`.
 
         The repeats are pairs: each has its own `nothing`, so that a machine that drifts drifts for both.
         """
@@ -107,9 +116,9 @@ class Summary:
 
 
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return where the mean of ratios is with 95% confidence, or None with fewer than `FEWEST_REPEATS`.
+    """Return where the geometric mean of ratios is with 95% confidence, or None with fewer than `FEWEST_REPEATS`.
 
-    Ratios multiply, so the interval is Student's, of their logarithms.
+    Ratios multiply, so the interval is Student's, of their logarithms: around the geometric mean, and not around a median.
     """
     if len(ratios) < FEWEST_REPEATS:
         return None
@@ -161,25 +170,39 @@ def find_nothing_s(outcomes: Iterable[Outcome]) -> float | None:
 
 
 def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step time of the outcome at `index` over that of `nothing`, or None where one of them has none."""
+    """Return the step time of the outcome at `index` over that of `nothing`, or None where one of them has none.
+
+    A profile has none: its one step is slowed by what measures it, and no setting to compare.
+    """
+    if outcomes[index].setting == PROFILE:
+        return None
     measurement, reference_s = outcomes[index].measurement, find_reference_s(outcomes, index)
     return None if measurement is None or reference_s is None else measurement.seconds / reference_s
 
 
-def summarize(outcomes: Sequence[Outcome], processes: Sequence[ProcessKind]) -> tuple[Summary, ...]:
+def summarize(
+    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], *, repeats: int | None = None
+) -> tuple[Summary, ...]:
     """Return one summary for each setting and kind of process, in the order in which they first ran.
+
+    A profile that was measured is no setting, and has none; one that failed has, which says why.
 
     Args:
         outcomes: In the order in which they ran.
         processes: By session.
+        repeats: Of the whole list; None takes those that anything ran in. A setting that crashed does not come again.
     """
+    if repeats is None:
+        repeats = 1 + max((outcome.repeat for outcome in outcomes), default=0)
     found: dict[tuple[ProcessKind, Setting], list[int]] = {}
     for index, outcome in enumerate(outcomes):
+        if outcome.setting == PROFILE and outcome.measurement is not None:
+            continue
         found.setdefault((processes[outcome.session], outcome.setting), []).append(index)
-    return tuple(_summarize(outcomes, indices, process) for (process, _), indices in found.items())
+    return tuple(_summarize(outcomes, indices, process, repeats) for (process, _), indices in found.items())
 
 
-def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: ProcessKind) -> Summary:
+def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: ProcessKind, repeats: int) -> Summary:
     own = [outcomes[index] for index in indices]
     measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
     ratios = (find_ratio(outcomes, index) for index in indices)
@@ -190,6 +213,8 @@ def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: Pro
         ratios=tuple(ratio for ratio in ratios if ratio is not None),
         worst=_find_worst(measured) if measured else None,
         failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
+        repeats=repeats,
+        missed_repeats=repeats - len({outcome.repeat for outcome in own if outcome.measurement is not None}),
     )
 
 

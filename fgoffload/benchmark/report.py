@@ -22,7 +22,7 @@ from fgoffload.benchmark.prediction import (
     choose_source,
     list_prediction_numbers,
 )
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, System
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting, System
 from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.units import format_bytes
@@ -72,6 +72,9 @@ HEADINGS = (
 )
 """Of the table of times."""
 
+INTERVALS = "Over nothing: the geometric mean of the repeats, with its interval of 95%; of fewer than three, each of them."
+"""Said below a table that has intervals."""
+
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, forecasts: Forecasts = NO_FORECASTS) -> list[tuple[str, ...]]:
     """Return the cells of each setting, under `HEADINGS`; one that failed has its reason in the second cell."""
@@ -87,13 +90,12 @@ def build_times_table(
     table = _start_table(name_run(workload, surroundings))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    failed = []
     for summary, cells in zip(summaries, list_rows(summaries, workload, forecasts), strict=True):
-        if summary.worst is None:
-            failed.append(f"{cells[0]}: {summary.failure}")
-        else:
+        if summary.worst is not None:
             table.add_row(*map(Text, cells))
-    table.caption = Text("\n".join((name_versions(surroundings), *failed)))
+    legend = [INTERVALS] if has_intervals(summaries) else []
+    failed = (line for summary in summaries if (line := _describe_failure(summary)))
+    table.caption = Text("\n".join((name_versions(surroundings), *legend, *failed)))
     return table
 
 
@@ -107,8 +109,8 @@ def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int
     for budget_bytes in sorted(budgets_bytes, reverse=True):
         cells = []
         for system in systems:
-            fastest = find_fastest(summaries, system=system, budget_bytes=budget_bytes)
-            cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}")
+            fastest = find_fastest(summaries, systems=(system,), budget_bytes=budget_bytes)
+            cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}{note_missed(fastest)}")
         table.add_row(format_bytes(budget_bytes), *map(Text, cells))
     return table
 
@@ -118,7 +120,11 @@ def format_markdown(
 ) -> str:
     """Return the table of times for a page of results."""
     lines = format_rows(HEADINGS, list_rows(summaries, workload, forecasts))
-    return "\n".join((name_run(workload, surroundings), "", *lines, "", name_versions(surroundings), ""))
+    legend = [INTERVALS, ""] if has_intervals(summaries) else []
+    # Of what was never measured the row itself says why.
+    failed = [f"- {line}" for summary in summaries if summary.worst is not None and (line := _describe_failure(summary))]
+    below = [*legend, *failed, *([""] if failed else []), name_versions(surroundings), ""]
+    return "\n".join((name_run(workload, surroundings), "", *lines, "", *below))
 
 
 def format_csv(
@@ -139,7 +145,9 @@ def format_csv(
             "failure": outcome.failure,
         }
         if outcome.measurement is not None:
-            row |= _list_numbers(outcome.measurement, workload)
+            row |= _list_numbers(outcome.measurement)
+            if outcome.setting != PROFILE:  # whose one step is slowed by what measures it
+                row |= _list_rates(outcome.measurement, workload)
             row |= list_prediction_numbers(outcome.measurement, forecasts.get(outcome.setting, Forecast()))
         writer.writerow(row)
     return text.getvalue()
@@ -168,8 +176,7 @@ def format_json(
         "runs": [
             {
                 "setting": outcome.setting.name,
-                # Those of a budget are in the plan that was made for it.
-                "flags": None if outcome.setting.system is System.BUDGET else list(outcome.setting.list_flags()),
+                "flags": _list_flags(outcome.setting),
                 "process": processes[outcome.session].value,
                 "session": outcome.session,
                 "repeat": outcome.repeat,
@@ -250,6 +257,18 @@ def _list_bits(row: BitsRow) -> tuple[str, str, str]:
     return name, "yes" if row.is_equal else "no", "; ".join(row.differences)
 
 
+def has_intervals(summaries: Iterable[Summary]) -> bool:
+    """Return whether a table of `summaries` shows an interval, and needs to say of what."""
+    return any(one.setting != NOTHING and one.find_interval() is not None for one in summaries)
+
+
+def note_missed(summary: Summary) -> str:
+    """Return in how many repeats a setting was measured that was not in all, to stand behind its name or number."""
+    if summary.worst is None or not summary.missed_repeats:
+        return ""
+    return f", {summary.repeats - summary.missed_repeats} of {summary.repeats} repeats"
+
+
 def name_row(setting: Setting, process: ProcessKind) -> str:
     """Return what the row of a setting is called: `nothing` says its kind of process, since each has one."""
     return f"{setting.name} ({process.value})" if setting == NOTHING and process is not ProcessKind.MAIN else setting.name
@@ -297,7 +316,7 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
     utilization = workload.find_utilization(seconds)
     return (
         name,
-        f"{middle} ({low} {high})",
+        f"{middle} ({low} {high}){note_missed(summary)}",
         _format_ratio(summary),
         ABSENT if simulated is None else f"{simulated.ratio:.3f}",
         *(
@@ -315,6 +334,18 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
     )
 
 
+def _describe_failure(summary: Summary) -> str:
+    """Return one line: what failed, in how many repeats it was measured all the same, and why; nothing where nothing failed."""
+    if not summary.failure:
+        return ""
+    name = name_row(summary.setting, summary.process)
+    if summary.worst is None:
+        return f"{name}: {summary.failure}"
+    # `nothing` may run several times in a repeat.
+    where = note_missed(summary).removeprefix(", ") or "all repeats, where another run of it failed"
+    return f"{name}: measured in {where}: {summary.failure}"
+
+
 def _format_ratio(summary: Summary) -> str:
     if summary.ratio is None:
         return ABSENT
@@ -327,7 +358,12 @@ def _format_ratio(summary: Summary) -> str:
     return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
 
 
-def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any]:
+def _list_flags(setting: Setting) -> list[str] | None:
+    # Those of a budget are in the plan that was made for it, and a profile is no setting.
+    return None if setting.system in (System.BUDGET, System.PROFILE) else list(setting.list_flags())
+
+
+def _list_numbers(measurement: Measurement) -> dict[str, Any]:
     low, middle, high = find_quantiles(measurement.step_seconds)
     numbers = {field.name: getattr(measurement, field.name) for field in dataclasses.fields(measurement)}
     del numbers["step_seconds"]
@@ -336,8 +372,13 @@ def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any
         "step_p20_s": _round(low),
         "step_p50_s": _round(middle),
         "step_p80_s": _round(high),
-        "tokens_per_s": round(workload.tokens / middle, 1),
-        "model_flop_utilization": _round(workload.find_utilization(middle)),
+    }
+
+
+def _list_rates(measurement: Measurement, workload: Workload) -> dict[str, Any]:
+    return {
+        "tokens_per_s": round(workload.tokens / measurement.seconds, 1),
+        "model_flop_utilization": _round(workload.find_utilization(measurement.seconds)),
     }
 
 

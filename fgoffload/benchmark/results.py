@@ -41,6 +41,8 @@ class Results:
     """In the order in which they ran."""
     processes: list[ProcessKind] = dataclasses.field(default_factory=list)
     """By session."""
+    repeats: int | None = None
+    """Of the whole list; None until it runs."""
     surroundings: Surroundings | None = None
     """What it runs on; None until a process has said so."""
     search: SearchResult | None = None
@@ -88,7 +90,7 @@ class Results:
 
     def summarize(self) -> tuple[Summary, ...]:
         """Return one summary for each setting and kind of process."""
-        return summarize(self.outcomes, self.processes)
+        return summarize(self.outcomes, self.processes, repeats=self.repeats)
 
     def write(self, folder: Path) -> None:
         """Write the files that hold what was measured."""
@@ -160,6 +162,7 @@ def collect_results(
         on_message: Called with what rank 0 of each session says.
         nothing_every: As `list_runs` takes it.
     """
+    results.repeats = repeats
 
     def hear(message: Message) -> None:
         if isinstance(message, Ready):

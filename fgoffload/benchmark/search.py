@@ -90,7 +90,7 @@ class SearchResult:
     rounds: int
     """In which they were measured."""
     is_exhausted: bool
-    """Whether it ended because nothing was left to try, and not because of its limit."""
+    """Whether it ended because nothing was left to try: not because of its limit, nor since `nothing` did not run."""
 
     @property
     def tried(self) -> int:
@@ -145,6 +145,8 @@ class _Search:
         parts = [_offload(modules) for modules in self._parts]
         self._try([*parts, *(_recompute(modules) for modules in self._space.recomputes)])
         if self._nothing not in self.samples:
+            # Nothing to compare with, and so nothing that could promise anything.
+            self.is_exhausted = False
             return
         candidates = self._list_candidates()
         while batch := self._choose(candidates):

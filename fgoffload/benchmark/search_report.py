@@ -1,21 +1,28 @@
 """Shows what a search for Megatron-Core's flags tried, and what won at each budget."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from fgoffload.benchmark.frontier import find_fastest
 from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Summary
-from fgoffload.benchmark.report import ABSENT
+from fgoffload.benchmark.report import ABSENT, note_missed
 from fgoffload.benchmark.search import SearchResult
 from fgoffload.benchmark.settings import Setting, System
 from fgoffload.units import format_bytes
 
-HEADINGS = ("peak at most", "fastest of Megatron-Core", "few steps: over nothing", "peak", "all steps: over nothing", "peak")
+HEADINGS = (
+    *("peak at most", "Megatron-Core, few steps: fastest", "over nothing", "peak"),
+    *("all steps: fastest", "over nothing", "peak"),
+)
 """Of the table."""
+
+MEGATRONS = (System.RECOMPUTE, System.MEGATRON)
+"""Systems that are Megatron-Core's own: what the search is of."""
 
 CANDIDATES = 2
 """Settings of each budget that are measured again, with all steps: few steps do not tell apart what is nearly alike."""
@@ -29,15 +36,15 @@ def list_candidates(result: SearchResult) -> tuple[Setting, ...]:
 
 
 def build_search_table(result: SearchResult, summaries: Sequence[Summary]) -> Table:
-    """Return for each budget what won, with few steps and with all of them.
+    """Return for each budget the fastest that the search found, and the fastest of all that was measured with all steps.
 
     Args:
         result: Of the search.
-        summaries: Of what was measured with all steps.
+        summaries: Of what was measured with all steps, whoever asked for it.
     """
     table = Table(title=Text("search for Megatron-Core's own flags"), title_justify="left", caption_justify="left")
     for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS[1] else "right")
+        table.add_column(heading, justify="left" if "fastest" in heading else "right")
     for cells in _list_rows(result, summaries):
         table.add_row(*map(Text, cells))
     table.caption = Text(describe_search(result))
@@ -55,6 +62,9 @@ def format_search(result: SearchResult, summaries: Sequence[Summary]) -> str:
 def describe_search(result: SearchResult) -> str:
     """Return one line: how many settings were tried of how many, and why it ended."""
     rounds = "1 round" if result.rounds == 1 else f"{result.rounds} rounds"
+    if not result.samples:
+        reason = next(iter(result.failures.values()), "none was tried").rstrip(".")
+        return f"{result.tried} settings of {result.possible} tried in {rounds}, and none could be measured: {reason}."
     end = "nothing that was left promised to be faster" if result.is_exhausted else "its limit was reached"
     failed = f", {len(result.failures)} of them failed" if result.failures else ""
     return f"{result.tried} settings of {result.possible} tried in {rounds}{failed}; it ended since {end}."
@@ -77,27 +87,16 @@ def to_fields(result: SearchResult) -> dict[str, Any]:
 
 
 def _list_rows(result: SearchResult, summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
-    measured = {one.setting: one for one in summaries if one.ratio is not None}
-    return [_list_cells(result, measured, budget) for budget in sorted(result.budgets_bytes, reverse=True)]
+    return [_list_cells(result, summaries, budget) for budget in sorted(result.budgets_bytes, reverse=True)]
 
 
-def _list_cells(result: SearchResult, measured: Mapping[Setting, Summary], budget_bytes: int) -> tuple[str, ...]:
-    candidates = result.list_fastest(budget_bytes, count=CANDIDATES)
-    # What fits with all steps too, and of that the fastest.
-    verified = [
-        (one.ratio, name)
-        for name in candidates
-        if (one := measured.get(name)) is not None and one.ratio is not None and (one.peak_bytes or 0) <= budget_bytes
-    ]
-    winner = min(verified, key=lambda pair: pair[0])[1] if verified else next(iter(candidates), None)
-    if winner is None:
-        return (format_bytes(budget_bytes), *(ABSENT for _ in HEADINGS[1:]))
-    sample, again = result.samples[winner], measured.get(winner)
-    return (
-        format_bytes(budget_bytes),
-        winner.name,
-        f"{sample.ratio:.3f}",
-        format_bytes(sample.peak_bytes),
-        ABSENT if again is None else f"{again.ratio:.3f}",
-        ABSENT if again is None or again.peak_bytes is None else format_bytes(again.peak_bytes),
-    )
+def _list_cells(result: SearchResult, summaries: Sequence[Summary], budget_bytes: int) -> tuple[str, ...]:
+    found, again = (ABSENT, ABSENT, ABSENT), (ABSENT, ABSENT, ABSENT)
+    for setting in result.list_fastest(budget_bytes):
+        sample = result.samples[setting]
+        found = (setting.name, f"{sample.ratio:.3f}", format_bytes(sample.peak_bytes))
+    # Not the same one measured again: with all steps it may no longer fit, and another one be faster.
+    winner = find_fastest(summaries, systems=MEGATRONS, budget_bytes=budget_bytes)
+    if winner is not None:
+        again = (f"{winner.setting.name}{note_missed(winner)}", f"{winner.ratio:.3f}", format_bytes(winner.peak_bytes or 0))
+    return (format_bytes(budget_bytes), *found, *again)

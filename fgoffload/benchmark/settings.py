@@ -107,6 +107,9 @@ class Setting:
         """Return the Megatron flags that this setting adds to those of the argument file.
 
         Those of `budget` are not known before its plan is: see `with_plan`.
+
+        Raises:
+            ConfigError: It needs a plan and has none, or is a profile, which is no setting.
         """
         return (*self._list_offload_flags(), *self._list_recompute_flags())
 
@@ -122,8 +125,16 @@ class Setting:
         elif self.plan is not None:
             # The modules are those of the plan, and not those that the argument file names.
             yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
-        else:
+        elif self.system in (System.NOTHING, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
+        elif self.system is System.PROFILE:
+            raise ConfigError("profile is one measured step, and no setting. Measure one with fgoffload bench --profile.")
+        else:
+            # Never as one that offloads nothing: its row would look like the plan's.
+            raise ConfigError(
+                f"{self.name} needs a plan, and has none here. Give a plan file, as in plan:plan.json, or use fgoffload bench "
+                "--budgets, which makes one."
+            )
 
     def _list_recompute_flags(self) -> Iterator[str]:
         if self.recompute == (FULL,):
@@ -258,6 +269,16 @@ def check_names(settings: Iterable[Setting]) -> None:
         if setting.name in seen:
             raise ConfigError(f"two settings are called {setting.name}. Give their plan files different names.")
         seen.add(setting.name)
+
+
+def check_plans(settings: Iterable[Setting]) -> None:
+    """Check that each setting can be trained as it is: where nobody plans, one of a budget cannot.
+
+    Raises:
+        ConfigError: One needs a plan and has none.
+    """
+    for setting in settings:
+        setting.list_flags()
 
 
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

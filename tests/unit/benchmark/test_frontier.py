@@ -66,7 +66,7 @@ def test_the_fastest_of_a_system_is_the_one_within_the_budget():
     ]
 
     def find(system, budget_gib):
-        fastest = find_fastest(found, system=system, budget_bytes=int(budget_gib * GIB))
+        fastest = find_fastest(found, systems=(system,), budget_bytes=int(budget_gib * GIB))
         return None if fastest is None else fastest.setting.name
 
     assert find(System.OURS, 22) == "ours:router"

@@ -77,6 +77,15 @@ def test_each_setting_has_its_row_and_every_step_is_written(script, monkeypatch,
             assert (step["forward_waits_s"], step["backward_waits_s"]) == (0.0, 0.0)  # a CPU waits for nothing
 
 
+def test_a_budget_which_nobody_plans_for_here_is_refused_in_one_line(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "open_runner", None)  # a model would be built with it
+    assert run(script, monkeypatch, MODEL, "--settings", "nothing", "budget:1MiB") == 2
+    shown, error = capsys.readouterr()
+    assert shown == ""
+    assert error.startswith("budget:1.00MiB needs a plan, and has none here. Give a plan file")
+    assert error.count("\n") == 1
+
+
 def test_a_model_of_several_processes_is_refused_in_one_line(script, monkeypatch, capsys):
     assert run(script, monkeypatch, MODEL, "--pipeline-model-parallel-size", "2") == 2
     error = capsys.readouterr().err

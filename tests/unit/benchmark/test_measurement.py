@@ -141,6 +141,17 @@ def test_the_interval_of_ratios_is_students_of_their_logarithms():
     assert summary(1.0, 1.1, 1.21).find_interval() == pytest.approx(expected, rel=1e-5)
 
 
+def test_what_is_shown_beside_an_interval_is_what_the_interval_is_around():
+    # The median, 1.0, would be far from the middle of [0.934, 1.169].
+    one = summary(1.0, 1.0, 1.0, 1.0, 1.0, 1.3)
+    low, high = one.find_interval()
+    assert one.ratio == pytest.approx(1.3 ** (1 / 6))
+    assert one.ratio == pytest.approx(math.sqrt(low * high))
+    assert summary(1.0, 1.0, 1.3).ratio == pytest.approx(1.3 ** (1 / 3))
+    # Below three both are shown, and there is no interval.
+    assert (summary(1.0, 1.3).ratio, summary(1.3).ratio, summary().ratio) == (pytest.approx(1.15), 1.3, None)
+
+
 def test_fewer_than_three_repeats_have_no_interval():
     assert summary(1.0, 1.1).find_interval() is None
     assert summary().find_interval() is None

@@ -11,6 +11,7 @@ from fgoffload.benchmark.measurement import Measurement, Outcome, summarize
 from fgoffload.benchmark.prediction import PREDICTION_COLUMNS, Forecast, Prediction, Source
 from fgoffload.benchmark.report import (
     HEADINGS,
+    INTERVALS,
     Workload,
     build_bits_table,
     build_budget_table,
@@ -21,7 +22,7 @@ from fgoffload.benchmark.report import (
     format_markdown,
     list_rows,
 )
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, parse_setting
 from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
 
@@ -119,9 +120,18 @@ def test_two_repeats_are_both_shown_and_three_have_an_interval():
     three = [*two, outcome(NOTHING, 1.0, repeat=2), outcome(OURS, 1.3, repeat=2)]
     cell = list_rows(summarize(three, PROCESSES), WORKLOAD)[1][2]
     ratio, low, high = cell.replace("[", "").replace("]", "").split()
-    assert ratio == "1.200"
+    assert ratio == f"{(1.1 * 1.2 * 1.3) ** (1 / 3):.3f}" == "1.197"
     assert 0.9 < float(low) < 1.1
     assert 1.3 < float(high) < 1.5
+
+
+def test_tables_with_intervals_say_of_what_they_are():
+    runs = [outcome(setting, 1.0 + repeat / 100, repeat=repeat) for repeat in range(3) for setting in (NOTHING, OURS)]
+    for outcomes, is_said in ((runs, True), (runs[:4], False), (runs[::2], False)):
+        summaries = summarize(outcomes, PROCESSES)
+        page = format_markdown(summaries, WORKLOAD, SURROUNDINGS)
+        shown = show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
+        assert [INTERVALS in page, "Over nothing: the geometric mean of the repeats" in shown] == [is_said, is_said]
 
 
 def test_the_table_shows_what_failed_and_why_below_it_as_it_was_said():
@@ -130,6 +140,34 @@ def test_the_table_shows_what_failed_and_why_below_it_as_it_was_said():
     assert "torch 2.11, megatron-core 0.16.1, driver 1.2" in shown
     assert "recompute:full: refused [bold]" in shown
     assert "megatron:core_attn" in shown
+
+
+def test_a_setting_that_failed_in_a_repeat_says_in_how_many_it_was_measured_and_why():
+    sizes = {"peak_allocated_bytes": 18 * GIB}
+    outcomes = [
+        *(outcome(NOTHING, 1.0), outcome(OURS, 1.1, **sizes), outcome(FULL, 1.2, **sizes)),
+        outcome(NOTHING, 1.0, repeat=1),
+        outcome(OURS, repeat=1, failure="out of [memory]"),
+        # A session that is over begins with another `nothing`, which may fail where the first did not.
+        outcome(NOTHING, repeat=1, session=1, failure="no more"),
+        outcome(FULL, 1.3, repeat=1, **sizes),
+    ]
+    summaries = summarize(outcomes, [ProcessKind.MAIN, ProcessKind.MAIN])
+    nothing, ours, full = list_rows(summaries, WORKLOAD)
+    assert (nothing[1], full[1]) == ("1000.0 (1000.0 1000.0)", "1250.0 (1220.0 1280.0)")
+    assert ours[1:3] == ("1100.0 (1100.0 1100.0), 1 of 2 repeats", "1.100")
+    shown = show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
+    page = format_markdown(summaries, WORKLOAD, SURROUNDINGS)
+    for text in (shown, page):
+        assert "ours:core_attn: measured in 1 of 2 repeats: out of [memory]" in text
+        assert "nothing: measured in all repeats, where another run of it failed: no more" in text
+        assert "recompute:full:" not in text
+    assert "1.100 ours:core_attn, 1 of 2 repeats" in show(build_budget_table(summaries, [18 * GIB]))
+    # One that crashed does not come again, so that the third repeat does not know of it.
+    assert summarize(outcomes, [ProcessKind.MAIN] * 2, repeats=3)[1].missed_repeats == 2
+    rows = list(csv.DictReader(io.StringIO(format_csv(outcomes, [ProcessKind.MAIN] * 2, WORKLOAD))))
+    of_ours = [(row["repeat"], row["over_nothing"], row["failure"]) for row in rows if row["setting"] == OURS.name]
+    assert of_ours == [("0", "1.1", ""), ("1", "", "out of [memory]")]
 
 
 def test_the_table_of_budgets_names_the_fastest_of_each_system():
@@ -190,6 +228,30 @@ def test_the_json_has_every_step_and_the_flags_of_every_setting():
     assert second["flags"][:3] == ["--fine-grained-activation-offloading", "--offload-modules", "core_attn"]
     assert third["measurement"] is None
     assert third["failure"] == "refused [bold]"
+
+
+def test_a_profile_is_no_row_of_the_tables_and_has_no_rates():
+    runs = [outcome(NOTHING, 1.0), outcome(PROFILE, 0.965, peak_allocated_bytes=20 * GIB), outcome(OURS, 1.1)]
+    summaries = summarize(runs, PROCESSES)
+    assert [cells[0] for cells in list_rows(summaries, WORKLOAD)] == ["nothing", "ours:core_attn"]
+    assert "profile" not in format_markdown(summaries, WORKLOAD, SURROUNDINGS)
+    _, profile, ours = csv.DictReader(io.StringIO(format_csv(runs, PROCESSES, WORKLOAD)))
+    rates = ("over_nothing", "tokens_per_s", "model_flop_utilization")
+    assert [profile[name] for name in ("setting", *rates)] == ["profile", "", "", ""]
+    assert (profile["step_p50_s"], profile["peak_allocated_bytes"]) == ("0.965", str(20 * GIB))
+    assert all(ours[name] for name in rates)
+
+
+def test_a_profile_that_failed_says_why():
+    summaries = summarize([outcome(NOTHING, 1.0), outcome(PROFILE, failure="no memory")], PROCESSES)
+    assert list_rows(summaries, WORKLOAD)[1][:2] == ("profile", "not measured: no memory")
+    assert "profile: no memory" in show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
+
+
+def test_the_json_says_no_flags_of_what_is_not_chosen_by_flags():
+    runs = [outcome(PROFILE, 0.5), outcome(parse_setting("budget:1GiB"), 0.5)]
+    document = json.loads(format_json(runs, PROCESSES, WORKLOAD, SURROUNDINGS, {}))
+    assert [run["flags"] for run in document["runs"]] == [None, None]
 
 
 # Bits.

@@ -105,6 +105,20 @@ def test_files_are_up_to_date_after_every_run_and_sessions_are_numbered_over_all
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "run.json"]
 
 
+def test_a_setting_that_crashes_has_missed_all_repeats_that_it_did_not_come_to(tmp_path, monkeypatch):
+    def run_sessions(job, runs, *, kind, first_session, log_folder, on_message):
+        if kind is ProcessKind.MAIN:
+            yield from list_outcomes((NOTHING, 0, (1.0,)), (FULL, 0, (2.0,)))
+            yield Outcome(setting=FULL, repeat=1, session=0, failure="out of memory")
+
+    monkeypatch.setattr(results_module, "run_sessions", run_sessions)
+    results = Results(workload=WORKLOAD, about={})
+    job = Job(source="x.sh", file_flags=(), warmup=1, steps=1, plan_folder=tmp_path)
+    collect_results(results, job, (FULL,), repeats=4, folder=tmp_path, on_message=lambda _: None)
+    _, full = results.summarize()
+    assert (full.repeats, full.missed_repeats, full.failure) == (4, 3, "out of memory")
+
+
 def test_a_run_has_a_setting_and_a_repeat():
     assert Run(setting=LAYERS, repeat=0) != Run(setting=LAYERS, repeat=1)
 

@@ -207,27 +207,59 @@ def test_what_was_found_is_measured_again_and_the_same_modules_by_our_engine():
     assert [one.name for one in list_candidates(result)] == list(dict.fromkeys((*found, *ours)))
 
 
+def show_rows(result, summaries):
+    """Return the cells of the table's rows, and all of its text."""
+    console = Console(width=200, file=io.StringIO())
+    console.print(build_search_table(result, summaries))
+    shown = console.file.getvalue()
+    lines = [line for line in shown.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines], shown
+
+
 def test_the_two_fastest_of_each_budget_are_measured_again_and_the_faster_that_still_fits_is_named():
     result, _ = find(SPACE, [18.5, 1])
     first, second, *_ = list_candidates(result)
-    names = [first.name, second.name]
-    both = [summarize(first.name, 1.02, 18.6), summarize(second.name, 1.03, 18.4)]
-
-    def show(summaries):
-        console = Console(width=200, file=io.StringIO())
-        console.print(build_search_table(result, summaries))
-        lines = console.file.getvalue().splitlines()
-        return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")], lines
-
-    rows, lines = show(both)
+    rows, shown = show_rows(result, [summarize(first.name, 1.02, 18.6), summarize(second.name, 1.03, 18.4)])
+    sample = result.samples[first]
+    few = ["18.50 GiB", first.name, f"{sample.ratio:.3f}", f"{sample.peak_bytes / GIB:.2f} GiB"]
     # The first no longer fits.
-    assert rows[0][:2] == ["18.50 GiB", names[1]]
-    assert rows[0][4:] == ["1.030", "18.40 GiB"]
-    assert rows[1] == ["1.00 GiB", "-", "-", "-", "-", "-"]
-    assert f"{result.tried} settings of {result.possible} tried in {result.rounds} round" in "\n".join(lines)
-    rows, _ = show([])
-    assert rows[0][:2] == ["18.50 GiB", names[0]]
-    assert rows[0][4:] == ["-", "-"]
+    assert rows == [[*few, second.name, "1.030", "18.40 GiB"], ["1.00 GiB", "-", "-", "-", "-", "-", "-"]]
+    assert f"{result.tried} settings of {result.possible} tried in {result.rounds} round" in shown
+    assert show_rows(result, [])[0][0] == [*few, "-", "-", "-"]
+
+
+def test_the_fastest_with_all_steps_is_of_all_of_megatrons_settings_that_were_measured():
+    result, _ = find(SPACE, [18.5])
+    first, *_ = list_candidates(result)
+    others = [
+        summarize("recompute:moe", 1.190, 14),
+        summarize("ours:core_attn", 1.001, 15),
+        summarize("save_on_cpu", 1.002, 15),
+        summarize("megatron:router", 1.003, 18.6),
+    ]
+    by_hand = dataclasses.replace(summarize("megatron:expert_fc1/moe_act", 1.054, 16), repeats=2, missed_repeats=1)
+    rows, _ = show_rows(result, [summarize(first.name, 1.2, 18), *others, by_hand])
+    assert rows[0][1] == first.name
+    assert rows[0][4:] == ["megatron:expert_fc1/moe_act, 1 of 2 repeats", "1.054", "16.00 GiB"]
+    assert "| megatron:expert_fc1/moe_act, 1 of 2 repeats | 1.054 | 16.00 GiB |" in format_search(result, [*others, by_hand])
+    rows, _ = show_rows(result, [summarize(first.name, 1.2, 18), *others])
+    assert rows[0][4:] == ["recompute:moe", "1.190", "14.00 GiB"]
+
+
+def test_a_search_in_which_nothing_could_be_measured_says_so():
+    space = SearchSpace(modules=("core_attn",), recomputes=(("moe",),), has_fraction=False)
+    crashed, _ = find(space, [18], failing=["megatron:core_attn", "recompute:moe"])
+    assert describe_search(crashed) == "2 settings of 3 tried in 1 round, and none could be measured: refused."
+
+    def measure(settings):
+        return Measured({}, dict.fromkeys((NOTHING, *settings), "out of memory."))
+
+    without = search(SPACE, [18 * GIB], nothing=NOTHING, limit=24, measure=measure)
+    said = "tried in 1 round, and none could be measured: out of memory."
+    assert describe_search(without) == f"8 settings of {without.possible} {said}"
+    # Neither its limit nor what was left ended it.
+    assert not without.is_exhausted
+    assert format_search(without, []).startswith("8 settings of ")
 
 
 def test_the_page_and_the_json_have_all_that_was_tried():

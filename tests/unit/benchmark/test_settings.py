@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from fgoffload import ConfigError, default_tags
 from fgoffload.benchmark.settings import (
     NOTHING,
+    PROFILE,
     ProcessKind,
     Setting,
     System,
     check_names,
+    check_plans,
     choose_settings,
     list_default_settings,
     parse_setting,
@@ -67,6 +69,19 @@ def test_a_budget_keeps_its_name_when_it_has_a_plan():
     assert setting.budget_bytes == 20_293_720_473
     assert setting.name == setting.with_plan(Path("x.json")).name == "budget:18.90GiB"
     assert setting.with_plan(Path("x.json")).list_flags()[-2:] == ("--offload-plan", "x.json")
+
+
+def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offload():
+    with pytest.raises(ConfigError) as caught:
+        parse_setting("budget:1MiB").list_flags()
+    assert str(caught.value) == (
+        "budget:1.00MiB needs a plan, and has none here. Give a plan file, as in plan:plan.json, or use fgoffload bench "
+        "--budgets, which makes one."
+    )
+    with pytest.raises(ConfigError, match=r"budget:1\.00MiB needs a plan"):
+        check_plans([NOTHING, parse_setting("plan:x.json"), parse_setting("budget:1MiB")])
+    with pytest.raises(ConfigError, match=r"no setting\. Measure one with fgoffload bench --profile\."):
+        PROFILE.list_flags()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from support.scripts import BENCHMARKS, load_script
 
+from fgoffload.benchmark.report import Workload
 from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.environment import keep_environment, set_environment
 
 ROOT = Path(__file__).parents[3]
@@ -159,6 +161,22 @@ def test_a_ratio_is_of_two_steps_of_one_round_and_a_repeat_has_the_median_of_its
     assert summary.step_seconds == (1.1, 4.8, 1.3, 3.0, 6.6, 1.8)
 
 
+def test_from_three_repeats_on_the_table_has_the_geometric_mean_and_its_interval(script):
+    nothing, ours = players = script.list_players([OURS])
+    repeats = [{nothing: [1.0], ours: [ratio]} for ratio in (1.0, 1.0, 1.0, 1.0, 1.0, 1.3)]
+    workload = Workload(arguments_file="x.sh", layers=1, dtype="bfloat16", tokens=1, model_flop=1, world_size=1)
+    surroundings = Surroundings(device="CPU", driver=None, python="3", packages={}, cuda=None, cpus=1, variables={})
+
+    def build(count):
+        table = script.build_table(repeats[-count:], [dict.fromkeys(players)] * count, workload, surroundings)
+        return list(map(str, table.columns[2].cells))[1], str(table.caption)
+
+    over, caption = build(6)
+    assert over == f"{1.3 ** (1 / 6):.3f} [0.934 1.169]" == "1.045 [0.934 1.169]"
+    assert caption.endswith(script.INTERVALS)
+    assert build(2) == ("1.150", "")
+
+
 def test_the_table_and_the_file_have_what_each_process_measured(script, tmp_path, monkeypatch, capsys):
     words = ("--settings", "ours:expert_fc1", "--rounds", "3", "--warmup", "1", "--repeats", "1", "--out", tmp_path)
     assert run(script, monkeypatch, *MODEL, *words) == 0
@@ -197,3 +215,12 @@ def test_what_cannot_be_trained_is_said_in_one_line(script, monkeypatch, capsys)
     assert error.count("\n") == 1
     assert run(script, monkeypatch, *MODEL, "--settings", "no_such_thing") == 2
     assert "no_such_thing" in capsys.readouterr().err
+
+
+def test_a_budget_which_nobody_plans_for_here_is_refused_before_a_process_starts(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "start", None)  # processes start with it
+    assert run(script, monkeypatch, *MODEL, "--settings", "ours:expert_fc1", "budget:1MiB") == 2
+    shown, error = capsys.readouterr()
+    assert shown == ""
+    assert error.startswith("budget:1.00MiB needs a plan, and has none here. Give a plan file")
+    assert error.count("\n") == 1
