@@ -78,7 +78,8 @@ FRONTIER = "frontier.png"
 """Where the picture of a sweep goes, in the current folder, unless `--plot` says another place."""
 
 SWEEP_POINTS = 12
-"""Budgets of a sweep, from the least that any plan keeps to up to what keeps everything."""
+"""Budgets of a sweep, from the least that any plan keeps to up to what keeps everything; the peaks of what plans are compared
+with are others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

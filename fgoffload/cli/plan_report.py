@@ -132,7 +132,7 @@ def show_sweep(
         console: Where the table goes.
         subject: What is planned for.
         ranks: All pipeline ranks.
-        points: How many budgets.
+        points: How many budgets, beside the peaks of what the plans are compared with.
         host_budget_bytes: Of each rank; None for no limit.
         plot: Where to write the picture, or None.
 
@@ -143,8 +143,10 @@ def show_sweep(
     report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
     most_bytes = report.baselines["nothing"].peak_bytes
     steps = max(1, points - 1)
-    budgets = sorted({least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}, reverse=True)
-    solutions = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
+    even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
+    # Between two budgets the frontier may fall steeply: each baseline stands beside the plan for as much memory as it takes.
+    same = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
+    solutions = sweep(ranks, sorted(even | same, reverse=True), host_budget_bytes=host_budget_bytes)
     console.print(build_sweep_table(report.baselines, solutions, subject))
     if subject.link_line:
         console.print(subject.link_line, soft_wrap=True)

@@ -321,7 +321,8 @@ def test_thorough_looks_longer(capsys, config, monkeypatch):
     assert THOROUGH.simulations > SearchLimits().simulations
 
 
-def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, config, tmp_path):
+def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "SWEEP_POINTS", 5)
     path = tmp_path / "frontier.png"
     words = ("--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "32")
     code, out, _ = plan(capsys, config, *words, "--sweep", "--plot", str(path))
@@ -330,6 +331,11 @@ def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, config, tmp_p
     steps = [float(row[5]) for row in rows]
     assert len(steps) >= 5
     assert steps == sorted(steps)
+    # What a plan is compared with stands beside one for as much memory, which is no slower.
+    budgets = {row[2].strip(): float(row[5]) for row in rows}
+    compared = [line.split("│") for line in out.splitlines() if re.match("│ (full|selective) recompute ", line)]
+    assert len(compared) == 2
+    assert all(budgets[row[3].strip()] <= float(row[5]) for row in compared)
     assert f"Frontier: {path}\n" in out
     assert path.read_bytes().startswith(b"\x89PNG")
 
