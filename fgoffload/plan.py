@@ -52,15 +52,19 @@ class Action(enum.Enum):
     __hash__ = object.__hash__
     """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
 
+    def __init__(self, value: str) -> None:
+        # Said once: who makes a plan asks a million times, and to look up other members takes as long as a call.
+        self._offloads, self._recomputes = "offload" in value, "recompute" in value
+
     @property
     def offloads(self) -> bool:
         """Return whether what the site saves leaves."""
-        return self in (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
+        return self._offloads
 
     @property
     def recomputes(self) -> bool:
         """Return whether the site's module runs again in backward."""
-        return self in (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
+        return self._recomputes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)

@@ -1,7 +1,7 @@
 """From a rank's chunks and a plan to the steps of each pass: see `chunk_program`, and `layer_compiler` for those of a layer."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
@@ -115,7 +115,19 @@ def _compile_chunk(
         parcels=tuple(parcels),
         base_bytes=chunk.saved_bytes + sum(shared.values()),
         recompute_s=sum(layer.resolved.recompute_s for layer in layers),
+        content=_list_content(chunk, (chosen, min_offloaded_numel, has_copies, host_s, turn)) if has_engine else object(),
     )
+
+
+def _list_content(chunk: ChunkModel, rules: Hashable) -> Hashable:
+    """Return all that a program is made of but the numbers of its layers, and of the chunk, which dispatchers alone ask for.
+
+    Args:
+        chunk: Which.
+        rules: What a plan says of its layers in order, and what is asked of its engine.
+    """
+    models = tuple(layer.model for layer in chunk.layers)
+    return models, chunk.first, chunk.last, chunk.saved_bytes, rules
 
 
 def _compile_forward(chunk: ChunkModel, layers: Sequence[LayerCompiler], turn: TurnStep | None) -> tuple[Step, ...]:

@@ -5,6 +5,7 @@ are looked at one by one only where the step may have the peak, or where a timel
 """
 
 import dataclasses
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from fgoffload.plan import Action
@@ -198,3 +199,17 @@ class ChunkProgram:
     """Device bytes of a microbatch from the start of its forward to the end of its backward, whatever the plan says."""
     recompute_s: float
     """Seconds of compute that backward has more than without a plan."""
+    content: Hashable
+    """Programs of which this is equal differ in nothing but the numbers of layers, in what people read."""
+
+    def find_label(self, label: str, other: "ChunkProgram") -> str:
+        """Return what this program calls what one with the same content calls `label`."""
+        if other is self:
+            return label
+        pairs = zip(other.list_labels(), self.list_labels(), strict=True)
+        return next((own for theirs, own in pairs if theirs == label), label)
+
+    def list_labels(self) -> list[str]:
+        """Return what a peak may be named by, in an order that is the same in programs with the same content."""
+        steps = [step.peak_label for step in (*self.forward, *self.backward) if isinstance(step, ComputeStep)]
+        return steps + [parcel.label for parcel in self.parcels]

@@ -39,6 +39,7 @@ class LaneRun:
         "ahead_bytes_of",
         "away",
         "end",
+        "is_bare",
         "is_copied",
         "is_read",
         "let_go_bytes",
@@ -69,26 +70,34 @@ class LaneRun:
         """By group: of `ahead_bytes`, those for it."""
         self.number: int | None = None
         """What tells it from others, where somebody has given it a number since it changed last."""
+        self.is_bare = False
+        """Whether its number alone says how far it is, and all else here is of another time or was never there."""
+
+    @classmethod
+    def make_bare(cls, program: ChunkProgram, number: int) -> "LaneRun":
+        """Return a microbatch of which a number says how far it is, and that has nothing else yet."""
+        lane = cls.__new__(cls)
+        lane.program, lane.number, lane.is_bare = program, number, True
+        return lane
 
     def copy(self) -> "LaneRun":
-        """Return another microbatch that is as far as this one: itself where nothing of it ever changes."""
-        if not self.program.groups:
-            return self
+        """Return another microbatch that is as far as this one, where none of its parcels is on its way back."""
         other = LaneRun.__new__(LaneRun)
-        other.program = self.program
+        other.program, other.number = self.program, self.number
         other.become(self)
         return other
 
     def become(self, other: "LaneRun") -> None:
-        """Be as far as `other`, a microbatch in the same chunk."""
+        """Be as far as `other`, a microbatch in a chunk that does the same, where none of its parcels is on its way back."""
         self.states = other.states.copy()
         self.is_copied = other.is_copied.copy()
         self.is_read = other.is_read.copy()
-        self.reloads = other.reloads.copy()
+        # Nobody waits for what is back, whenever that was.
+        self.reloads = [None] * len(other.reloads)
         self.end, self.away = other.end, other.away
         self.ahead_bytes, self.let_go_bytes = other.ahead_bytes, other.let_go_bytes
         self.ahead_bytes_of = other.ahead_bytes_of.copy()
-        self.number = other.number
+        self.is_bare = False
 
     def describe(self) -> Hashable:
         """Return what tells this microbatch from others in the same chunk, where none of its parcels is on its way back."""

@@ -235,7 +235,8 @@ def _resolve(
     offloaded = places.order(tag for tag, action in actions.items() if action.offloads and _is_saved(tag, saved))
     # What a unit covers asks for what the unit makes, and not for what was saved.
     covered = {tag for unit in units for tag in _list_covered(unit.name)}
-    takes = {one.tensor.name: _list_takes(one, offloaded, covered, reruns, places) for one in saved}
+    again = [(rerun, list_read_tags([rerun.unit])) for rerun in reruns]
+    takes = {one.tensor.name: _list_takes(one, offloaded, covered, again, places) for one in saved}
     groups = _list_groups(offloaded, takes, places)
     kept, leaving = [], []
     for one in saved:
@@ -377,13 +378,24 @@ def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[Resident
 
 
 def _list_takes(
-    one: ResidentTensor, offloaded: Sequence[str], covered: Set[str], reruns: Sequence[Rerun], places: _Places
+    one: ResidentTensor,
+    offloaded: Sequence[str],
+    covered: Set[str],
+    again: Sequence[tuple[Rerun, Set[str]]],
+    places: _Places,
 ) -> tuple[Take, ...]:
-    """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again."""
+    """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again.
+
+    Args:
+        one: What is saved.
+        offloaded: The tags that leave, in the order of forward.
+        covered: The tags of which nothing is asked for, since what saves for them runs again.
+        again: What runs again, each with the tags that it reads.
+        places: Where tags are.
+    """
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
     askers = set()
-    for rerun in reruns:
-        read = list_read_tags([rerun.unit])
+    for rerun, read in again:
         askers |= {(rerun.before, rerun.unit, tag) for place, tag in found if place in rerun.segments or tag in read}
     # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}

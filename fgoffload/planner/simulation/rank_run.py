@@ -115,7 +115,8 @@ class RankRun:
         self._left_out = 0
         """Microbatches of the step before the pass that runs, that were not simulated: by so many its number is too low."""
         self._pass: Pass | None = None
-        self._peak_at: tuple[Pass | None, str] = (None, "between steps")
+        self._peak_at: tuple[Pass | None, str, ChunkProgram | None] = (None, "between steps", None)
+        """In which pass, and where; and the program that calls it so, where that is another rank's or chunk's."""
         self._pass_start_s = 0.0
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(program.groups for program in programs)
         """Whether it depends on `_host_s` what the engine sees."""
@@ -186,7 +187,9 @@ class RankRun:
         return self._get_totals(end_s + self._rank.step_end_s)
 
     def _get_totals(self, step_s: float) -> RankResult:
-        pass_, label = self._peak_at
+        pass_, label, named_by = self._peak_at
+        if pass_ is not None and named_by is not None:
+            label = self._programs[pass_.chunk].find_label(label, named_by)
         counted = self._tallies.sum_up()
         counted["slowed_s"] += self._link.slowed_s
         return RankResult(
@@ -284,7 +287,7 @@ class RankRun:
     def _see_peak(self, size_bytes: int, label: str) -> None:
         if size_bytes > self._peak_bytes:
             self._peak_bytes = size_bytes
-            self._peak_at = (self._pass, label)
+            self._peak_at = (self._pass, label, None)
 
     def _note_memory(self, at_s: float, *, extra_bytes: int = 0) -> None:
         if self._recorder is not None:

@@ -4,7 +4,7 @@ What a pass comes to does not depend on when it begins, but on where the parcels
 host are under way, how far the first of them is, and which nobody has looked at yet, and on how far the host is ahead. Most
 passes find an idle link, and where the link has no rest rounds of a schedule repeat: in a step of hundreds of microbatches
 there are a few dozen such beginnings on each rank. The first pass of each is run, and what it came to is noted; for those after
-it the same is counted.
+it the same is counted, in all chunks of all ranks of a step that do the same in other layers.
 
     [Note: What is left of a pass]
     Copies to the host that are not through when it ends, and those that are and that nobody has looked at: each time they are
@@ -13,6 +13,11 @@ it the same is counted.
     for as long as it ran there. Copies to the device that are under way behind a pass have no place here: backward has asked
     for all of them by then. A pass that leaves or finds any, or of which something stayed since the host budget was used up, is
     run each time.
+
+    [Note: Microbatches that are a number]
+    All that a pass changes of microbatches is how far they are, and as many are as far as each other. So each such place has a
+    number, with one microbatch that is there; behind a pass that was counted others have their new number alone, until a pass
+    is run that looks at them.
 """
 
 import dataclasses
@@ -75,8 +80,10 @@ class _Outcome:
     """How many of both have copies that are not through."""
     front: tuple[float, float]
     """Of the first copy that is not through: the seconds of latency and the bytes that are left."""
-    lane: LaneRun
-    """Its microbatch. Nobody changes this one."""
+    program: ChunkProgram
+    """Of the chunk that was watched."""
+    number: int
+    """How far its microbatch is then."""
     tallies: Tallies
     """What was counted."""
     first_lead_s: float
@@ -130,24 +137,60 @@ class _Way(NamedTuple):
     """How those begin that have to be run each time."""
 
 
+class KnownPasses:
+    """What passes come to on ranks of a step that have one link and the same rules."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[Hashable, tuple[int, _Way, _Way]] = {}
+        """By what programs do: a number, and what forwards and backwards came to."""
+        self._numbers: dict[Hashable, int] = {}
+        """Of microbatches that are as far as each other, by what tells them from others."""
+        self.there: list[LaneRun] = []
+        """By number less one: a microbatch that is there. Nobody changes it."""
+        self.released: dict[Hashable, int] = {}
+        """By the number of a microbatch and parcels: its number when copies of those have been let go of."""
+
+    @staticmethod
+    def list_rules(rank: RankModel) -> Hashable:
+        """Return what ranks must have alike so that passes come to the same; host budgets are looked at each time."""
+        return rank.link, rank.policy, rank.host_pace, rank.turn, rank.late_group_s
+
+    def get_chunk(self, program: ChunkProgram) -> tuple[int, _Way, _Way]:
+        """Return the number of all programs that do the same as `program`, and what is known of their passes."""
+        found = self._chunks.get(program.content)
+        if found is None:
+            forward, backward = (_Way(_find_host_part(steps), {}, set()) for steps in (program.forward, program.backward))
+            found = self._chunks[program.content] = (len(self._chunks), forward, backward)
+        return found
+
+    def number(self, chunk: int, lane: LaneRun) -> int:
+        """Return the number, from 1, that says how far a microbatch is in the chunks with a number."""
+        count = len(self._numbers)
+        number = self._numbers.setdefault((chunk, lane.describe()), count + 1)
+        if number > count:
+            self.there.append(lane.copy())
+        return number
+
+
 class RepeatingRun(RankRun):
     """A rank in the middle of a step, which runs no pass twice that begins alike.
 
     Args:
         rank: The rank.
         programs: What each of its chunks does.
+        known: What passes come to, on this rank and others that have the same `KnownPasses.list_rules`.
     """
 
-    def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram]) -> None:
+    def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram], known: KnownPasses) -> None:
         super().__init__(rank, programs, recorder=None)
-        self._forward_ways = [_Way(_find_host_part(program.forward), {}, set()) for program in programs]
+        self._known = known
+        chunks = [known.get_chunk(program) for program in programs]
+        self._forward_ways = [forward for _, forward, _ in chunks]
         """By chunk."""
-        self._backward_ways = [_Way(_find_host_part(program.backward), {}, set()) for program in programs]
+        self._backward_ways = [backward for _, _, backward in chunks]
         """By chunk."""
-        self._numbers: dict[Hashable, int] = {}
-        """Of microbatches that are as far as each other, by what tells them from others."""
-        self._released: dict[Hashable, int] = {}
-        """By the number of a microbatch and parcels: its number when copies of those have been let go of."""
+        self._chunk_numbers = {id(program): chunk[0] for program, chunk in zip(programs, chunks, strict=True)}
+        """By program."""
 
     @staticmethod
     def has_repeats(rank: RankModel, programs: Sequence[ChunkProgram]) -> bool:
@@ -183,6 +226,7 @@ class RepeatingRun(RankRun):
         """Run a pass that begins now, step by step."""
         lane = self._lanes.get((one.chunk, one.microbatch))
         if lane is not None:
+            self._fill(lane)
             lane.number = None
         return super().run_pass(one, ready_s=self.clock_s)
 
@@ -199,9 +243,14 @@ class RepeatingRun(RankRun):
         if not self._in_flight:
             return lead_s, number
         found: list[object] = [lead_s, number]
-        for entry in self._in_flight:
-            own = entry.lane
-            found += (own.number or self._number(own), own is lane, entry.parcels, self._count_unseen_s(entry, part))
+        is_seen, host_s, last_s = not self._is_a_layer_ahead, self._host_s, part.unseen_s
+        for copy, own, parcels, _ in self._in_flight:
+            # After how many seconds the host can see that a copy is through.
+            unseen_s = copy.end_s - host_s
+            if is_seen or unseen_s < 0.0:
+                unseen_s = 0.0
+            unseen_s = last_s if unseen_s >= last_s else round(unseen_s, _DIGITS)
+            found += (own.number or self._number(own), own is lane, parcels, unseen_s)
         if self._link.queued:
             latency_s, copy_s = self._link.count_front_s()
             found += (self._link.queued, round(latency_s, _DIGITS), round(copy_s, _DIGITS))
@@ -209,32 +258,41 @@ class RepeatingRun(RankRun):
 
     def _number(self, lane: LaneRun) -> int:
         """Give a microbatch in a chunk its number: the same from 1 on for all that are as far."""
-        lane.number = self._numbers.setdefault((id(lane.program), lane.describe()), len(self._numbers) + 1)
+        lane.number = self._known.number(self._chunk_numbers[id(lane.program)], lane)
         return lane.number
+
+    def _fill(self, lane: LaneRun) -> None:
+        """Let a microbatch be as far as its number says. See [Note: Microbatches that are a number]."""
+        if lane.is_bare and lane.number:
+            lane.become(self._known.there[lane.number - 1])
 
     def _release_oldest(self) -> None:
         entry = self._in_flight[0]
         lane, before = entry.lane, entry.lane.number
+        self._fill(lane)
         super()._release_oldest()
         if before:
             # Two that are as far as each other still are when the same copies are let go of.
-            step = (before, entry.parcels)
-            lane.number = self._released.get(step)
+            step, released = (before, entry.parcels), self._known.released
+            lane.number = released.get(step)
             if lane.number is None:
-                self._released[step] = self._number(lane)
+                released[step] = self._number(lane)
+
+    def _count_oldest_released(self) -> None:
+        """Do what `_release_oldest` does, but for sums that an outcome has."""
+        lane, parcels = self._in_flight[0].lane, self._in_flight[0].parcels
+        number = self._known.released.get((lane.number, parcels))
+        if number is None:
+            self._release_oldest()
+        else:
+            self._in_flight.popleft()
+            lane.number, lane.is_bare = number, True
 
     def _cut_front(self) -> None:
         """Count the first copy to the host for as long as it has run. See [Note: What is left of a pass]."""
         front = self._link.get_first(Direction.D2H)
         if front is not None:
             self._tallies.cut_copy(front, self.clock_s)
-
-    def _count_unseen_s(self, entry: InFlight, part: _HostPart) -> float:
-        """Return after how many seconds the host can see that a copy is through, `part.unseen_s` where it is later."""
-        unseen_s = entry.copy.end_s - self._host_s
-        if unseen_s <= 0.0 or not self._is_a_layer_ahead:
-            return 0.0
-        return part.unseen_s if unseen_s >= part.unseen_s else round(unseen_s, _DIGITS)
 
     def _has_room(self, outcome: _Outcome) -> bool:
         """Return whether the host budget takes all that a pass moves."""
@@ -267,7 +325,6 @@ class RepeatingRun(RankRun):
         if own_peak_bytes <= peak_bytes:
             self._peak_bytes, self._peak_at = peak_bytes, peak_at
         lane = self._lanes[key] if lane is None else lane
-        self._number(lane)
         still = set(map(id, self._in_flight))
         kept = sum(id(entry) in still for entry in earlier)
         queued = min(queued, kept)
@@ -289,7 +346,8 @@ class RepeatingRun(RankRun):
             left=tuple(_Left.note(entry, start_s) for entry in left[queued:]),
             waiting=self._link.queued,
             front=self._link.get_front(),
-            lane=lane.copy(),
+            program=self._programs[one.chunk],
+            number=self._number(lane),
             tallies=own,
             first_lead_s=first_lead_s,
             lead_s=self._count_lead_s(),
@@ -304,19 +362,20 @@ class RepeatingRun(RankRun):
         if self._link.queued:
             self._cut_front()
         for _ in range(outcome.released):
-            self._release_oldest()
-        key = (one.chunk, one.microbatch)
+            self._count_oldest_released()
+        key, program = (one.chunk, one.microbatch), self._programs[one.chunk]
         if one.kind is _FORWARD:
-            lane = self._lanes[key] = outcome.lane.copy()
+            lane = self._lanes[key] = self._unchanging.get(one.chunk) or LaneRun.make_bare(program, outcome.number)
         else:
             lane = self._lanes.pop(key)
-            if outcome.left or self._in_flight:
-                lane.become(outcome.lane)
+            if program.groups:
+                lane.number, lane.is_bare = outcome.number, True
         self.clock_s = start_s + outcome.seconds
         self._host_s = self.clock_s - outcome.lead_s - more_s
         self._device_bytes = device_bytes + outcome.net_bytes
         if device_bytes + outcome.rise_bytes > self._peak_bytes:
-            self._peak_bytes, self._peak_at = device_bytes + outcome.rise_bytes, (self._call(one), outcome.peak_label)
+            self._peak_bytes = device_bytes + outcome.rise_bytes
+            self._peak_at = (self._call(one), outcome.peak_label, outcome.program)
         host_peak_bytes = self._host_bytes + outcome.rise_host_bytes
         if host_peak_bytes > self._host_peak_bytes:
             self._host_peak_bytes = host_peak_bytes

@@ -11,7 +11,7 @@ docs/planner/simulator.md says what is taken into account, and what is not.
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import Action, OffloadPlan
@@ -20,7 +20,7 @@ from fgoffload.planner.simulation.chunk_compiler import Actions, compile_rank
 from fgoffload.planner.simulation.chunk_program import ChunkProgram
 from fgoffload.planner.simulation.pass_order import Alone, InPipeline, PassOrder
 from fgoffload.planner.simulation.rank_run import RankRun
-from fgoffload.planner.simulation.repeated_passes import RepeatingRun
+from fgoffload.planner.simulation.repeated_passes import KnownPasses, RepeatingRun
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.steady_state import add_rounds, find_rounds, leave_out_rounds
 from fgoffload.planner.simulation.tallies import Recorder
@@ -79,7 +79,8 @@ def _simulate(
     make_order: Callable[..., PassOrder],
     details: Sequence[Detail],
 ) -> tuple[RankResult, ...]:
-    runs = [_make_run(rank, own, detail) for rank, own, detail in zip(ranks, programs, details, strict=True)]
+    known: dict[Hashable, KnownPasses] = {}
+    runs = [_make_run(rank, own, detail, known) for rank, own, detail in zip(ranks, programs, details, strict=True)]
     passes = [rank.passes for rank in ranks]
     rounds = find_rounds(passes, len(ranks[0].chunks)) if Detail.TIMELINE not in details else None
     order = make_order(runs, passes, rounds.list_marks() if rounds else ())
@@ -91,9 +92,9 @@ def _simulate(
     return tuple(results)
 
 
-def _make_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail) -> RankRun:
+def _make_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail, known: dict[Hashable, KnownPasses]) -> RankRun:
     if detail is Detail.TOTALS and RepeatingRun.has_repeats(rank, programs):
-        return RepeatingRun(rank, programs)
+        return RepeatingRun(rank, programs, known.setdefault(KnownPasses.list_rules(rank), KnownPasses()))
     recorder = Recorder() if detail is Detail.TIMELINE else None
     return RankRun(rank, programs, recorder=recorder, notes_peaks=detail is Detail.PEAKS)
 

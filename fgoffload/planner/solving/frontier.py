@@ -23,6 +23,7 @@ what one alone costs is what the last layer of a chunk does, whose copies no bac
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 
 from fgoffload.plan import Action, OffloadPlan, Site
@@ -94,7 +95,7 @@ class LayerPoints:
     every: tuple[LayerPoint, ...]
     """All that were measured. The first keeps all."""
     inner: tuple[LayerPoint, ...]
-    """Those that may be best among other layers, for some budget."""
+    """Those that may be best among other layers, for some budget; none of a kind that is the last one wherever it is."""
     last: tuple[LayerPoint, ...]
     """Those that may be best for the last layer of a chunk."""
     last_unwatched: tuple[LayerPoint, ...]
@@ -105,13 +106,14 @@ class LayerPoints:
     """Bytes of a microbatch, likewise."""
 
 
-def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> LayerPoints:
+def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode], *, is_inner: bool = True) -> LayerPoints:
     """Return what the ways to treat a kind of layer cost that may be best for some budget.
 
     Args:
         rank: Says what the link and the engine's rules are, and whether there is a host budget to save.
         layer: The kind.
         modes: All that it may choose from.
+        is_inner: Whether one is before another layer in any chunk. What it costs there is not measured otherwise.
     """
     longest = max((len(chunk.layers) for chunk in rank.chunks), default=0)
     nothing = Configuration(mode=modes[0], chosen=tuple(part[0] for part in modes[0].parts))
@@ -120,7 +122,7 @@ def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> 
     candidates = list(
         dict.fromkeys([nothing, *list_candidates(layer, modes, longest=longest, group_s=rank.late_group_s), *rules])
     )
-    costs = map_in_processes(functools.partial(_measure, rank, layer), candidates)
+    costs = map_in_processes(functools.partial(_measure, rank, layer, is_inner=is_inner), candidates)
     base = costs[0]
     points = [
         LayerPoint(
@@ -131,7 +133,8 @@ def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode]) -> 
         )
         for one, (inner, last) in zip(candidates, costs, strict=True)
     ]
-    return pick_best(layer, points, saves_host=rank.host_budget_bytes is not None)
+    best = pick_best(layer, points, saves_host=rank.host_budget_bytes is not None)
+    return best if is_inner else dataclasses.replace(best, inner=())
 
 
 def pick_best(layer: LayerModel, points: Sequence[LayerPoint], *, saves_host: bool) -> LayerPoints:
@@ -225,14 +228,15 @@ def _keep_efficient(
     resolution_bytes = max(layer.saved_bytes // parts, 1)
     resolution_s = max(layer.forward_s / parts, 1e-9)
     costs: dict[tuple[int, ...], Configuration] = {}
-    for one in sorted(found, key=lambda one: _is_watched(layer, one)):
+    watched = [_is_watched(layer, one) for one in found]
+    for is_watched, one in sorted(zip(watched, found, strict=True), key=operator.itemgetter(0)):
         cost: tuple[int, ...] = (
             round((one.recompute_s + one.groups * group_s) / resolution_s),
             round(one.kept_bytes / resolution_bytes),
             round(one.moved_bytes / resolution_bytes),
         )
         if longest <= SHORT_CHUNK:
-            cost = (*cost, _is_watched(layer, one), not _is_watched(layer, one))  # neither is better than the other
+            cost = (*cost, is_watched, not is_watched)  # neither is better than the other
         costs.setdefault(cost, one)
     rows = list(costs)
     return [costs[rows[place]] for place in find_efficient(rows)]
@@ -243,22 +247,28 @@ def _is_watched(layer: LayerModel, configuration: Configuration) -> bool:
     return find_watched_ops(layer, configuration).covers_layer
 
 
-def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration) -> tuple[Place, Place]:
-    """Return what a way to treat a layer comes to among others, and as the last layer of a chunk: not yet what it adds."""
+def _measure(rank: RankModel, layer: LayerModel, configuration: Configuration, *, is_inner: bool) -> tuple[Place, Place]:
+    """Return what a way to treat a layer comes to among others, and as the last layer of a chunk: not yet what it adds.
+
+    The same twice where it is not among others.
+    """
     few, many = _count_layers(rank)
     # Of chunks with two or three layers the shorter one is one alone.
-    results = {layers: _simulate(rank, layer, configuration, layers) for layers in {1, few, many}}
-    alone, shorter, longer = (results[layers] for layers in (1, few, many))
+    results = {layers: _simulate(rank, layer, configuration, layers) for layers in ({1, few, many} if is_inner else {1})}
+    alone = results[1]
     kept_bytes = layer.saved_bytes + configuration.kept_bytes
-    inner = Place(
-        added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
-        d2h_s=(longer.d2h_s - shorter.d2h_s) / _MICROBATCHES / (many - few),
-        extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
-    )
     last = Place(
         added_s=alone.step_s / _MICROBATCHES,
         d2h_s=alone.d2h_s / _MICROBATCHES,
         extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes,
+    )
+    if not is_inner:
+        return last, last
+    shorter, longer = results[few], results[many]
+    inner = Place(
+        added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
+        d2h_s=(longer.d2h_s - shorter.d2h_s) / _MICROBATCHES / (many - few),
+        extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
     )
     return inner, last
 

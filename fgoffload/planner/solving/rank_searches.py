@@ -91,6 +91,13 @@ class RankSearches:
         self._together += 1
         return simulate(self.ranks, plan)
 
+    def simulate_beside(self, work: Callable[[], Made], plans: Sequence[OffloadPlan]) -> tuple[Made, list[StepResult]]:
+        """Return what `work` makes in this process, and what the simulator says of plans, in others meanwhile."""
+        self._together += len(plans)
+        simulated: list[Callable[[], Any]] = [functools.partial(simulate, self.ranks, plan) for plan in plans]
+        made, *results = map_in_processes(_call, [work, *simulated])
+        return made, results
+
     def simulate_together(self, states: Sequence[State]) -> StepResult:
         """Return what the simulator says of all ranks; the same states are asked about once."""
         key = _make_key(states)

@@ -36,6 +36,7 @@ from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.verdict import Judge, Knowledge, Verdict, make_key
 from fgoffload.planner.solving.walks import Walks
 from fgoffload.planner.solving.ways import list_ways
+from fgoffload.planner.worker_processes import map_in_processes
 
 _CLOSE_PARTS = 40
 """A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
@@ -443,10 +444,13 @@ class RankSearch:
         kept_bytes = self.judge(keep_all(self.slots, self.modes)).peak_bytes
         step_bytes = max((kept_bytes - self.rank.static_bytes) // _SCALE, 1)
         lowest = (budget_bytes - self.rank.static_bytes) // step_bytes + 1
-        for place in range(lowest, min(lowest + _LOOSER, _SCALE)):
-            if place not in self._loose:
-                result = self._solve(self.rank.static_bytes + place * step_bytes - self._held_bytes, 0.0)
-                self._loose[place] = [] if result is None else [place_counts(result, self.slots, order) for order in Order]
+        places = range(lowest, min(lowest + _LOOSER, _SCALE))
+        unknown = [place for place in places if place not in self._loose]
+        least_bytes = self.rank.static_bytes - self._held_bytes
+        results = map_in_processes(lambda place: self._solve(least_bytes + place * step_bytes, 0.0), unknown)
+        for place, result in zip(unknown, results, strict=True):
+            self._loose[place] = [] if result is None else [place_counts(result, self.slots, order) for order in Order]
+        for place in places:
             yield from self._loose[place]
 
     def _repair(self, states: Sequence[State], budget_bytes: int) -> State:

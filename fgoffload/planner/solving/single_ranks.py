@@ -68,6 +68,7 @@ class SingleRanks:
         self._left_passes = 0
         self._modes: dict[LayerModel, tuple[Mode, ...]] = {}
         self._points: dict[object, LayerPoints] = {}
+        self._inner = _list_inner(self.ranks)
         firsts: dict[RankModel, int] = {}
         # By place, that of the first rank which is alike. Such a rank is hashed once: that takes milliseconds.
         places = [firsts.setdefault(_strip_place(short), place) for place, short in enumerate(self.shorts)]
@@ -252,7 +253,8 @@ class SingleRanks:
         rules = (rank.link, rank.late_group_s, rank.policy, rank.min_offloaded_numel, rank.host_budget_bytes is None, longest)
         for model in models.values():
             if (model, rules) not in self._points:
-                self._points[model, rules] = measure_layer(rank, model, self._modes[model])
+                is_inner = model in self._inner
+                self._points[model, rules] = measure_layer(rank, model, self._modes[model], is_inner=is_inner)
         return {kind: self._points[model, rules] for kind, model in models.items()}
 
 
@@ -285,6 +287,11 @@ def _list_modes(rank: RankModel, known: dict[LayerModel, tuple[Mode, ...]]) -> M
         if model not in known:
             known[model] = list_modes(model, min_offloaded_numel=rank.min_offloaded_numel)
     return {kind: known[model] for kind, model in models.items()}
+
+
+def _list_inner(ranks: Iterable[RankModel]) -> frozenset[LayerModel]:
+    """Return the kinds of layers of which one is before another layer in any chunk."""
+    return frozenset(layer.model for rank in ranks for chunk in rank.chunks for layer in chunk.layers[:-1])
 
 
 def _list_tried(searched: Mapping[int, tuple[RankModel, Mapping[str, Sequence[Mode]]]], limits: SearchLimits) -> frozenset[int]:

@@ -9,8 +9,9 @@ were run.
 """
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.plan import OffloadPlan
@@ -182,8 +183,7 @@ def _solve(searches: RankSearches, budget_bytes: int, start: Solution | None, *,
     if start is not None:
         found.append(_Candidate(states=start.states, plan=start.plan, result=start.result))
     best = min(found, key=lambda one: one.score(budget_bytes))
-    others = [_try_waiting(searches, best, budget_bytes), *_try_offloading(searches, best, budget_bytes)]
-    best = min((best, *(one for one in others if one is not None)), key=lambda one: one.score(budget_bytes))
+    best = min((best, *_try_others(searches, best, budget_bytes)), key=lambda one: one.score(budget_bytes))
     bound_s, gap = searches.find_bound()
     return Solution(
         plan=best.plan,
@@ -253,16 +253,22 @@ def _try_waiting(searches: RankSearches, known: _Candidate, budget_bytes: int) -
     return _Candidate(states=states, plan=plan, result=searches.simulate_plan(plan))
 
 
-def _try_offloading(searches: RankSearches, known: _Candidate, budget_bytes: int) -> Iterator[_Candidate]:
-    """Yield plans by which all leaves that can, where no rank takes longer alone than a whole step by what is known.
+def _try_others(searches: RankSearches, known: _Candidate, budget_bytes: int) -> list[_Candidate]:
+    """Return plans that may be better than what is known, which was searched for rank by rank.
 
-    What is found rank by rank may wait for its neighbours where these do not, since all ranks do the same. And what is known,
-    with a rank with a loss that runs nothing again.
+    One in which nothing may be on its way when losses begin. And beside that search, plans by which all leaves that can, where
+    no rank takes longer alone than a whole step by what is known: what is found rank by rank may wait for its neighbours where
+    these do not, since all ranks do the same. And what is known, with a rank with a loss that runs nothing again.
     """
     offloading = searches.list_offloading(budget_bytes, shorter_than_s=known.result.step_s)
-    for states in (*offloading, *searches.list_leaving_first(known.states, budget_bytes)):
-        plan = dataclasses.replace(searches.make_plan(states), loss_window_bytes=0)
-        yield _Candidate(states=states, plan=plan, result=searches.simulate_plan(plan))
+    offloading += searches.list_leaving_first(known.states, budget_bytes)
+    plans = [dataclasses.replace(searches.make_plan(states), loss_window_bytes=0) for states in offloading]
+    waiting, results = searches.simulate_beside(functools.partial(_try_waiting, searches, known, budget_bytes), plans)
+    found = [
+        _Candidate(states=states, plan=plan, result=result)
+        for states, plan, result in zip(offloading, plans, results, strict=True)
+    ]
+    return found if waiting is None else [waiting, *found]
 
 
 def _find_least(searches: RankSearches) -> _Candidate:

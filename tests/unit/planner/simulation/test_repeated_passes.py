@@ -122,6 +122,72 @@ def test_where_nothing_leaves_each_pass_is_run(count_run):
     assert count_run(ranks, plan)[1] == 144
 
 
+def test_passes_of_chunks_and_ranks_that_do_the_same_are_run_once_for_all(count_run):
+    # Of two stages alike as many are run as of five, which take no longer than one.
+    counts = []
+    for stages in (1, 2, 5):
+        pipeline = Pipeline(stages=stages, chunks=2 if stages > 1 else 1, microbatches=20)
+        ranks = make_ranks(pipeline, link=make_link(d2h=50.0, h2d=50.0, duplex=40.0))
+        counts.append(count_run(ranks, make_plan(pipeline, step=2))[1])
+        # The layers of a peak are those of its own rank.
+        check_pass_by_pass(ranks, make_plan(pipeline, step=2))
+    assert 2 <= max(counts) < 8
+
+
+def test_what_another_rank_counts_first_has_the_place_that_it_has_alone():
+    # Backward comes to the second kind first. Its first one is run, where the forward before it was run on another rank.
+    pair = [make_layer({tag: 50}, forward_s=3.0, backward_s=5.0) for tag in ("core_attn", "expert_fc1")]
+    pipeline = Pipeline(stages=2, microbatches=40)
+    ranks = [
+        make_rank(make_chunk(*pair, first_number=2 * rank), rank=rank, pipeline=pipeline, window_bytes=0, prefetch_bytes=0)
+        for rank in range(2)
+    ]
+    actions = {**offload("core_attn", (0, 2)).actions, **offload("expert_fc1", (1, 3)).actions}
+    plan = dataclasses.replace(make_plan(pipeline), actions=actions)
+    assert [tag.tag for tag in simulate(ranks, plan).ranks[1].tags] == ["core_attn", "expert_fc1"]
+    check_pass_by_pass(ranks, plan)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"link": make_link(d2h=8.0, h2d=8.0, duplex=8.0)},
+        {"window_bytes": 0},
+        {"late_group_s": 3.0},
+        {"host_pace": HostPace.STEP_AHEAD},
+    ],
+)
+def test_ranks_with_other_rules_do_not_share_what_passes_come_to(fields):
+    pipeline = Pipeline(stages=4, microbatches=24)
+    usual = {"link": make_link(d2h=6.0, h2d=6.0, duplex=6.0), "window_bytes": 100, "prefetch_bytes": 100}
+    ranks, others = make_ranks(pipeline, **usual), make_ranks(pipeline, **usual | fields)
+    mixed = [one if rank % 2 else other for rank, (one, other) in enumerate(zip(ranks, others, strict=True))]
+    check_pass_by_pass(mixed, make_plan(pipeline))
+
+
+def test_programs_are_alike_where_all_but_the_numbers_of_layers_is():
+    pipeline = Pipeline(stages=2, chunks=2, microbatches=4)
+    ranks, plan = make_ranks(pipeline), make_plan(pipeline)
+
+    def compile_all(ranks, plan):
+        actions = {(site.chunk, site.layer): {site.tag: action} for site, action in plan.actions.items()}
+        return [program for rank in ranks for program in chunk_compiler.compile_rank(rank, actions)]
+
+    first, *others = compile_all(ranks, plan)
+    assert all(one.content == first.content for one in others)
+    assert first.list_labels()[-1] == "reload of layers.1.expert_fc1"
+    labels = [one.find_label("reload of layers.1.expert_fc1", first) for one in others]
+    assert labels == [f"reload of layers.{layer}.expert_fc1" for layer in (5, 3, 7)]
+    assert others[0].find_label("start of the pass", first) == "start of the pass"
+    fewer = compile_all(ranks, make_plan(pipeline, step=2))
+    longer = compile_all(make_ranks(pipeline, more_s=(0.7, 0.7)), plan)
+    larger = compile_all(make_ranks(pipeline, layer=make_layer({"core_attn": 50, "expert_fc1": 80})), plan)
+    without = compile_all([dataclasses.replace(rank, has_engine=False) for rank in ranks], plan)
+    assert len({first.content, *(one.content for row in (fewer, longer, larger) for one in row)}) == 4
+    # A token dispatcher that holds what a recompute began with is one of a layer by its number.
+    assert len({one.content for one in without}) == 4
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     st.sampled_from(((2, 1, 24), (3, 1, 12), (2, 2, 16), (3, 2, 9), (2, 3, 8))),

@@ -79,6 +79,31 @@ def test_no_chunk_is_simulated_twice(monkeypatch, layers, simulations):
     assert len(simulated) == simulations * len(points.every)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_of_a_kind_that_is_last_wherever_it_is_no_other_place_is_measured(monkeypatch, layers):
+    layer = make_toy_layer()
+    rank = make_toy_rank(layers=[[layer] * layers])
+    modes = list_modes(layer, min_offloaded_numel=rank.min_offloaded_numel)
+    anywhere = measure_layer(rank, layer, modes)
+    simulated = []
+
+    def count(rank, plan):
+        simulated.append(len(rank.chunks[0].layers))
+        return simulate_rank(rank, plan)
+
+    monkeypatch.setattr(frontier, "simulate_rank", count)
+    last = measure_layer(rank, layer, modes, is_inner=False)
+    assert simulated == [1] * len(anywhere.every)
+
+    def list_last(points):
+        return [(one.configuration, one.kept_bytes, one.last) for one in points]
+
+    for name in ("every", "last", "last_unwatched"):
+        assert list_last(getattr(last, name)) == list_last(getattr(anywhere, name))
+    assert anywhere.inner
+    assert last.inner == ()
+
+
 def test_in_a_long_chunk_a_window_hides_a_burst_and_not_what_goes_on():
     # A layer sends 9 bytes while its forward takes 5 s, at a byte a second: 4 s of copies are left over in each. A window of
     # 30 bytes holds what two layers send, and the backward that follows drains it. Of eight layers the second half waits.

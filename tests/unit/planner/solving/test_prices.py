@@ -3,17 +3,19 @@
 import dataclasses
 
 import pytest
+from support.deepseek_ranks import make_ranks
 from support.toy_ranks import draw_rank, make_toy_rank
 
 from fgoffload import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
-from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.simulation.simulator import Detail, simulate
 from fgoffload.planner.solving import prices
 from fgoffload.planner.solving.prices import Price, price_decisions
 from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve
+from fgoffload.units import GIB
 
 O, R = Action.OFFLOAD, Action.RECOMPUTE  # noqa: E741 - as in tables of plans
 
@@ -123,6 +125,30 @@ def test_prices_of_a_solution_are_the_differences_of_two_steps(seed):
         assert found.cost_s == solution.result.step_s - without.step_s
         assert found.lacking_bytes == max(0, without.peak_bytes - budget_bytes)
         assert ("lacks" in found.describe()) == (without.peak_bytes > budget_bytes)
+
+
+def test_prices_in_a_pipeline_are_those_of_steps_of_which_each_pass_is_simulated():
+    # Ranks and chunks that do the same share what passes come to, with a row and without.
+    ranks = make_ranks(stages=4, layers=8, microbatches=16)
+    solution = solve(ranks, budget_bytes=36 * GIB)
+    whole = simulate(ranks, solution.plan, detail=Detail.TIMELINE)
+    rows = {}
+    for decision in solution.decisions:
+        if decision.action is not Action.KEEP:
+            rows.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
+    assert len(rows) > 2
+    for decisions in rows.values():
+        found = price_decisions(ranks, solution.plan, solution.result, decisions, budget_bytes=solution.budget_bytes)
+        left_out = {(one.chunk, layer, one.tag) for one in decisions for layer in one.layers}
+        along = {(one.chunk, layer, tag) for one in decisions for layer in one.layers for tag in found.taken_along}
+        rest = {
+            site: action
+            for site, action in solution.plan.actions.items()
+            if (site.chunk, site.layer, site.tag) not in left_out | along
+        }
+        without = simulate(ranks, dataclasses.replace(solution.plan, actions=rest), detail=Detail.TIMELINE)
+        assert found.cost_s == pytest.approx(whole.step_s - without.step_s, abs=1e-9)
+        assert (found.rank, found.peak_bytes) == (without.worst_rank.rank, without.peak_bytes)
 
 
 @pytest.mark.parametrize("seed", range(24))

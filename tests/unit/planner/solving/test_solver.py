@@ -21,9 +21,10 @@ from fgoffload.planner.ranks.rank_model import HostPace, LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving import rank_searches
+from fgoffload.planner.solving import rank_searches, single_ranks
 from fgoffload.planner.solving.choices import list_modes
 from fgoffload.planner.solving.flag_search import find_nearest_flags
+from fgoffload.planner.solving.frontier import measure_layer
 from fgoffload.planner.solving.host_work import count_host_s
 from fgoffload.planner.solving.megatron_flags import baselines
 from fgoffload.planner.solving.placement import list_slots
@@ -32,6 +33,7 @@ from fgoffload.planner.solving.search import RankSearch
 from fgoffload.planner.solving.search_limits import SearchLimits
 from fgoffload.planner.solving.solver import find_least_budget, solve, solve_leaving_free, sweep
 from fgoffload.planner.solving.verdict import Verdict
+from fgoffload.planner.worker_processes import share_work
 from fgoffload.units import GIB
 
 NO_TRYING = SearchLimits(exhaustive_plans=0, gap=0.0, walk_passes=0)
@@ -245,6 +247,39 @@ def test_two_runs_come_to_the_same_plan():
     ranks = make_ranks(stages=4, layers=8, microbatches=8)
     plans = [solve(ranks, budget_bytes=40 * GIB).plan.to_json() for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+def test_any_number_of_processes_comes_to_the_same_solution():
+    # Near the least budget programs of larger ones are asked for, and plans tried in which nothing is on its way to the host.
+    ranks = make_ranks(stages=4, layers=8, microbatches=8)
+    budget_bytes = find_least_budget(ranks) + GIB
+    found = []
+    for processes in (1, 2, 3):
+        with share_work(processes):
+            found.append(solve(ranks, budget_bytes=budget_bytes))
+    first, *others = ((one.plan, one.result, one.states, one.bound_s, one.gap, one.simulations) for one in found)
+    assert others == [first, first]
+
+
+def test_what_kinds_cost_before_other_layers_is_measured_of_those_that_are_there(monkeypatch):
+    first, second, third = (make_toy_layer(kind=kind) for kind in ("first", "second", "third"))
+    pipeline = Pipeline(stages=2, microbatches=8)
+    # The second kind is last on one rank, and before another layer on the other one. The third is always the last.
+    layers = ([first, second], [second, third])
+    ranks = [
+        make_toy_rank(layers=[own], pipeline=pipeline, rank=rank, first_number=2 * rank) for rank, own in enumerate(layers)
+    ]
+    budget_bytes = round(0.8 * min(one.peak_bytes for one in simulate(ranks, OffloadPlan(actions={})).ranks))
+    asked = {}
+
+    def measure_all(rank, layer, modes, *, is_inner):
+        asked[layer.kind] = is_inner
+        return measure_layer(rank, layer, modes)
+
+    found = solve(ranks, budget_bytes=budget_bytes, limits=NO_TRYING)
+    monkeypatch.setattr(single_ranks, "measure_layer", measure_all)
+    assert solve(ranks, budget_bytes=budget_bytes, limits=NO_TRYING) == found
+    assert asked == {"first": True, "second": True, "third": False}
 
 
 @pytest.mark.parametrize("seed", [5, 7, 8])
