@@ -30,7 +30,7 @@ ARGUMENTS = Path(__file__).parents[4] / "arguments"
         ("qwen3_30b_a3b", "h200", 0.60, 1.0216),
         # Chunks of two and three layers: what is watched hides the first copy back. Without it 1.030 and 1.0165.
         ("deepseek_v3", "h100", 0.282, 1.0075),
-        ("qwen3_235b_a22b", "h100", 0.281, 1.011),
+        ("qwen3_235b_a22b", "h100", 0.281, 1.0115),
         # And the program of each rank says what its plan takes, or its plans stay above the budget: 1.017.
         ("qwen3_235b_a22b", "h100", 0.477, 1.0042),
         # What the last layer of a chunk calls back there makes the copies of the others late: 1.0057 with such ways alone.
@@ -105,7 +105,7 @@ def test_what_is_predicted_is_what_the_plan_comes_to_and_fits(model, part):
         ("deepseek_v3", "moe_act", -0.0005, 1.14),
         # With nothing on its way before the loss there is room for more elsewhere on the last rank.
         # And that rank, which all others wait for, runs nothing again: with recompute it is as fast alone, and the step 0.978.
-        ("llama3_70b", "", 0.01, 0.955),
+        ("llama3_70b", "", 0.01, 0.96),
         ("gpt_oss_120b", "", 0.0, 1.0),
     ],
 )
