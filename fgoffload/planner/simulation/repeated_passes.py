@@ -84,6 +84,8 @@ class _Outcome:
     """Of the chunk that was watched."""
     number: int
     """How far its microbatch is then."""
+    loss_window_bytes: int
+    """That were on their way when the loss began; 0 where none did. The rank that counts this may never have run one."""
     tallies: Tallies
     """What was counted."""
     first_lead_s: float
@@ -312,12 +314,14 @@ class RepeatingRun(RankRun):
         tallies, self._tallies = self._tallies, Tallies()
         peak_bytes, peak_at, host_peak_bytes = self._peak_bytes, self._peak_at, self._host_peak_bytes
         self._peak_bytes = self._host_peak_bytes = _NOTHING_SEEN
+        loss_window_bytes, self._loss_window_bytes = self._loss_window_bytes, 0
         self._run(one)
         self._link.advance(self.clock_s)
         self._collect(None)
         self._cut_front()
         own, own_peak_bytes, own_host_peak_bytes = self._tallies, self._peak_bytes, self._host_peak_bytes
-        own_label = self._peak_at[1]
+        own_label, own_loss_window_bytes = self._peak_at[1], self._loss_window_bytes
+        self._loss_window_bytes = max(loss_window_bytes, own_loss_window_bytes)
         tallies.add(own, times=1)
         own.slowed_s = self._link.slowed_s - slowed_s
         self._tallies = tallies
@@ -348,6 +352,7 @@ class RepeatingRun(RankRun):
             front=self._link.get_front(),
             program=self._programs[one.chunk],
             number=self._number(lane),
+            loss_window_bytes=own_loss_window_bytes,
             tallies=own,
             first_lead_s=first_lead_s,
             lead_s=self._count_lead_s(),
@@ -379,6 +384,7 @@ class RepeatingRun(RankRun):
         host_peak_bytes = self._host_bytes + outcome.rise_host_bytes
         if host_peak_bytes > self._host_peak_bytes:
             self._host_peak_bytes = host_peak_bytes
+        self._loss_window_bytes = max(self._loss_window_bytes, outcome.loss_window_bytes)
         self._host_bytes += outcome.net_host_bytes
         self._in_flight_bytes = in_flight_bytes + outcome.net_in_flight_bytes
         self._abandoned = abandoned + outcome.net_abandoned

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.rank_models import make_chunk, make_layer, make_link, make_rank, offload
 
 from fgoffload.planner.ranks.layer_model import HostWait, Segment
-from fgoffload.planner.ranks.rank_model import HostPace
+from fgoffload.planner.ranks.rank_model import HostPace, Turn
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation import chunk_compiler
 from fgoffload.planner.simulation.rank_run import RankRun
@@ -155,11 +155,14 @@ def test_what_another_rank_counts_first_has_the_place_that_it_has_alone():
         {"window_bytes": 0},
         {"late_group_s": 3.0},
         {"host_pace": HostPace.STEP_AHEAD},
+        # As if each rank turned: of a pipeline's only the last one does.
+        {"turn": Turn.PLAN, "turning_chunk": 0},
     ],
 )
 def test_ranks_with_other_rules_do_not_share_what_passes_come_to(fields):
     pipeline = Pipeline(stages=4, microbatches=24)
     usual = {"link": make_link(d2h=6.0, h2d=6.0, duplex=6.0), "window_bytes": 100, "prefetch_bytes": 100}
+    usual |= {"turning_chunk": fields.get("turning_chunk")}
     ranks, others = make_ranks(pipeline, **usual), make_ranks(pipeline, **usual | fields)
     mixed = [one if rank % 2 else other for rank, (one, other) in enumerate(zip(ranks, others, strict=True))]
     check_pass_by_pass(mixed, make_plan(pipeline))
