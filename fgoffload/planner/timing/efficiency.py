@@ -99,17 +99,13 @@ class Efficiency:
             value = getattr(self, field.name)
             if field.name in _RATES:
                 check_rate(field.name, value)
-                continue
-            if field.name not in _FROM_ZERO:
-                if field.name != "memory":
-                    check_part(field.name, value, example=field.default)
-                elif value is not None:
-                    check_part(field.name, value, example=ASSUMED_MEMORY)
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(f"{field.name} {value!r} is no number. Give one like {field.default}.")
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{field.name} {value} is not from 0 on and finite. Give one like {field.default}.")
+            elif field.name in _FROM_ZERO:
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise ConfigError(f"{field.name} {value!r} is no number. Give one like {field.default}.")
+                if not 0 <= value < math.inf:
+                    raise ConfigError(f"{field.name} {value} is not from 0 on and finite. Give one like {field.default}.")
+            elif value is not None or field.default is not None:
+                check_part(field.name, value, example=field.default or ASSUMED_MEMORY)
 
 
 _FROM_ZERO = ("rerun_extra", "kernel_start_s", "host_s_per_launch", "collective_start_s")

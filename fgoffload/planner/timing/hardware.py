@@ -274,14 +274,14 @@ HARDWARE: Mapping[str, Hardware] = {
         # it, on strided tensors, takes 1.06 times as long.
         memory_efficiency=0.92,
         **_HOPPER,
-        # Three of four hosts reach these: of fifteen, to the host 53.6 to 55.3 GB/s, back 48.0 to 55.2, both ways 38.2 to 48.9.
+        # Of sixteen profiles thirteen or more reach each: to the host 53.6 to 55.3 GB/s, back 48.0 to 55.2, both 38.2 to 48.9.
         link=Link(d2h_bytes_per_s=54e9, h2d_bytes_per_s=52e9, duplex_bytes_per_s=42e9, is_measured=True),
         **_HOPPER_NODE,
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
         source=f"NVIDIA H100 Tensor Core GPU data sheet (2023): memory; {_HOPPER_SOURCE}. What kernels reach of the memory's "
-        "bandwidth: traces of W2 on an H100 beside one on an H200 (docs/planner/accuracy.md). Link measured on fifteen H100 "
-        "hosts with `fgoffload profile`, pinned memory, PCIe 5 x16, copies of 256 MiB (docs/results/profiles). "
+        "bandwidth: traces of W2 on an H100 and an H200 (docs/decisions.md). Link: sixteen profiles of H100s, pinned memory, "
+        "PCIe 5 x16, copies of 256 MiB (docs/results/profiles). "
         f"NVIDIA DGX H100 data sheet (2023): node. {_HOPPER_NODE_SOURCE}.",
     ),
     "h200": Hardware(
