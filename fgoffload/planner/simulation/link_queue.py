@@ -6,6 +6,7 @@ ways while the other direction moves too. Nothing else changes a rate, so betwee
 
 import collections
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -123,6 +124,12 @@ class LinkQueue:
     def count_front_s(self) -> tuple[float, float]:
         """Return the seconds of latency, and of copying with nothing the other way, that are left of it."""
         return self._d2h.latency_left_s, self._d2h.bytes_left / self._d2h.rate_bytes_per_s
+
+    def count_drain_s(self) -> float:
+        """Return the seconds until all copies to the host are through, with nothing the other way."""
+        latency_s, copy_s = self.count_front_s()
+        waiting = itertools.islice(self._d2h.queue, 1, None)
+        return latency_s + copy_s + sum(self._latency_s + one.size_bytes / self._d2h.rate_bytes_per_s for one in waiting)
 
     def resume(self, copies: Sequence[Copy], front: tuple[float, float], *, at_s: float) -> None:
         """Be at `at_s`, with `copies` on their way to the host and nothing else.

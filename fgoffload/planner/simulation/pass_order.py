@@ -10,6 +10,9 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.rank_run import RankRun, RoundState
 
+_SAME_MOMENT = 1 + 1e-9
+"""Moments that differ by less than this factor are one."""
+
 _FORWARD = PassKind.FORWARD
 """To look up a member of an enumeration takes Python as long as a call."""
 
@@ -88,6 +91,15 @@ class PassOrder(abc.ABC):
         """
 
     @abc.abstractmethod
+    def list_made_s(self, places: Sequence[int], at_s: Sequence[float]) -> list[float]:
+        """Return when input was made that ranks had not used, in seconds beside the one that made it.
+
+        Args:
+            places: By rank, after how many passes. None of them is before rounds that were left out.
+            at_s: By rank, its clock then.
+        """
+
+    @abc.abstractmethod
     def _shift(self, later_s: Sequence[float]) -> None:
         """Let each rank be so much later, beside the others, than it was."""
 
@@ -104,6 +116,9 @@ class Alone(PassOrder):
                     self.states[rank][self.over[rank]] = run.get_state()
 
     def list_margins(self, rank: int) -> list[tuple[int, float]]:  # noqa: D102
+        return []
+
+    def list_made_s(self, places: Sequence[int], at_s: Sequence[float]) -> list[float]:  # noqa: D102
         return []
 
     def _shift(self, later_s: Sequence[float]) -> None:
@@ -185,6 +200,19 @@ class InPipeline(PassOrder):
         backward_s, forward_s = map(min, self._margins_s[rank], self._former_margins_s[rank])
         ranks = len(self._runs)
         return [((rank + 1) % ranks, backward_s), ((rank - 1) % ranks, forward_s)]
+
+    def list_made_s(self, places: Sequence[int], at_s: Sequence[float]) -> list[float]:  # noqa: D102
+        found, ranks = [], len(self._runs)
+        clocks_s = [one_s + shift_s for one_s, shift_s in zip(at_s, self._shifts_s, strict=True)]
+        for rank, place in enumerate(places):
+            for one in self._passes[rank][place:]:
+                is_forward = one.kind is _FORWARD
+                needed, _ = (self._forward_ends if is_forward else self._backward_ends)[rank][one.chunk]
+                end_s = None if needed is None else needed.get(one.microbatch)
+                since_s = clocks_s[(rank + (-1 if is_forward else 1)) % ranks]
+                if end_s is not None and end_s - self._p2p_s <= since_s * _SAME_MOMENT:
+                    found.append(end_s - since_s)
+        return found
 
     def _shift(self, later_s: Sequence[float]) -> None:
         for rank, shift_s in enumerate(later_s):

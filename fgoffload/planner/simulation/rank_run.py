@@ -10,7 +10,7 @@ beside this.
 
 import collections
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
@@ -61,6 +61,8 @@ class RoundState(NamedTuple):
     """What copies have slowed compute by, but for what is counted again."""
     left_behind: tuple[float, ...]
     """Bytes on the device, on the host, and on their way, and how far the host is ahead: what the next round finds."""
+    in_flight: Hashable | None
+    """All else that it finds, microbatches and copies, by what tells it from others; None where nobody says that."""
     tallies: Tallies
     """What it has come to so far."""
 
@@ -101,6 +103,8 @@ class RankRun:
         self._link = LinkQueue(rank.link)
         self._tallies = Tallies()
         self._lanes: dict[tuple[int, int], LaneRun] = {}
+        self.names_in_flight = not any(program.groups for program in programs)
+        """Whether `get_state` says what is in flight: where nothing leaves that is what dispatchers hold."""
         # Of microbatches of which nothing leaves nothing ever changes.
         self._unchanging = {chunk: LaneRun(program) for chunk, program in enumerate(programs) if not program.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -173,6 +177,7 @@ class RankRun:
             step_s=self.clock_s,
             slowed_s=self._link.slowed_s,
             left_behind=(self._device_bytes, self._host_bytes, self._in_flight_bytes, self._count_lead_s(), *left),
+            in_flight=frozenset(self._held_bytes.items()) if self.names_in_flight else None,
             tallies=self._tallies.copy(),
         )
 

@@ -20,158 +20,44 @@ it the same is counted, in all chunks of all ranks of a step that do the same in
     is run that looks at them.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
-from fgoffload.planner.simulation.chunk_program import ChunkProgram, ComputeStep, HostWaitStep, Step
+from fgoffload.planner.simulation.chunk_program import ChunkProgram
+from fgoffload.planner.simulation.known_passes import (
+    DIGITS,
+    OWN,
+    SITUATION_DIGITS,
+    HostPart,
+    KnownPasses,
+    Leaving,
+    Left,
+    Outcome,
+    Rest,
+    Situation,
+    Transition,
+    Way,
+)
 from fgoffload.planner.simulation.lane_run import LaneRun
 from fgoffload.planner.simulation.link_queue import Copy, Direction
-from fgoffload.planner.simulation.rank_run import InFlight, RankRun
+from fgoffload.planner.simulation.rank_run import InFlight, RankRun, RoundState
+from fgoffload.planner.simulation.simulation_result import RankResult
 from fgoffload.planner.simulation.tallies import Cause, Tallies
 
 _FEWEST_PASSES = 16
 """Of a step with fewer passes none begins as one before it did, or a few: to look for them takes longer than to run them."""
 
-_DIGITS = 9
-"""Of seconds by which the host is ahead, or that the first copy still takes: a nanosecond more or less is one of rounding."""
-
-_UNSEEN_S = 1e-6
-"""Seconds: more than rounding, and less than any copy takes."""
-
 _NOTHING_SEEN = -1
 """In place of a peak: fewer bytes than any."""
 
-_FORWARD = PassKind.FORWARD
-"""To look up a member of an enumeration takes Python as long as a call."""
+_DRAINED = -1.0
+"""In place of how long a wait is: longer than all copies take."""
 
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Outcome:
-    """What a pass came to. Bytes and seconds are beside those with which it began. Nobody changes one."""
-
-    seconds: float
-    """From its start to its end."""
-    net_bytes: int
-    """On the device."""
-    rise_bytes: int
-    """The most on the device."""
-    peak_label: str
-    """Where that was first."""
-    net_host_bytes: int
-    """On the host."""
-    rise_host_bytes: int
-    """The most on the host; far below 0 where nothing left."""
-    net_in_flight_bytes: int
-    """On their way to the host, or not yet looked at."""
-    net_abandoned: int
-    """Parcels that a copy still holds and nothing else."""
-    released: int
-    """Groups that were in flight when it began, and were let go of."""
-    queued: tuple["_Left", ...]
-    """Groups that were queued when it began and are still in flight, in order."""
-    left: tuple["_Left", ...]
-    """Groups of its own that are still in flight, in order."""
-    waiting: int
-    """How many of both have copies that are not through."""
-    front: tuple[float, float]
-    """Of the first copy that is not through: the seconds of latency and the bytes that are left."""
-    program: ChunkProgram
-    """Of the chunk that was watched."""
-    number: int
-    """How far its microbatch is then."""
-    loss_window_bytes: int
-    """That were on their way when the loss began; 0 where none did. The rank that counts this may never have run one."""
-    tallies: Tallies
-    """What was counted."""
-    first_lead_s: float
-    """How far the host was ahead at its start."""
-    lead_s: float
-    """And at its end."""
-    has_host_wait: bool
-    """Whether the host waits in it: see `_HostPart`."""
-
-
-class _Left(NamedTuple):
-    """A group that is in flight behind a pass, and whose copy was not through before it."""
-
-    entry: InFlight
-    """As it was then."""
-    start_s: float
-    """Of its copy, since the start of the pass; infinite where it has not begun. So is the next."""
-    end_s: float
-    submitted_s: float
-
-    @classmethod
-    def note(cls, entry: InFlight, since_s: float) -> "_Left":
-        """Return `entry` as it is behind a pass that began at `since_s`."""
-        copy = entry.copy
-        return cls(entry, copy.start_s - since_s, copy.end_s - since_s, copy.submitted_s - since_s)
-
-    def set_times(self, copy: Copy, since_s: float) -> None:
-        """Let `copy` begin and end as this one did, in a pass that began at `since_s`."""
-        copy.start_s, copy.end_s = since_s + self.start_s, since_s + self.end_s
-
-
-class _HostPart(NamedTuple):
-    """What the host does in a pass before it waits."""
-
-    seconds: float
-    """That it takes, rounded. What it has not seen by then it does not see in them, however far behind that it is."""
-    unseen_s: float
-    """A bit more, so that what it sees just then is told from what it does not see."""
-    has_wait: bool
-    """Whether it waits at all; else it is as much further ahead at the end as it was at the start."""
-
-
-class _Way(NamedTuple):
-    """Forwards, or backwards, through a chunk."""
-
-    part: _HostPart
-    """What the host does in each."""
-    outcomes: dict[Hashable, _Outcome]
-    """What they came to, by how they begin."""
-    never_alike: set[Hashable]
-    """How those begin that have to be run each time."""
-
-
-class KnownPasses:
-    """What passes come to on ranks of a step that have one link and the same rules."""
-
-    def __init__(self) -> None:
-        self._chunks: dict[Hashable, tuple[int, _Way, _Way]] = {}
-        """By what programs do: a number, and what forwards and backwards came to."""
-        self._numbers: dict[Hashable, int] = {}
-        """Of microbatches that are as far as each other, by what tells them from others."""
-        self.there: list[LaneRun] = []
-        """By number less one: a microbatch that is there. Nobody changes it."""
-        self.released: dict[Hashable, int] = {}
-        """By the number of a microbatch and parcels: its number when copies of those have been let go of."""
-
-    @staticmethod
-    def list_rules(rank: RankModel) -> Hashable:
-        """Return what ranks must have alike so that passes come to the same; host budgets are looked at each time."""
-        return rank.link, rank.policy, rank.host_pace, rank.turn, rank.late_group_s
-
-    def get_chunk(self, program: ChunkProgram) -> tuple[int, _Way, _Way]:
-        """Return the number of all programs that do the same as `program`, and what is known of their passes."""
-        found = self._chunks.get(program.content)
-        if found is None:
-            forward, backward = (_Way(_find_host_part(steps), {}, set()) for steps in (program.forward, program.backward))
-            found = self._chunks[program.content] = (len(self._chunks), forward, backward)
-        return found
-
-    def number(self, chunk: int, lane: LaneRun) -> int:
-        """Return the number, from 1, that says how far a microbatch is in the chunks with a number."""
-        count = len(self._numbers)
-        number = self._numbers.setdefault((chunk, lane.describe()), count + 1)
-        if number > count:
-            self.there.append(lane.copy())
-        return number
+# To look up a member of an enumeration takes Python as long as a call.
+_FORWARD, _D2H = PassKind.FORWARD, Direction.D2H
 
 
 class RepeatingRun(RankRun):
@@ -185,6 +71,7 @@ class RepeatingRun(RankRun):
 
     def __init__(self, rank: RankModel, programs: Sequence[ChunkProgram], known: KnownPasses) -> None:
         super().__init__(rank, programs, recorder=None)
+        self.names_in_flight = True
         self._known = known
         chunks = [known.get_chunk(program) for program in programs]
         self._forward_ways = [forward for _, forward, _ in chunks]
@@ -193,6 +80,13 @@ class RepeatingRun(RankRun):
         """By chunk."""
         self._chunk_numbers = {id(program): chunk[0] for program, chunk in zip(programs, chunks, strict=True)}
         """By program."""
+        self._situation: Situation | None = None
+        """What is in flight; None where nobody knows the like of it."""
+        self._leaving: list[LaneRun] = []
+        """The microbatches with groups in flight, by their places in that situation."""
+        self._is_made = True
+        """Whether groups, copies and the queue are as the situation says: behind passes that were counted they are not yet."""
+        self._enter()
 
     @staticmethod
     def has_repeats(rank: RankModel, programs: Sequence[ChunkProgram]) -> bool:
@@ -205,24 +99,195 @@ class RepeatingRun(RankRun):
     def run_pass(self, one: Pass, *, ready_s: float) -> float:
         """Run a pass whose input is there at `ready_s`, or count it, and return when its output is."""
         if ready_s > self.clock_s:
-            self._wait_until(ready_s, Cause.NEIGHBOURS)
+            self._rest(ready_s)
+        if one.kind is _FORWARD:
+            way, lane, number = self._forward_ways[one.chunk], None, None
+        else:
+            way, lane = self._backward_ways[one.chunk], self._lanes[one.chunk, one.microbatch]
+            number = lane.number or self._number(lane)
+        situation = self._situation
+        if situation is None:
+            self._run_or_count(one, way, lane)
+            return self.clock_s
+        lead_s = self._count_lead_s()
+        known_s = way.part.seconds if lead_s >= way.part.seconds else round(lead_s, DIGITS)
+        leaving = self._leaving
+        place = leaving.index(lane) if lane in leaving else OWN
+        key = (situation.number, way.number, number, place, known_s)
+        step = self._known.transitions.get(key)
+        if step is not None and step.holds(lead_s) and self._has_room(step.outcome):
+            self._follow(one, step)
+            return self.clock_s
+        self._make()
+        before = [other.number for other in leaving]
+        outcome, behind = self._run_or_count(one, way, lane), self._situation
+        if outcome is not None and behind is not None:
+            self._known.transitions[key] = self._note_transition(outcome, behind, lead_s, leaving, before)
+        return self.clock_s
+
+    def get_state(self) -> RoundState:
+        """Return how far the rank is, and what is under way."""
+        situation = self._situation
+        if situation is None:
+            return super().get_state()._replace(in_flight=None)
+        lanes = ((chunk, lane.number or self._number(lane)) for (chunk, _), lane in self._lanes.items())
+        return RoundState(
+            step_s=self.clock_s,
+            slowed_s=self._link.slowed_s,
+            left_behind=(
+                *(self._device_bytes, self._host_bytes, self._in_flight_bytes, self._count_lead_s()),
+                *(situation.left_bytes, 0.0),
+            ),
+            in_flight=(situation.number, *lanes),
+            tallies=self._tallies.copy(),
+        )
+
+    def finish(self) -> RankResult:
+        """Let the copies under way end, and return what the step came to."""
+        self._make()
+        return super().finish()
+
+    # In situations. See [Note: Situations] in `known_passes`.
+
+    def _enter(self) -> None:
+        """Find what is in flight among the situations that are known, with nothing on its way back and nothing to count."""
+        known, host_s = self._known, self._host_s
+        leaving: list[LaneRun] = []
+        groups: list[Leaving] = []
+        key: list[object] = []
+        for copy, lane, parcels, size_bytes in self._in_flight:
+            if lane not in leaving:
+                leaving.append(lane)
+            unseen_s = None
+            if copy.end_s < math.inf:
+                unseen_s = max(copy.end_s - host_s, 0.0) if self._is_a_layer_ahead else 0.0
+            groups.append(Leaving(leaving.index(lane), parcels, size_bytes, copy.mover, unseen_s))
+            key.append(
+                (
+                    groups[-1].place,
+                    lane.number or self._number(lane),
+                    parcels,
+                    None if unseen_s is None else round(unseen_s, SITUATION_DIGITS),
+                )
+            )
+        front, drain_s, left_bytes = (0.0, 0.0), 0.0, 0.0
+        if self._link.queued:
+            front, drain_s = self._link.get_front(), self._link.count_drain_s()
+            left_bytes = self._link.count_left_bytes(_D2H)
+            key.append((round(front[0], SITUATION_DIGITS), round(self._link.count_front_s()[1], SITUATION_DIGITS)))
+        self._situation, self._leaving = known.get_situation(tuple(key), groups, front, left_bytes, drain_s), leaving
+        self._is_made = True
+
+    def _make(self) -> None:
+        """Let groups, copies and the queue be as the situation says."""
+        if self._is_made or self._situation is None:
+            return
+        self._is_made = True
+        self._in_flight.clear()
+        waiting = []
+        for place, parcels, size_bytes, mover, unseen_s in self._situation.leaving:
+            copy = Copy(_D2H, size_bytes, mover=mover, label="", submitted_s=self.clock_s)
+            if unseen_s is None:
+                waiting.append(copy)
+            else:
+                copy.start_s = copy.end_s = self._host_s + unseen_s if self._is_a_layer_ahead else self.clock_s
+            self._in_flight.append(InFlight(copy, self._leaving[place], parcels, size_bytes))
+        if waiting:
+            waiting[0].start_s = self.clock_s
+        self._link.resume(waiting, self._situation.front, at_s=self.clock_s)
+
+    def _rest(self, until_s: float) -> None:
+        """Wait for a neighbour."""
+        situation = self._situation
+        if situation is None or not situation.drain_s:
+            self._wait_until(until_s, Cause.NEIGHBOURS)
+            return
+        rest_s = until_s - self.clock_s
+        key = (
+            situation.number,
+            _DRAINED if rest_s > situation.drain_s else round(rest_s, SITUATION_DIGITS),
+            round(self._count_lead_s(), SITUATION_DIGITS),
+        )
+        rest = self._known.rests.get(key)
+        if rest is None:
+            self._make()
+            self._collect(None)  # what was through before is not of this wait
+            self._wait_until(until_s, Cause.NEIGHBOURS)
+            tallies, self._tallies = self._tallies, Tallies()
+            self._link.advance(until_s)
+            self._collect(None)
+            self._cut_front()
+            tallies, self._tallies = self._tallies, tallies
+            self._enter()
+            if self._situation is not None:
+                rest = self._known.rests[key] = Rest(self._situation, tallies)
+        else:
+            self._wait_until(until_s, Cause.NEIGHBOURS)
+            self._situation, self._is_made = rest.behind, False
+        if rest is not None:
+            self._tallies.count_again(rest.tallies)
+
+    def _follow(self, one: Pass, step: Transition) -> None:
+        """Count a pass that begins in a known situation."""
+        outcome, leaving = step.outcome, self._leaving
+        for place, number in step.numbers:
+            lane = leaving[place]
+            lane.number, lane.is_bare = number, True
+        more_s = 0.0 if outcome.has_host_wait else self._count_lead_s() - outcome.first_lead_s
+        lane = self._count_microbatch(one, outcome)
+        self._count(one, outcome, more_s)
+        self._leaving = [lane if place == OWN else leaving[place] for place in step.places]
+        self._situation, self._is_made = step.behind, False
+
+    def _note_transition(
+        self, outcome: Outcome, behind: Situation, lead_s: float, before: Sequence[LaneRun], numbers: Sequence[int | None]
+    ) -> Transition:
+        """Return the pass that was counted, or run, as one of all that begin in the same situation.
+
+        Args:
+            outcome: What it came to.
+            behind: The situation behind it.
+            lead_s: How far the host was ahead.
+            before: The microbatches with groups in flight then.
+            numbers: How far they were.
+        """
+        after = [(place, lane.number) for place, lane in enumerate(before)]
+        # Where the host was far ahead of a pass it makes no difference how far, but for what it has not seen behind it.
+        depends = self._is_a_layer_ahead and any(group.unseen_s for group in behind.leaving)
+        return Transition(
+            outcome=outcome,
+            behind=behind,
+            places=tuple(before.index(lane) if lane in before else OWN for lane in self._leaving),
+            numbers=tuple(
+                (place, number)
+                for (place, number), was in zip(after, numbers, strict=True)
+                if number is not None and number != was
+            ),
+            lead_s=lead_s if depends else None,
+        )
+
+    # Without a transition.
+
+    def _run_or_count(self, one: Pass, way: Way, lane: LaneRun | None) -> Outcome | None:
+        """Count a pass that begins now, or run it, and return what those come to that begin so; None where nobody knows."""
+        self._situation = None
         if self._link.queued:
             self._link.advance(self.clock_s)
             if self._link.is_returning:
-                return self._run(one)
-        if one.kind is _FORWARD:
-            way, lane = self._forward_ways[one.chunk], None
-        else:
-            way, lane = self._backward_ways[one.chunk], self._lanes[one.chunk, one.microbatch]
+                self._run(one)
+                return None
         beginning = self._describe_beginning(way.part, lane)
         outcome = way.outcomes.get(beginning)
         if outcome is not None and self._has_room(outcome):
             self._repeat(one, outcome)
         elif outcome is not None or beginning in way.never_alike:
             self._run(one)
+            return None
         else:
-            self._watch(one, way, beginning)
-        return self.clock_s
+            outcome = self._watch(one, way, beginning)
+        if outcome is not None:
+            self._enter()
+        return outcome
 
     def _run(self, one: Pass) -> float:
         """Run a pass that begins now, step by step."""
@@ -232,7 +297,7 @@ class RepeatingRun(RankRun):
             lane.number = None
         return super().run_pass(one, ready_s=self.clock_s)
 
-    def _describe_beginning(self, part: _HostPart, lane: LaneRun | None) -> Hashable:
+    def _describe_beginning(self, part: HostPart, lane: LaneRun | None) -> Hashable:
         """Return all that a pass depends on, where nothing is on its way back.
 
         Args:
@@ -240,7 +305,7 @@ class RepeatingRun(RankRun):
             lane: Its microbatch; None in a forward.
         """
         lead_s = self._count_lead_s()
-        lead_s = part.seconds if lead_s >= part.seconds else round(lead_s, _DIGITS)
+        lead_s = part.seconds if lead_s >= part.seconds else round(lead_s, DIGITS)
         number = None if lane is None else lane.number or self._number(lane)
         if not self._in_flight:
             return lead_s, number
@@ -251,11 +316,11 @@ class RepeatingRun(RankRun):
             unseen_s = copy.end_s - host_s
             if is_seen or unseen_s < 0.0:
                 unseen_s = 0.0
-            unseen_s = last_s if unseen_s >= last_s else round(unseen_s, _DIGITS)
+            unseen_s = last_s if unseen_s >= last_s else round(unseen_s, DIGITS)
             found += (own.number or self._number(own), own is lane, parcels, unseen_s)
         if self._link.queued:
             latency_s, copy_s = self._link.count_front_s()
-            found += (self._link.queued, round(latency_s, _DIGITS), round(copy_s, _DIGITS))
+            found += (self._link.queued, round(latency_s, DIGITS), round(copy_s, DIGITS))
         return tuple(found)
 
     def _number(self, lane: LaneRun) -> int:
@@ -292,17 +357,17 @@ class RepeatingRun(RankRun):
 
     def _cut_front(self) -> None:
         """Count the first copy to the host for as long as it has run. See [Note: What is left of a pass]."""
-        front = self._link.get_first(Direction.D2H)
+        front = self._link.get_first(_D2H)
         if front is not None:
             self._tallies.cut_copy(front, self.clock_s)
 
-    def _has_room(self, outcome: _Outcome) -> bool:
+    def _has_room(self, outcome: Outcome) -> bool:
         """Return whether the host budget takes all that a pass moves."""
         budget_bytes = self._rank.host_budget_bytes
         return budget_bytes is None or self._host_bytes + outcome.rise_host_bytes <= budget_bytes
 
-    def _watch(self, one: Pass, way: _Way, beginning: Hashable) -> None:
-        """Run a pass, and note what it came to, or that this cannot be said of others that begin so."""
+    def _watch(self, one: Pass, way: Way, beginning: Hashable) -> Outcome | None:
+        """Run a pass, and note what it came to; None where this cannot be said of others that begin so."""
         self._collect(None)
         self._cut_front()
         start_s, device_bytes, host_bytes = self.clock_s, self._device_bytes, self._host_bytes
@@ -335,8 +400,8 @@ class RepeatingRun(RankRun):
         left = list(self._in_flight)[kept - queued :]
         if own.has_kept() or self._link.find_last(Direction.H2D) is not None:
             way.never_alike.add(beginning)
-            return
-        way.outcomes[beginning] = _Outcome(
+            return None
+        outcome = way.outcomes[beginning] = Outcome(
             seconds=self.clock_s - start_s,
             net_bytes=self._device_bytes - device_bytes,
             rise_bytes=own_peak_bytes - device_bytes,
@@ -346,8 +411,8 @@ class RepeatingRun(RankRun):
             net_in_flight_bytes=self._in_flight_bytes - in_flight_bytes,
             net_abandoned=self._abandoned - abandoned,
             released=len(earlier) - kept,
-            queued=tuple(_Left.note(entry, start_s) for entry in left[:queued]),
-            left=tuple(_Left.note(entry, start_s) for entry in left[queued:]),
+            queued=tuple(Left.note(entry, start_s) for entry in left[:queued]),
+            left=tuple(Left.note(entry, start_s) for entry in left[queued:]),
             waiting=self._link.queued,
             front=self._link.get_front(),
             program=self._programs[one.chunk],
@@ -358,16 +423,25 @@ class RepeatingRun(RankRun):
             lead_s=self._count_lead_s(),
             has_host_wait=way.part.has_wait,
         )
+        return outcome
 
-    def _repeat(self, one: Pass, outcome: _Outcome) -> None:
+    def _repeat(self, one: Pass, outcome: Outcome) -> None:
         """Count a pass that comes to `outcome`."""
-        start_s, device_bytes = self.clock_s, self._device_bytes
-        in_flight_bytes, abandoned = self._in_flight_bytes, self._abandoned
+        start_s, sums = self.clock_s, (self._device_bytes, self._in_flight_bytes, self._abandoned)
         more_s = 0.0 if outcome.has_host_wait else self._count_lead_s() - outcome.first_lead_s
         if self._link.queued:
             self._cut_front()
         for _ in range(outcome.released):
             self._count_oldest_released()
+        # An outcome has what these come to.
+        self._device_bytes, self._in_flight_bytes, self._abandoned = sums
+        lane = self._count_microbatch(one, outcome)
+        self._count(one, outcome, more_s)
+        if outcome.left or self._link.queued:
+            self._leave(outcome, lane, start_s)
+
+    def _count_microbatch(self, one: Pass, outcome: Outcome) -> LaneRun:
+        """Let the microbatch of a pass be as far as it is behind it, and return it."""
         key, program = (one.chunk, one.microbatch), self._programs[one.chunk]
         if one.kind is _FORWARD:
             lane = self._lanes[key] = self._unchanging.get(one.chunk) or LaneRun.make_bare(program, outcome.number)
@@ -375,24 +449,28 @@ class RepeatingRun(RankRun):
             lane = self._lanes.pop(key)
             if program.groups:
                 lane.number, lane.is_bare = outcome.number, True
-        self.clock_s = start_s + outcome.seconds
-        self._host_s = self.clock_s - outcome.lead_s - more_s
-        self._device_bytes = device_bytes + outcome.net_bytes
-        if device_bytes + outcome.rise_bytes > self._peak_bytes:
-            self._peak_bytes = device_bytes + outcome.rise_bytes
-            self._peak_at = (self._call(one), outcome.peak_label, outcome.program)
-        host_peak_bytes = self._host_bytes + outcome.rise_host_bytes
-        if host_peak_bytes > self._host_peak_bytes:
-            self._host_peak_bytes = host_peak_bytes
-        self._loss_window_bytes = max(self._loss_window_bytes, outcome.loss_window_bytes)
-        self._host_bytes += outcome.net_host_bytes
-        self._in_flight_bytes = in_flight_bytes + outcome.net_in_flight_bytes
-        self._abandoned = abandoned + outcome.net_abandoned
-        self._tallies.count_again(outcome.tallies)
-        if outcome.left or self._link.queued:
-            self._leave(outcome, lane, start_s)
+        return lane
 
-    def _leave(self, outcome: _Outcome, lane: LaneRun, start_s: float) -> None:
+    def _count(self, one: Pass, outcome: Outcome, more_s: float) -> None:
+        """Count what a pass comes to, with the host `more_s` further ahead than it was in `outcome`."""
+        self.clock_s += outcome.seconds
+        self._host_s = self.clock_s - outcome.lead_s - more_s
+        most_bytes = self._device_bytes + outcome.rise_bytes
+        if most_bytes > self._peak_bytes:
+            self._peak_bytes = most_bytes
+            self._peak_at = (self._call(one), outcome.peak_label, outcome.program)
+        self._device_bytes += outcome.net_bytes
+        most_host_bytes = self._host_bytes + outcome.rise_host_bytes
+        if most_host_bytes > self._host_peak_bytes:
+            self._host_peak_bytes = most_host_bytes
+        self._host_bytes += outcome.net_host_bytes
+        if outcome.loss_window_bytes > self._loss_window_bytes:
+            self._loss_window_bytes = outcome.loss_window_bytes
+        self._in_flight_bytes += outcome.net_in_flight_bytes
+        self._abandoned += outcome.net_abandoned
+        self._tallies.count_again(outcome.tallies)
+
+    def _leave(self, outcome: Outcome, lane: LaneRun, start_s: float) -> None:
         """Put what is in flight behind a pass there."""
         if outcome.queued:
             earlier = itertools.islice(self._in_flight, len(self._in_flight) - len(outcome.queued), None)
@@ -405,18 +483,3 @@ class RepeatingRun(RankRun):
             self._in_flight.append(InFlight(copy, lane, left.entry.parcels, left.entry.size_bytes))
         waiting = [entry.copy for entry in self._in_flight if entry.copy.end_s == math.inf] if outcome.waiting else []
         self._link.resume(waiting, outcome.front, at_s=self.clock_s)
-
-
-def _find_host_part(steps: Sequence[Step]) -> _HostPart:
-    seconds = 0.0
-    for step in steps:
-        if isinstance(step, HostWaitStep):
-            return _make_host_part(seconds, has_wait=True)
-        if isinstance(step, ComputeStep):
-            seconds += step.host_s
-    return _make_host_part(seconds, has_wait=False)
-
-
-def _make_host_part(seconds: float, *, has_wait: bool) -> _HostPart:
-    unseen_s = round(seconds + _UNSEEN_S, _DIGITS)
-    return _HostPart(round(seconds, _DIGITS), unseen_s, has_wait=has_wait)

@@ -11,16 +11,17 @@ docs/planner/simulator.md says what is taken into account, and what is not.
 import collections
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.chunk_compiler import Actions, compile_rank
 from fgoffload.planner.simulation.chunk_program import ChunkProgram
+from fgoffload.planner.simulation.known_passes import KnownSteps
 from fgoffload.planner.simulation.pass_order import Alone, InPipeline, PassOrder
 from fgoffload.planner.simulation.rank_run import RankRun
-from fgoffload.planner.simulation.repeated_passes import KnownPasses, RepeatingRun
+from fgoffload.planner.simulation.repeated_passes import RepeatingRun
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
 from fgoffload.planner.simulation.steady_state import add_rounds, find_rounds, leave_out_rounds
 from fgoffload.planner.simulation.tallies import Recorder
@@ -35,6 +36,7 @@ def simulate(
     p2p_s: float = 0.0,
     detail: Detail = Detail.TOTALS,
     only: int | None = None,
+    known: KnownSteps | None = None,
 ) -> StepResult:
     """Return what a step under `plan` comes to on all ranks of a pipeline.
 
@@ -44,6 +46,7 @@ def simulate(
         p2p_s: Seconds from the end of a pass to the moment when the next stage can begin with its output.
         detail: What to note. With `Detail.TIMELINE` every pass is simulated.
         only: The number of the rank of which it is noted; None for all. Of the others there are totals, which takes less time.
+        known: Of steps of the same ranks, by this plan or others: learns what passes come to here.
 
     Raises:
         ConfigError: The ranks are no pipeline, or their passes wait for each other for ever.
@@ -55,7 +58,7 @@ def simulate(
     programs = [compile_rank(rank, actions, loss_window_bytes=plan.loss_window_bytes) for rank in ranks]
     order = functools.partial(InPipeline, chunks=len(ranks[0].chunks), p2p_s=p2p_s)
     details = [detail if only is None or rank.rank == only else Detail.TOTALS for rank in ranks]
-    return StepResult(ranks=_simulate(ranks, programs, order, details))
+    return StepResult(ranks=_simulate(ranks, programs, order, details, known or KnownSteps()))
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
@@ -70,7 +73,7 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         PlanError: A layer cannot do what the plan says of it.
     """
     programs = [compile_rank(rank, _group_by_layer(plan), loss_window_bytes=plan.loss_window_bytes)]
-    return _simulate([rank], programs, Alone, [detail])[0]
+    return _simulate([rank], programs, Alone, [detail], KnownSteps())[0]
 
 
 def _simulate(
@@ -78,11 +81,13 @@ def _simulate(
     programs: Sequence[Sequence[ChunkProgram]],
     make_order: Callable[..., PassOrder],
     details: Sequence[Detail],
+    known: KnownSteps,
 ) -> tuple[RankResult, ...]:
-    known: dict[Hashable, KnownPasses] = {}
     runs = [_make_run(rank, own, detail, known) for rank, own, detail in zip(ranks, programs, details, strict=True)]
     passes = [rank.passes for rank in ranks]
-    rounds = find_rounds(passes, len(ranks[0].chunks)) if Detail.TIMELINE not in details else None
+    rounds = None
+    if Detail.TIMELINE not in details:
+        rounds = find_rounds(passes, len(ranks[0].chunks), are_named=all(run.names_in_flight for run in runs))
     order = make_order(runs, passes, rounds.list_marks() if rounds else ())
     left_out = leave_out_rounds(order, rounds) if rounds else []
     order.run()
@@ -92,9 +97,9 @@ def _simulate(
     return tuple(results)
 
 
-def _make_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail, known: dict[Hashable, KnownPasses]) -> RankRun:
+def _make_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail, known: KnownSteps) -> RankRun:
     if detail is Detail.TOTALS and RepeatingRun.has_repeats(rank, programs):
-        return RepeatingRun(rank, programs, known.setdefault(KnownPasses.list_rules(rank), KnownPasses()))
+        return RepeatingRun(rank, programs, known.get(rank))
     recorder = Recorder() if detail is Detail.TIMELINE else None
     return RankRun(rank, programs, recorder=recorder, notes_peaks=detail is Detail.PEAKS)
 

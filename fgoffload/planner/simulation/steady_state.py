@@ -7,7 +7,9 @@ the same behind on its link and in memory and counted the same, those after them
     [Note: How many have to be alike]
     What a round does depends on the microbatches that are in flight when it begins: on what the host budget took of them, and
     on when they came through the ranks behind. So a change comes around again after as many rounds as there are microbatches
-    in flight, and two rounds that are alike say nothing of it. Alike have to be those of all that time, there and back.
+    in flight, and two rounds that are alike say nothing of it. Alike have to be those of all that time, there and back. But
+    where all that a rank has in flight is known by name, and all ranks have the same at both ends of a round, with the same
+    input made and not used, all that follows is that round again.
 
     [Note: Ranks that are not equally fast]
     All that a rank knows of its neighbours is how long it waits for them. As long as it does not have to wait for a slower one,
@@ -29,6 +31,12 @@ from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffi
 _UNTIL_UNDER_WAY = 2
 """Rounds before the first that are compared."""
 
+_FEWEST_NAMED = 5
+"""Rounds: of fewer all are simulated."""
+
+_ROUNDING = 1e-13
+"""What is rounded of a moment of a step, as a part of it: some hundred additions."""
+
 _CHECK_PARTS = 4
 """Where they are not alike, rounds are compared again when a fourth more were simulated."""
 
@@ -45,23 +53,26 @@ class Rounds:
     """That go through all chunks in a round."""
     count: int
     """How many there are, on the rank that has fewest."""
+    are_named: bool = False
+    """Whether ranks say what they have in flight."""
 
     @property
     def compared(self) -> int:
-        """Rounds that have to be alike. See [Note: How many have to be alike]."""
+        """Rounds that have to be alike where nobody says that. See [Note: How many have to be alike]."""
         return 2 + math.ceil(2 * max(self.starts) / self.passes)
 
     def list_checks(self) -> Iterator[int]:
         """Yield after how many rounds to compare the last ones."""
-        number = _UNTIL_UNDER_WAY + self.compared
+        number = 1 if self.are_named else _UNTIL_UNDER_WAY + self.compared
         while number < self.count:
             yield number
-            number += max(1, number // _CHECK_PARTS)
+            number += 1 if self.are_named else max(1, number // _CHECK_PARTS)
 
     def list_marks(self) -> list[list[int]]:
         """Return, by rank, after how many passes to look at it: before, between and behind the rounds that are compared."""
+        back = 1 if self.are_named else self.compared
         return [
-            [start + (number - back) * self.passes for number in self.list_checks() for back in range(self.compared + 1)]
+            [start + (number - one) * self.passes for number in self.list_checks() for one in range(back + 1)]
             for start in self.starts
         ]
 
@@ -76,18 +87,25 @@ class LeftOut:
     """How many."""
 
 
-def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int) -> Rounds | None:
+def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_named: bool = False) -> Rounds | None:
     """Return where rounds are that repeat, or None where there are too few to leave any out.
 
     Args:
         passes_by_rank: What each rank runs.
         chunks: Of each rank.
+        are_named: Whether all ranks say what they have in flight.
     """
     microbatches = _count_group(passes_by_rank[0]) if chunks > 1 else 1
     length = 2 * microbatches * chunks
     found = [_find_start(passes, length, microbatches) for passes in passes_by_rank]
     count = min(count for _, count in found)
-    rounds = Rounds(starts=tuple(start for start, _ in found), passes=length, microbatches=microbatches, count=count)
+    rounds = Rounds(
+        starts=tuple(start for start, _ in found),
+        passes=length,
+        microbatches=microbatches,
+        count=count,
+        are_named=are_named and count >= _FEWEST_NAMED,
+    )
     return rounds if any(rounds.list_checks()) else None
 
 
@@ -101,11 +119,14 @@ def leave_out_rounds(order: PassOrder, rounds: Rounds) -> list[LeftOut]:
     left_out: list[LeftOut] = []
     count, first = rounds.count, 0
     for number in rounds.list_checks():
-        if not first <= number - rounds.compared < count - rounds.compared:
+        back = 1 if rounds.are_named else rounds.compared
+        if not first <= number - back < count - back:
             continue
         places = [start + number * rounds.passes for start in rounds.starts]
         _run_to(order, places, rounds.passes)
-        numbers = _measure_rounds(order, places, rounds)
+        numbers = _measure_named(order, places, rounds.passes) if rounds.are_named else _measure_rounds(order, places, rounds)
+        if not numbers and rounds.are_named and number - rounds.compared >= first + _UNTIL_UNDER_WAY:
+            numbers = _measure_rounds(order, places, rounds)
         begun = max(-((start - over) // rounds.passes) for start, over in zip(rounds.starts, order.over, strict=True))
         times = int(min(count - begun, _count_alike(order, numbers))) if numbers else 0
         if times > 0:
@@ -158,6 +179,28 @@ def _measure_rounds(order: PassOrder, places: Sequence[int], rounds: Rounds) -> 
             return []
         found.append(counted[-1])
     return found
+
+
+def _measure_named(order: PassOrder, places: Sequence[int], length: int) -> list[dict[str, float]]:
+    """Return what `_measure_rounds` does of the last round alone, where all is in flight at its end that was at its start."""
+    former = [place - length for place in places]
+    ends = [(states.get(one), states.get(place)) for states, one, place in zip(order.states, former, places, strict=True)]
+    seen = [(before, after) for before, after in ends if before is not None and after is not None]
+    if len(seen) < len(ends):
+        return []
+    if any(after.in_flight is None or before.in_flight != after.in_flight for before, after in seen):
+        return []
+    if not all(_is_close(before.left_behind, after.left_behind) for before, after in seen):
+        return []
+    made_before_s = order.list_made_s(former, [before.step_s for before, _ in seen])
+    made_s = order.list_made_s(places, [after.step_s for _, after in seen])
+    # Waits that come ever closer to their last value are not there yet, and all rounds to come would have what is missing.
+    rounding_s = _ROUNDING * max(after.step_s for _, after in seen)
+    if len(made_before_s) != len(made_s) or any(
+        abs(before_s - after_s) > rounding_s for before_s, after_s in zip(made_before_s, made_s, strict=True)
+    ):
+        return []
+    return [_subtract(_name_numbers(before), _name_numbers(after)) for before, after in seen]
 
 
 def _count_alike(order: PassOrder, numbers: Sequence[Mapping[str, float]]) -> float:

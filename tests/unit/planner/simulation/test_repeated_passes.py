@@ -5,7 +5,7 @@ import itertools
 import unittest.mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rank_models import make_chunk, make_layer, make_link, make_rank, offload
 
@@ -19,13 +19,14 @@ from fgoffload.planner.simulation.simulator import Detail, simulate
 LAYER = make_layer({"core_attn": 50, "expert_fc1": 70}, forward_s=10.0, backward_s=20.0)
 
 
-def make_ranks(pipeline, *, layer=LAYER, more_s=(), **fields):
-    """Return a pipeline of two layers a chunk; rank r takes `more_s[r]` longer in each forward."""
+def make_ranks(pipeline, *, layer=LAYER, first_layer=None, more_s=(), **fields):
+    """Return a pipeline of two layers a chunk, in the first `first_layer`; rank r takes `more_s[r]` longer forwards."""
     ranks = []
     for rank in range(pipeline.stages):
         first = (Segment(name="more", forward_s=more_s[rank] if more_s else 0.0, backward_s=0.0),)
         numbers = [2 * (chunk * pipeline.stages + rank) for chunk in range(pipeline.chunks)]
-        chunks = [make_chunk(layer, layer, first_number=number, first=first) for number in numbers]
+        kinds = [first_layer or layer, *[layer] * (pipeline.chunks - 1)]
+        chunks = [make_chunk(kind, kind, first_number=number, first=first) for kind, number in zip(kinds, numbers, strict=True)]
         ranks.append(make_rank(*chunks, rank=rank, pipeline=pipeline, **fields))
     return ranks
 
@@ -168,6 +169,23 @@ def test_ranks_with_other_rules_do_not_share_what_passes_come_to(fields):
     check_pass_by_pass(mixed, make_plan(pipeline))
 
 
+def test_rounds_go_on_while_the_host_gets_further_ahead(monkeypatch):
+    # 0.4 s in each round, in all else alike. After 160 of them it sees copies too late, and memory is higher from then on.
+    monkeypatch.setattr(chunk_compiler, "HOST_LAYER_S", 9.95)
+    pipeline = Pipeline(microbatches=200)
+    layer = make_layer({"core_attn": 50, "expert_fc1": 70}, forward_s=10.0, backward_s=0.05)
+    ranks = make_ranks(
+        pipeline,
+        layer=layer,
+        link=make_link(d2h=20.0, h2d=2000.0, duplex=20.0),
+        host_pace=HostPace.LAYER_AHEAD,
+        window_bytes=10**6,
+        prefetch_bytes=0,
+    )
+    assert simulate(ranks, make_plan(pipeline)).ranks[0].peak_at == "F163 layers.1.expert_fc1"
+    check_pass_by_pass(ranks, make_plan(pipeline))
+
+
 def test_programs_are_alike_where_all_but_the_numbers_of_layers_is():
     pipeline = Pipeline(stages=2, chunks=2, microbatches=4)
     ranks, plan = make_ranks(pipeline), make_plan(pipeline)
@@ -205,11 +223,34 @@ def test_programs_are_alike_where_all_but_the_numbers_of_layers_is():
     st.sampled_from((1, 2)),
     st.sampled_from(HostPace),
     st.sampled_from((None, "core_attn", "expert_fc1")),
-    st.sampled_from((0.0, 1.0, 12.0)),
+    st.sampled_from((0, 1)),
+    st.sampled_from((0.0, 1.0, 11.0, 12.0)),
     st.sampled_from((0.0, 0.7)),
 )
+# A copy that was through before a wait for a neighbour is no part of what is counted again for such waits.
+@example((2, 2, 16), "expert_fc1", 6.0, 100, 0, 0.0, 0.0, 500, [0.0] * 3, 1, HostPace.BESIDE, None, 0, 0.0, 0.0)
+# What the host sees of copies that end while it waits for a neighbour depends on how far ahead it is.
+@example(
+    (2, 2, 16), "core_attn", 4.0, 60, 10**6, 0.25, 0.5, 500, [1.0, 12.0, 12.0], 1, HostPace.LAYER_AHEAD, None, 0, 11.0, 0.0
+)
+# The host is further ahead in each pass, and so later to see that a copy is through.
+@example((2, 1, 24), "core_attn", 6.0, 100, 0, 0.0, 0.0, None, [0.0] * 3, 2, HostPace.LAYER_AHEAD, None, 0, 12.0, 0.0)
 def test_steps_are_the_same_as_pass_by_pass(
-    shape, tag, rate, window, prefetch, slowdown, latency_s, budget_bytes, more_s, step, pace, wait, host_s, late_group_s
+    shape,
+    tag,
+    rate,
+    window,
+    prefetch,
+    slowdown,
+    latency_s,
+    budget_bytes,
+    more_s,
+    step,
+    pace,
+    wait,
+    first_waiting,
+    host_s,
+    late_group_s,
 ):
     stages, chunks, microbatches = shape
     pipeline = Pipeline(stages=stages, chunks=chunks, microbatches=microbatches)
@@ -220,6 +261,7 @@ def test_steps_are_the_same_as_pass_by_pass(
     ranks = make_ranks(
         pipeline,
         layer=layer,
+        first_layer=LAYER if first_waiting else layer,
         more_s=more_s,
         link=make_link(d2h=rate, h2d=rate, duplex=0.8 * rate, compute_slowdown=slowdown, copy_latency_s=latency_s),
         window_bytes=window,

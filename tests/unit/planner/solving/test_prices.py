@@ -9,6 +9,8 @@ from support.toy_ranks import draw_rank, make_toy_rank
 from fgoffload import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.simulation.known_passes import KnownSteps
+from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulator import Detail, simulate
 from fgoffload.planner.solving import prices
 from fgoffload.planner.solving.prices import Price, price_decisions
@@ -127,7 +129,7 @@ def test_prices_of_a_solution_are_the_differences_of_two_steps(seed):
         assert ("lacks" in found.describe()) == (without.peak_bytes > budget_bytes)
 
 
-def test_prices_in_a_pipeline_are_those_of_steps_of_which_each_pass_is_simulated():
+def test_prices_in_a_pipeline_are_those_of_steps_of_which_each_pass_is_simulated(monkeypatch):
     # Ranks and chunks that do the same share what passes come to, with a row and without.
     ranks = make_ranks(stages=4, layers=8, microbatches=16)
     solution = solve(ranks, budget_bytes=36 * GIB)
@@ -137,8 +139,24 @@ def test_prices_in_a_pipeline_are_those_of_steps_of_which_each_pass_is_simulated
         if decision.action is not Action.KEEP:
             rows.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     assert len(rows) > 2
-    for decisions in rows.values():
-        found = price_decisions(ranks, solution.plan, solution.result, decisions, budget_bytes=solution.budget_bytes)
+    known = KnownSteps()
+    simulate(ranks, solution.plan, known=known)
+    run_pass, run = RankRun.run_pass, []
+
+    def count_run(known, *rows):
+        """Return the prices of rows, and how many passes were run step by step for them."""
+        with monkeypatch.context() as patches:
+            patches.setattr(RankRun, "run_pass", lambda *args, **fields: run.append(args) or run_pass(*args, **fields))
+            run.clear()
+            result, budget_bytes = solution.result, solution.budget_bytes
+            found = [price_decisions(ranks, solution.plan, result, row, budget_bytes=budget_bytes, known=known) for row in rows]
+            return found, len(run)
+
+    every, fewer = count_run(known, *rows.values())
+    # No price is of what another one has found out: processes that share them take them in any order.
+    assert count_run(known, *reversed(rows.values())) == (every[::-1], fewer)
+    assert fewer < count_run(None, *rows.values())[1]
+    for decisions, found in zip(rows.values(), every, strict=True):
         left_out = {(one.chunk, layer, one.tag) for one in decisions for layer in one.layers}
         along = {(one.chunk, layer, tag) for one in decisions for layer in one.layers for tag in found.taken_along}
         rest = {
@@ -170,6 +188,6 @@ def test_what_is_left_waits_before_the_loss_as_the_plan_says(monkeypatch):
     rank, seen = make_rank(bytes_per_s=8.0), []
     plan = dataclasses.replace(make_plan({(0, "core_attn"): O, (1, "core_attn"): O}), loss_window_bytes=3)
     result = simulate([rank], plan)
-    monkeypatch.setattr(prices, "simulate", lambda ranks, one: seen.append(one.loss_window_bytes) or simulate(ranks, one))
+    monkeypatch.setattr(prices, "simulate", lambda ranks, one, **_: seen.append(one.loss_window_bytes) or simulate(ranks, one))
     price_decisions([rank], plan, result, [decide("core_attn", O, 0)], budget_bytes=10**9)
     assert seen == [3]
