@@ -168,7 +168,7 @@ class Transition(NamedTuple):
     """How far the host has to be ahead for all that to be so; None where it makes no difference."""
 
     def holds(self, lead_s: float) -> bool:
-        """Return whether all that is so where the host is so far ahead."""
+        """Return whether all that is so where the host is so far ahead, if that makes a difference."""
         return self.lead_s is None or round(self.lead_s - lead_s, SITUATION_DIGITS) == 0.0
 
 

@@ -91,12 +91,13 @@ class PassOrder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def list_made_s(self, places: Sequence[int], at_s: Sequence[float]) -> list[float]:
+    def list_made_s(self, places: Sequence[int], at_s: Sequence[float], most: int) -> list[float]:
         """Return when input was made that ranks had not used, in seconds beside the one that made it.
 
         Args:
             places: By rank, after how many passes. None of them is before rounds that were left out.
             at_s: By rank, its clock then.
+            most: How many passes of a rank behind its place may have input.
         """
 
     @abc.abstractmethod
@@ -118,7 +119,7 @@ class Alone(PassOrder):
     def list_margins(self, rank: int) -> list[tuple[int, float]]:  # noqa: D102
         return []
 
-    def list_made_s(self, places: Sequence[int], at_s: Sequence[float]) -> list[float]:  # noqa: D102
+    def list_made_s(self, places: Sequence[int], at_s: Sequence[float], most: int) -> list[float]:  # noqa: D102
         return []
 
     def _shift(self, later_s: Sequence[float]) -> None:
@@ -158,6 +159,8 @@ class InPipeline(PassOrder):
         """By rank and chunk, each by microbatch: when backwards of the stage behind were over, and when its own were."""
         self._shifts_s = [0.0] * len(runs)
         """By rank, how much later than its clock says it is, beside the first rank, for the rounds that were left out."""
+        self._awaited: list[tuple[dict[int, float] | None, int]] = [(None, 0)] * len(runs)
+        """By rank, what its next pass needs, where that was not there when it was looked for: the ends and the microbatch."""
         self._margins_s = [[math.inf, math.inf] for _ in runs]
         """By rank, how long the input of its backwards and of its forwards lay there at least, since its last mark."""
         self._former_margins_s = [[math.inf, math.inf] for _ in runs]
@@ -169,7 +172,8 @@ class InPipeline(PassOrder):
         while before < sum(self.over):
             before = sum(self.over)
             for rank, limit in enumerate(limits):
-                if self.over[rank] < limit:
+                ends, microbatch = self._awaited[rank]
+                if self.over[rank] < limit and (ends is None or microbatch in ends):
                     self._run_rank(rank, limit)
 
     def _run_rank(self, rank: int, limit: int) -> None:
@@ -183,6 +187,7 @@ class InPipeline(PassOrder):
             needed, made = (forwards if is_forward else backwards)[one.chunk]
             ready_s = -math.inf if needed is None else needed.get(one.microbatch)
             if ready_s is None:
+                self._awaited[rank] = (needed, one.microbatch)
                 break
             ready_s -= shift_s
             margin_s = run.clock_s - ready_s
@@ -194,6 +199,8 @@ class InPipeline(PassOrder):
                 self.states[rank][over] = run.get_state()
                 self._former_margins_s[rank] = margins_s
                 self._margins_s[rank] = margins_s = [math.inf, math.inf]
+        else:
+            self._awaited[rank] = (None, 0)
         self.over[rank] = over
 
     def list_margins(self, rank: int) -> list[tuple[int, float]]:  # noqa: D102
@@ -201,11 +208,11 @@ class InPipeline(PassOrder):
         ranks = len(self._runs)
         return [((rank + 1) % ranks, backward_s), ((rank - 1) % ranks, forward_s)]
 
-    def list_made_s(self, places: Sequence[int], at_s: Sequence[float]) -> list[float]:  # noqa: D102
+    def list_made_s(self, places: Sequence[int], at_s: Sequence[float], most: int) -> list[float]:  # noqa: D102
         found, ranks = [], len(self._runs)
         clocks_s = [one_s + shift_s for one_s, shift_s in zip(at_s, self._shifts_s, strict=True)]
         for rank, place in enumerate(places):
-            for one in self._passes[rank][place:]:
+            for one in self._passes[rank][place : place + most]:
                 is_forward = one.kind is _FORWARD
                 needed, _ = (self._forward_ends if is_forward else self._backward_ends)[rank][one.chunk]
                 end_s = None if needed is None else needed.get(one.microbatch)
@@ -215,6 +222,7 @@ class InPipeline(PassOrder):
         return found
 
     def _shift(self, later_s: Sequence[float]) -> None:
+        self._awaited = [(None, 0)] * len(self._runs)  # microbatches have other numbers now
         for rank, shift_s in enumerate(later_s):
             self._shifts_s[rank] += shift_s
             # What was made and is not used yet is made later too: in the last of the rounds that were left out.

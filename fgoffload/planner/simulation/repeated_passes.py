@@ -109,13 +109,15 @@ class RepeatingRun(RankRun):
         if situation is None:
             self._run_or_count(one, way, lane)
             return self.clock_s
-        lead_s = self._count_lead_s()
-        known_s = way.part.seconds if lead_s >= way.part.seconds else round(lead_s, DIGITS)
+        lead_s = known_s = 0.0
+        if self._is_a_layer_ahead:
+            lead_s = self.clock_s - self._host_s
+            known_s = way.part.seconds if lead_s >= way.part.seconds else round(lead_s, DIGITS)
         leaving = self._leaving
         place = leaving.index(lane) if lane in leaving else OWN
         key = (situation.number, way.number, number, place, known_s)
         step = self._known.transitions.get(key)
-        if step is not None and step.holds(lead_s) and self._has_room(step.outcome):
+        if step is not None and (step.lead_s is None or step.holds(lead_s)) and self._has_room(step.outcome):
             self._follow(one, step)
             return self.clock_s
         self._make()
@@ -130,6 +132,7 @@ class RepeatingRun(RankRun):
         situation = self._situation
         if situation is None:
             return super().get_state()._replace(in_flight=None)
+        self._collect(None)  # what was through in a pass that was run is of this round
         lanes = ((chunk, lane.number or self._number(lane)) for (chunk, _), lane in self._lanes.items())
         return RoundState(
             step_s=self.clock_s,

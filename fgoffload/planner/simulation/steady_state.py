@@ -124,14 +124,20 @@ def leave_out_rounds(order: PassOrder, rounds: Rounds) -> list[LeftOut]:
             continue
         places = [start + number * rounds.passes for start in rounds.starts]
         _run_to(order, places, rounds.passes)
-        numbers = _measure_named(order, places, rounds.passes) if rounds.are_named else _measure_rounds(order, places, rounds)
-        if not numbers and rounds.are_named and number - rounds.compared >= first + _UNTIL_UNDER_WAY:
-            numbers = _measure_rounds(order, places, rounds)
+        ends = _find_ends(order, places, rounds.passes)
+        lengths_s = [after.step_s - before.step_s for before, after in ends]
         begun = max(-((start - over) // rounds.passes) for start, over in zip(rounds.starts, order.over, strict=True))
-        times = int(min(count - begun, _count_alike(order, numbers))) if numbers else 0
-        if times > 0:
+        # What is cheap to find out comes first.
+        times = int(min(count - begun, _count_alike(order, lengths_s))) if ends else 0
+        if times <= 0:
+            continue
+        is_alike = rounds.are_named and _is_named_alike(order, places, rounds.passes, ends)
+        if not is_alike and (not rounds.are_named or number - rounds.compared >= first + _UNTIL_UNDER_WAY):
+            is_alike = _are_alike(order, places, rounds)
+        if is_alike:
+            numbers = [_subtract(_name_numbers(before), _name_numbers(after)) for before, after in ends]
             left_out.append(LeftOut(numbers=numbers, times=times))
-            later_s = [0.0 if _is_as_fast(one, numbers[0]) else one["step_s"] - numbers[0]["step_s"] for one in numbers]
+            later_s = [0.0 if _is_as_fast(one_s, lengths_s[0]) else one_s - lengths_s[0] for one_s in lengths_s]
             order.leave_out(times * rounds.passes, times * rounds.microbatches, [times * one_s for one_s in later_s])
             count, first = count - times, begun
     return left_out
@@ -162,53 +168,61 @@ def _run_to(order: PassOrder, places: Sequence[int], length: int) -> None:
             return
 
 
-def _measure_rounds(order: PassOrder, places: Sequence[int], rounds: Rounds) -> list[dict[str, float]]:
-    """Return, by rank, what the round before its place counts; nothing where one differs from those before it."""
-    found = []
+def _find_ends(order: PassOrder, places: Sequence[int], length: int) -> list[tuple[RoundState, RoundState]]:
+    """Return, by rank, what was seen before and behind the round before its place; nothing where a rank is not there."""
+    pairs = [(states.get(place - length), states.get(place)) for states, place in zip(order.states, places, strict=True)]
+    found = [(before, after) for before, after in pairs if before is not None and after is not None]
+    return found if len(found) == len(pairs) else []
+
+
+def _are_alike(order: PassOrder, places: Sequence[int], rounds: Rounds) -> bool:
+    """Return whether the rounds before their places are alike on all ranks."""
     for states, place in zip(order.states, places, strict=True):
         marks = [place - back * rounds.passes for back in reversed(range(rounds.compared + 1))]
         if not all(mark in states for mark in marks):
-            return []
+            return False
         seen = [states[mark] for mark in marks]
         lengths_s = [[after.step_s - before.step_s] for before, after in itertools.pairwise(seen)]
         # What is cheap to compare comes first.
         if not (_is_close(*(state.left_behind for state in seen)) and _is_close(*lengths_s)):
-            return []
+            return False
         counted = [_subtract(before, after) for before, after in itertools.pairwise(map(_name_numbers, seen))]
         if not _is_close(*counted):
-            return []
-        found.append(counted[-1])
-    return found
+            return False
+    return True
 
 
-def _measure_named(order: PassOrder, places: Sequence[int], length: int) -> list[dict[str, float]]:
-    """Return what `_measure_rounds` does of the last round alone, where all is in flight at its end that was at its start."""
+def _is_named_alike(
+    order: PassOrder, places: Sequence[int], length: int, ends: Sequence[tuple[RoundState, RoundState]]
+) -> bool:
+    """Return whether all that is in flight at the end of the last round was at its start, by name, on all ranks."""
+    if not ends or any(after.in_flight is None or before.in_flight != after.in_flight for before, after in ends):
+        return False
+    if not all(_is_close(before.left_behind, after.left_behind) for before, after in ends):
+        return False
+    # A neighbour is at its place of the same round: it is ahead by what either begins with, and by less than two rounds.
+    most = 2 * length + max(places) - min(places)
     former = [place - length for place in places]
-    ends = [(states.get(one), states.get(place)) for states, one, place in zip(order.states, former, places, strict=True)]
-    seen = [(before, after) for before, after in ends if before is not None and after is not None]
-    if len(seen) < len(ends):
-        return []
-    if any(after.in_flight is None or before.in_flight != after.in_flight for before, after in seen):
-        return []
-    if not all(_is_close(before.left_behind, after.left_behind) for before, after in seen):
-        return []
-    made_before_s = order.list_made_s(former, [before.step_s for before, _ in seen])
-    made_s = order.list_made_s(places, [after.step_s for _, after in seen])
+    made_before_s = order.list_made_s(former, [before.step_s for before, _ in ends], most)
+    made_s = order.list_made_s(places, [after.step_s for _, after in ends], most)
     # Waits that come ever closer to their last value are not there yet, and all rounds to come would have what is missing.
-    rounding_s = _ROUNDING * max(after.step_s for _, after in seen)
-    if len(made_before_s) != len(made_s) or any(
-        abs(before_s - after_s) > rounding_s for before_s, after_s in zip(made_before_s, made_s, strict=True)
-    ):
-        return []
-    return [_subtract(_name_numbers(before), _name_numbers(after)) for before, after in seen]
+    rounding_s = _ROUNDING * max(after.step_s for _, after in ends)
+    return len(made_before_s) == len(made_s) and all(
+        abs(before_s - after_s) <= rounding_s for before_s, after_s in zip(made_before_s, made_s, strict=True)
+    )
 
 
-def _count_alike(order: PassOrder, numbers: Sequence[Mapping[str, float]]) -> float:
-    """Return for how many rounds all ranks go on like that. See [Note: Ranks that are not equally fast]."""
+def _count_alike(order: PassOrder, lengths_s: Sequence[float]) -> float:
+    """Return for how many rounds all ranks go on like that. See [Note: Ranks that are not equally fast].
+
+    Args:
+        order: The ranks.
+        lengths_s: How long the last round took on each.
+    """
     fewest = math.inf
-    for rank, own in enumerate(numbers):
+    for rank, own_s in enumerate(lengths_s):
         for neighbour, margin_s in order.list_margins(rank):
-            less_s = 0.0 if _is_as_fast(own, numbers[neighbour]) else numbers[neighbour]["step_s"] - own["step_s"]
+            less_s = 0.0 if _is_as_fast(own_s, lengths_s[neighbour]) else lengths_s[neighbour] - own_s
             if less_s and margin_s < 0:
                 return 0
             if less_s > 0 and margin_s < math.inf:
@@ -217,8 +231,8 @@ def _count_alike(order: PassOrder, numbers: Sequence[Mapping[str, float]]) -> fl
     return fewest
 
 
-def _is_as_fast(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    return _is_close([one["step_s"]], [other["step_s"]])
+def _is_as_fast(one_s: float, other_s: float) -> bool:
+    return _is_close([one_s], [other_s])
 
 
 def _count_group(passes: Sequence[Pass]) -> int:

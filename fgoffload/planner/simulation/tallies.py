@@ -57,9 +57,10 @@ class Tallies:
     def copy(self) -> "Tallies":
         """Return the counts as they are now."""
         other = Tallies()
-        other.add(self, times=1)
-        for one, times in self._again.items():
-            other.count_again(one, times=times)
+        other.movers = {mover: dataclasses.replace(tally) for mover, tally in self.movers.items()}
+        other.waits_s = self.waits_s.copy()
+        other.compute_s, other.recompute_s, other.slowed_s = self.compute_s, self.recompute_s, self.slowed_s
+        other._again = self._again.copy()
         return other
 
     def get(self, mover: Mover) -> _Tally:

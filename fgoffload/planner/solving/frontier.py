@@ -49,6 +49,10 @@ _RESOLUTION_PARTS = 64
 """Ways that differ by less than this part of a layer's bytes, and of its forward, are one: moves find the rest."""
 _ALIKE_PARTS = 24
 """Ways of which a program has one are coarser still: twice as many make it twice as slow and its plans no better."""
+_ALIKE_PARTS_OF_SHORT, _ALIKE_PARTS_OF_SINGLE = 14, 20
+"""The same in several short chunks, and in several of one layer. Programs of these are large: what they come to takes less than
+half as long, and most plans are faster by it (docs/planner/solver.md, "Chunks of few layers"). Where a layer is all of a chunk
+coarser ones cost up to 2% of a step."""
 _MOST_CANDIDATES = 200
 """Ways of one kind of layer that are simulated; with more, the resolution is halved. Each takes two milliseconds."""
 SHORT_CHUNK = 3
@@ -133,20 +137,24 @@ def measure_layer(rank: RankModel, layer: LayerModel, modes: Sequence[Mode], *, 
         )
         for one, (inner, last) in zip(candidates, costs, strict=True)
     ]
-    best = pick_best(layer, points, saves_host=rank.host_budget_bytes is not None)
+    parts = _ALIKE_PARTS
+    if longest <= SHORT_CHUNK and len(rank.chunks) > 1:
+        parts = _ALIKE_PARTS_OF_SINGLE if longest == 1 else _ALIKE_PARTS_OF_SHORT
+    best = pick_best(layer, points, saves_host=rank.host_budget_bytes is not None, parts=parts)
     return best if is_inner else dataclasses.replace(best, inner=())
 
 
-def pick_best(layer: LayerModel, points: Sequence[LayerPoint], *, saves_host: bool) -> LayerPoints:
+def pick_best(layer: LayerModel, points: Sequence[LayerPoint], *, saves_host: bool, parts: int = _ALIKE_PARTS) -> LayerPoints:
     """Return `points`, and which of them may be best where.
 
     Args:
         layer: A kind of layer.
         points: Its own. The first keeps all, and is among the best everywhere.
         saves_host: Whether bytes that leave are bytes to save.
+        parts: Ways that differ by less than such a part of the layer's bytes, and of its forward, are one.
     """
-    resolution_s = max(layer.forward_s / _ALIKE_PARTS, 1e-9)
-    resolution_bytes = max(layer.saved_bytes // _ALIKE_PARTS, 1)
+    resolution_s = max(layer.forward_s / parts, 1e-9)
+    resolution_bytes = max(layer.saved_bytes // parts, 1)
 
     def find(points: Sequence[LayerPoint], places: Sequence[Place], others: Sequence[float]) -> tuple[LayerPoint, ...]:
         costs = [

@@ -36,8 +36,8 @@ DEFAULT_GAP = 1e-3
 _EXTRA_STEPS = 8
 _WAIT_STEPS = 16
 """Whether any layer has so much beside what is kept, or makes compute wait so long, is a decision of the program. It has one
-for each step of so many times the resolution: a third of a layer's bytes, and two thirds of its forward. Finer steps make it
-slower."""
+for each step of so many times the resolution: in long chunks a third of a layer's bytes, and two thirds of its forward. Finer
+steps make it slower."""
 
 _TIE_S_PER_BYTE = 1e-15
 """Seconds that a byte which is moved counts for: of plans that are equally fast the one that moves less, a microsecond a GB."""

@@ -79,8 +79,8 @@ def test_where_few_rounds_repeat_there_are_none_to_leave_out(passes):
 
 SLOW_FIRST, FAST = (make_layer({"expert_fc1": 70}, forward_s=forward_s, backward_s=5.0) for forward_s in (10.0, 3.0))
 SLOW_LAST = make_layer({"core_attn": 0, "expert_fc1": 70}, forward_s=3.0, backward_s=20.0)
-LARGE_FIRST = make_layer({"core_attn": 0, "expert_fc1": 200}, forward_s=3.0, backward_s=5.0)
-LARGE_SECOND = [make_layer({"core_attn": 0, "expert_fc1": size}, forward_s=3.0, backward_s=5.0) for size in (70, 200, 70, 70)]
+SMALL, LARGE = (make_layer({"core_attn": 0, "expert_fc1": size}, forward_s=3.0, backward_s=5.0) for size in (70, 200))
+LARGE_SECOND = [SMALL, LARGE, SMALL, SMALL]
 
 layers = st.builds(
     make_layer,
@@ -105,8 +105,10 @@ layers = st.builds(
 )
 # A copy ends just when the engine looks: in round 34 the rounding of all times before it once made that a bit later.
 @example([SLOW_FIRST, *[FAST] * 3], (3, 1, 45), 40.0, 100, 150, 0.25, None, [1.0, 1.0, 0.0], HostPace.BESIDE, 0.0)
+# A copy that is through counts in its own round, whoever looks next.
+@example([SMALL, LARGE, SMALL, SMALL], (2, 2, 60), 10.0, 100, 0, 0.25, 500, [0.0] * 3, HostPace.BESIDE, 0.0)
 # What waits for the link grows by a bit in each round, without end.
-@example([SLOW_LAST, LARGE_FIRST, SLOW_LAST, SLOW_LAST], (1, 1, 40), 3.0, 10**6, 0, 0.0, None, [0.0] * 3, HostPace.BESIDE, 0.0)
+@example([SLOW_LAST, LARGE, SLOW_LAST, SLOW_LAST], (1, 1, 40), 3.0, 10**6, 0, 0.0, None, [0.0] * 3, HostPace.BESIDE, 0.0)
 # The peak is behind the rounds that were left out, and has its number of the step.
 @example(LARGE_SECOND, (2, 2, 60), 3.0, 100, 150, 0.0, None, [0.0, 0.0, 0.0], HostPace.STEP_AHEAD, 0.0)
 def test_a_step_of_many_microbatches_is_the_same_as_pass_by_pass(
