@@ -124,7 +124,7 @@ class RepeatingRun(RankRun):
         before = [other.number for other in leaving]
         outcome, behind = self._run_or_count(one, way, lane), self._situation
         if outcome is not None and behind is not None:
-            self._known.transitions[key] = self._note_transition(outcome, behind, lead_s, leaving, before)
+            self._known.transitions[key] = self._note_transition(outcome, behind, lead_s, known_s, leaving, before)
         return self.clock_s
 
     def get_state(self) -> RoundState:
@@ -243,7 +243,13 @@ class RepeatingRun(RankRun):
         self._situation, self._is_made = step.behind, False
 
     def _note_transition(
-        self, outcome: Outcome, behind: Situation, lead_s: float, before: Sequence[LaneRun], numbers: Sequence[int | None]
+        self,
+        outcome: Outcome,
+        behind: Situation,
+        lead_s: float,
+        known_s: float,
+        before: Sequence[LaneRun],
+        numbers: Sequence[int | None],
     ) -> Transition:
         """Return the pass that was counted, or run, as one of all that begin in the same situation.
 
@@ -251,12 +257,14 @@ class RepeatingRun(RankRun):
             outcome: What it came to.
             behind: The situation behind it.
             lead_s: How far the host was ahead.
+            known_s: What the key of the transition says of that.
             before: The microbatches with groups in flight then.
             numbers: How far they were.
         """
         after = [(place, lane.number) for place, lane in enumerate(before)]
-        # Where the host was far ahead of a pass it makes no difference how far, but for what it has not seen behind it.
-        depends = self._is_a_layer_ahead and any(group.unseen_s for group in behind.leaving)
+        # Of a host that is further ahead than it goes in a pass the key does not say how far. Where it waits in the pass that
+        # makes no difference: what was through by then it sees. Else it does for what it has not seen behind the pass.
+        depends = lead_s > known_s and not outcome.has_host_wait and any(group.unseen_s for group in behind.leaving)
         return Transition(
             outcome=outcome,
             behind=behind,
