@@ -80,6 +80,7 @@ class RepeatingRun(RankRun):
         """By chunk."""
         self._chunk_numbers = {id(program): chunk[0] for program, chunk in zip(programs, chunks, strict=True)}
         """By program."""
+        self._host_budget_bytes = math.inf if rank.host_budget_bytes is None else rank.host_budget_bytes
         self._situation: Situation | None = None
         """What is in flight; None where nobody knows the like of it."""
         self._leaving: list[LaneRun] = []
@@ -114,11 +115,11 @@ class RepeatingRun(RankRun):
             lead_s = self.clock_s - self._host_s
             known_s = way.part.seconds if lead_s >= way.part.seconds else round(lead_s, DIGITS)
         leaving = self._leaving
-        place = leaving.index(lane) if lane in leaving else OWN
+        place = leaving.index(lane) if leaving and lane in leaving else OWN
         key = (situation.number, way.number, number, place, known_s)
         step = self._known.transitions.get(key)
         if step is not None and (step.lead_s is None or step.holds(lead_s)) and self._has_room(step.outcome):
-            self._follow(one, step)
+            self._follow(one, step, lead_s)
             return self.clock_s
         self._make()
         before = [other.number for other in leaving]
@@ -230,16 +231,17 @@ class RepeatingRun(RankRun):
         if rest is not None:
             self._tallies.count_again(rest.tallies)
 
-    def _follow(self, one: Pass, step: Transition) -> None:
-        """Count a pass that begins in a known situation."""
+    def _follow(self, one: Pass, step: Transition, lead_s: float) -> None:
+        """Count a pass that begins in a known situation, with the host `lead_s` ahead."""
         outcome, leaving = step.outcome, self._leaving
         for place, number in step.numbers:
             lane = leaving[place]
             lane.number, lane.is_bare = number, True
-        more_s = 0.0 if outcome.has_host_wait else self._count_lead_s() - outcome.first_lead_s
+        more_s = 0.0 if outcome.has_host_wait else lead_s - outcome.first_lead_s
         lane = self._count_microbatch(one, outcome)
         self._count(one, outcome, more_s)
-        self._leaving = [lane if place == OWN else leaving[place] for place in step.places]
+        places = step.places
+        self._leaving = [lane if place == OWN else leaving[place] for place in places] if places else []
         self._situation, self._is_made = step.behind, False
 
     def _note_transition(
@@ -374,8 +376,7 @@ class RepeatingRun(RankRun):
 
     def _has_room(self, outcome: Outcome) -> bool:
         """Return whether the host budget takes all that a pass moves."""
-        budget_bytes = self._rank.host_budget_bytes
-        return budget_bytes is None or self._host_bytes + outcome.rise_host_bytes <= budget_bytes
+        return self._host_bytes + outcome.rise_host_bytes <= self._host_budget_bytes
 
     def _watch(self, one: Pass, way: Way, beginning: Hashable) -> Outcome | None:
         """Run a pass, and note what it came to; None where this cannot be said of others that begin so."""

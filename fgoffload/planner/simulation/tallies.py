@@ -110,10 +110,12 @@ class Tallies:
 
     def count_again(self, other: "Tallies", *, times: int = 1) -> None:
         """Count what `other` has so many times more. Nobody changes it any more."""
-        if other not in self._again:
-            for mover in other.movers:
-                self.get(mover)  # which has its place in the order now
-        self._again[other] += times
+        if other in self._again:
+            self._again[other] += times
+            return
+        for mover in other.movers:
+            self.get(mover)  # which has its place in the order now
+        self._again[other] = times
 
     def has_kept(self) -> bool:
         """Return whether anything stayed since the host budget was used up."""
