@@ -39,8 +39,9 @@ def test_what_may_not_be_on_its_way_is_gone_before_the_loss_wherever_the_host_is
     for window_bytes in (None, 2 * NBYTES, 0):
         policy = TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 30)
         engine = OffloadEngine(device=AcceleratorDevice(), policy=policy, host_budget_bytes=2 << 30)
+        # Not before each step: of one whose backward was ahead of copies the engine lets go where it looks next.
+        begin = torch.cuda.memory_allocated()
         for _ in range(2):
-            begin = torch.cuda.memory_allocated()
             allocated[window_bytes] = run_step(engine, weights, window_bytes) - begin
             for found, wanted in zip(take_gradients(weights), expected, strict=True):
                 assert torch.equal(found, wanted)
