@@ -153,8 +153,8 @@ class RepeatingRun(RankRun):
 
     # In situations. See [Note: Situations] in `known_passes`.
 
-    def _enter(self) -> None:
-        """Find what is in flight among the situations that are known, with nothing on its way back and nothing to count."""
+    def _enter(self) -> Situation:
+        """Be in the situation that what is in flight is, and return it. Nothing is on its way back, and all is counted."""
         known, host_s = self._known, self._host_s
         leaving: list[LaneRun] = []
         groups: list[Leaving] = []
@@ -179,8 +179,9 @@ class RepeatingRun(RankRun):
             front, drain_s = self._link.get_front(), self._link.count_drain_s()
             left_bytes = self._link.count_left_bytes(_D2H)
             key.append((round(front[0], SITUATION_DIGITS), round(self._link.count_front_s()[1], SITUATION_DIGITS)))
-        self._situation, self._leaving = known.get_situation(tuple(key), groups, front, left_bytes, drain_s), leaving
-        self._is_made = True
+        situation = known.get_situation(tuple(key), groups, front, left_bytes, drain_s)
+        self._situation, self._leaving, self._is_made = situation, leaving, True
+        return situation
 
     def _make(self) -> None:
         """Let groups, copies and the queue be as the situation says."""
@@ -222,14 +223,11 @@ class RepeatingRun(RankRun):
             self._collect(None)
             self._cut_front()
             tallies, self._tallies = self._tallies, tallies
-            self._enter()
-            if self._situation is not None:
-                rest = self._known.rests[key] = Rest(self._situation, tallies)
+            rest = self._known.rests[key] = Rest(self._enter(), tallies)
         else:
             self._wait_until(until_s, Cause.NEIGHBOURS)
             self._situation, self._is_made = rest.behind, False
-        if rest is not None:
-            self._tallies.count_again(rest.tallies)
+        self._tallies.count_again(rest.tallies)
 
     def _follow(self, one: Pass, step: Transition, lead_s: float) -> None:
         """Count a pass that begins in a known situation, with the host `lead_s` ahead."""
