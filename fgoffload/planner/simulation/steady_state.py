@@ -9,7 +9,8 @@ the same behind on its link and in memory and counted the same, those after them
     on when they came through the ranks behind. So a change comes around again after as many rounds as there are microbatches
     in flight, and two rounds that are alike say nothing of it. Alike have to be those of all that time, there and back. But
     where all that a rank has in flight is known by name, and all ranks have the same at both ends of a round, with the same
-    input made and not used, all that follows is that round again.
+    input made and not used, all that follows is that round again. Where something stayed since the host budget was used up it is
+    by name alone that rounds are alike: as many bytes may be of other microbatches.
 
     [Note: Ranks that are not equally fast]
     All that a rank knows of its neighbours is how long it waits for them. As long as it does not have to wait for a slower one,
@@ -182,6 +183,9 @@ def _are_alike(order: PassOrder, places: Sequence[int], rounds: Rounds) -> bool:
         if not all(mark in states for mark in marks):
             return False
         seen = [states[mark] for mark in marks]
+        # Bytes and counts do not say which microbatches a full host budget let leave: as many may be others the next time.
+        if seen[-1].tallies.has_kept():
+            return False
         lengths_s = [[after.step_s - before.step_s] for before, after in itertools.pairwise(seen)]
         # What is cheap to compare comes first.
         if not (_is_close(*(state.left_behind for state in seen)) and _is_close(*lengths_s)):
