@@ -9,8 +9,8 @@ the same behind on its link and in memory and counted the same, those after them
     on when they came through the ranks behind. So a change comes around again after as many rounds as there are microbatches
     in flight, and two rounds that are alike say nothing of it. Alike have to be those of all that time, there and back. But
     where all that a rank has in flight is known by name, and all ranks have the same at both ends of a round, with the same
-    input made and not used, all that follows is that round again. Where something stayed since the host budget was used up it is
-    by name alone that rounds are alike: as many bytes may be of other microbatches.
+    input made and not used, all that follows is that round again. Where something stayed since the host budget was used up,
+    it is by name alone that rounds are alike: as many bytes may be of other microbatches.
 
     [Note: Ranks that are not equally fast]
     All that a rank knows of its neighbours is how long it waits for them. As long as it does not have to wait for a slower one,
