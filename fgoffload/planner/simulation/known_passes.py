@@ -71,7 +71,7 @@ class Outcome:
     lead_s: float
     """And at its end."""
     has_host_wait: bool
-    """Whether the host waits in it: see `_HostPart`."""
+    """Whether the host waits in it: see `HostPart`."""
 
 
 class Left(NamedTuple):

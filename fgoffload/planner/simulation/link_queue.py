@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.simulation.chunk_program import Mover
 
-_SAME_MOMENT = 1 + 1e-9
+SAME_MOMENT = 1 + 1e-9
 """Moments that differ by less than this factor are one. A copy that ends just when somebody looks is through, however the times
 of hundreds of rounds were added up: that a whole step and a part of it have one result depends on it."""
 
@@ -192,7 +192,7 @@ class LinkQueue:
             lane = self._h2d
         left_s = lane.latency_left_s or lane.bytes_left / lane.rate_bytes_per_s
         event_s = self.now_s + left_s
-        if event_s <= until_s * _SAME_MOMENT:
+        if event_s <= until_s * SAME_MOMENT:
             self.now_s = event_s if event_s < until_s else until_s
             self._end(lane)
             return
@@ -212,12 +212,12 @@ class LinkQueue:
         h2d_s = h2d.latency_left_s or h2d.bytes_left / h2d_rate
         began_s, passed_s = self.now_s, d2h_s if d2h_s < h2d_s else h2d_s
         event_s = began_s + passed_s
-        if event_s > until_s * _SAME_MOMENT:
+        if event_s > until_s * SAME_MOMENT:
             passed_s = until_s - began_s
             self.now_s = until_s
         else:
             self.now_s = event_s if event_s < until_s else until_s
-        same_s = self.now_s * _SAME_MOMENT  # both directions may have come to something
+        same_s = self.now_s * SAME_MOMENT  # both directions may have come to something
         self._pass(d2h, d2h_s if began_s + d2h_s <= same_s else passed_s, d2h_s, d2h_rate)
         self._pass(h2d, h2d_s if began_s + h2d_s <= same_s else passed_s, h2d_s, h2d_rate)
 

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.link_queue import SAME_MOMENT
 from fgoffload.planner.simulation.rank_run import RankRun, RoundState
-
-_SAME_MOMENT = 1 + 1e-9
-"""Moments that differ by less than this factor are one."""
 
 _FORWARD = PassKind.FORWARD
 """To look up a member of an enumeration takes Python as long as a call."""
@@ -217,7 +215,7 @@ class InPipeline(PassOrder):
                 needed, _ = (self._forward_ends if is_forward else self._backward_ends)[rank][one.chunk]
                 end_s = None if needed is None else needed.get(one.microbatch)
                 since_s = clocks_s[(rank + (-1 if is_forward else 1)) % ranks]
-                if end_s is not None and end_s - self._p2p_s <= since_s * _SAME_MOMENT:
+                if end_s is not None and end_s - self._p2p_s <= since_s * SAME_MOMENT:
                     found.append(end_s - since_s)
         return found
 

@@ -62,6 +62,11 @@ class Rounds:
         """Rounds that have to be alike where nobody says that. See [Note: How many have to be alike]."""
         return 2 + math.ceil(2 * max(self.starts) / self.passes)
 
+    @property
+    def back(self) -> int:
+        """How many rounds back what is compared begins."""
+        return 1 if self.are_named else self.compared
+
     def list_checks(self) -> Iterator[int]:
         """Yield after how many rounds to compare the last ones."""
         number = 1 if self.are_named else _UNTIL_UNDER_WAY + self.compared
@@ -71,9 +76,8 @@ class Rounds:
 
     def list_marks(self) -> list[list[int]]:
         """Return, by rank, after how many passes to look at it: before, between and behind the rounds that are compared."""
-        back = 1 if self.are_named else self.compared
         return [
-            [start + (number - one) * self.passes for number in self.list_checks() for one in range(back + 1)]
+            [start + (number - back) * self.passes for number in self.list_checks() for back in range(self.back + 1)]
             for start in self.starts
         ]
 
@@ -120,8 +124,7 @@ def leave_out_rounds(order: PassOrder, rounds: Rounds) -> list[LeftOut]:
     left_out: list[LeftOut] = []
     count, first = rounds.count, 0
     for number in rounds.list_checks():
-        back = 1 if rounds.are_named else rounds.compared
-        if not first <= number - back < count - back:
+        if not first <= number - rounds.back < count - rounds.back:
             continue
         places = [start + number * rounds.passes for start in rounds.starts]
         _run_to(order, places, rounds.passes)
@@ -200,7 +203,7 @@ def _is_named_alike(
     order: PassOrder, places: Sequence[int], length: int, ends: Sequence[tuple[RoundState, RoundState]]
 ) -> bool:
     """Return whether all that is in flight at the end of the last round was at its start, by name, on all ranks."""
-    if not ends or any(after.in_flight is None or before.in_flight != after.in_flight for before, after in ends):
+    if any(after.in_flight is None or before.in_flight != after.in_flight for before, after in ends):
         return False
     if not all(_is_close(before.left_behind, after.left_behind) for before, after in ends):
         return False
