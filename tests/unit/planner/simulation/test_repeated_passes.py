@@ -251,6 +251,8 @@ def test_programs_are_alike_where_all_but_the_numbers_of_layers_is():
 )
 # The host is further ahead in each pass, and so later to see that a copy is through.
 @example((2, 1, 24), "core_attn", 6.0, 100, 0, 0.0, 0.0, None, [0.0] * 3, 2, HostPace.LAYER_AHEAD, None, 0, 12.0, 0.0)
+# Waits come closer to their last value in each round: one that is nearly there would be missed as often as rounds are left out.
+@example((2, 1, 24), "expert_fc1", 20.0, 100, 0, 0.25, 0.0, None, [0.0, 5.0, 0.0], 1, HostPace.BESIDE, None, 0, 0.0, 0.0)
 def test_steps_are_the_same_as_pass_by_pass(
     shape,
     tag,
