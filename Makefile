@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check
+.PHONY: help install train test quick slow check
 
 help:  ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,14 @@ test: $(STAMP)  ## Run the tests that take seconds, on WORKERS=2 processes; thos
 	@# The tests' models are tiny: a second thread for each operator costs more than it brings, and a second worker does not.
 	@# A worker that dies ends the run: pytest-xdist 3.8.0 starts another, and with --dist=loadfile then waits for ever.
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
+
+quick: $(STAMP)  ## Run the tests of the engine, the public interface, plans and one Megatron model in under a minute
+	@# Collecting all files of tests takes longer than the quick tests themselves: only those that use the marker are given.
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "quick and not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 \
+		$$(grep -rl --include='test_*.py' 'pytest\.mark\.quick' tests)
+
+slow: $(STAMP)  ## Run the tests that take minutes: long random runs, thousands of steps, compilers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout=1800 --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
 
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .

@@ -16,6 +16,8 @@ from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice, Kept
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.imports import load_module
 
+pytestmark = pytest.mark.quick
+
 DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 NBYTES = 64 * 64 * 4
 
