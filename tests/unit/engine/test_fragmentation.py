@@ -18,8 +18,6 @@ from fgoffload.engine.arena import MIN_PART_BYTES
 from fgoffload.units import GIB, MIB
 
 LIMIT = 0.1
-ONE_PART = 1 << 62
-"""Bytes: larger than any range, so that each block stays in one part."""
 
 
 class Unbacked(CpuDevice):
@@ -56,31 +54,15 @@ MODELS = {
         tokens=4096, hidden=7168, ffn=2048, topk=8, experts=256, local_experts=8, attention_mib=(192, 192, 128, 128),
         layers=2, in_flight=4, microbatches=6,
     ),
-    "hidden 2048, 128 experts": Model(  # 72, 128, 144
-        tokens=4096, hidden=2048, ffn=768, topk=8, experts=128, local_experts=8, attention_mib=(32, 4, 4, 32),
-        layers=3, in_flight=3, microbatches=4,
-    ),
     "hidden 4096, 8 wide experts": Model(  # 80, 64, 672
         tokens=4096, hidden=4096, ffn=14336, topk=2, experts=8, local_experts=2, attention_mib=(32, 8, 8, 32),
         layers=2, in_flight=4, microbatches=6,
     ),
-    "one microbatch at a time": Model(
-        tokens=4096, hidden=2048, ffn=768, topk=8, experts=128, local_experts=8, attention_mib=(32, 4, 4, 32),
-        layers=3, in_flight=1, microbatches=2,
-    ),
-    "very uneven routing": Model(
+    "hidden 2048, very uneven routing": Model(
         tokens=4096, hidden=2048, ffn=768, topk=8, experts=128, local_experts=8, attention_mib=(32, 4, 4, 32),
         layers=2, in_flight=2, microbatches=3, skew=1.5,
     ),
-    "small": Model(
-        tokens=512, hidden=1024, ffn=512, topk=2, experts=16, local_experts=4, attention_mib=(1, 1, 1, 1),
-        layers=3, in_flight=2, microbatches=3,
-    ),
 }
-LONG_RUN = Model(
-    tokens=4096, hidden=4096, ffn=1536, topk=4, experts=32, local_experts=4, attention_mib=(32, 8, 8, 32),
-    layers=2, in_flight=2, microbatches=3,
-)
 # fmt: on
 
 
@@ -145,46 +127,26 @@ def get_fragmentation(arena: HostArena) -> float:
     return (arena.reserved_bytes - arena.peak_bytes) / arena.reserved_bytes
 
 
-def test_ten_thousand_steps_of_changing_routing_stay_below_a_tenth():
-    arena = make_arena()
-    training = Training(LONG_RUN, arena)
-    worst = 0.0
-    for _ in range(10_000):
-        training.run_step()
-        worst = max(worst, get_fragmentation(arena))
-    assert arena.used_bytes == 0
-    assert arena.peak_bytes > GIB
-    assert worst < LIMIT
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_all_sizes_stay_below_a_tenth(name):
+@pytest.mark.parametrize("steps", [40, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_models_of_all_sizes_stay_below_a_tenth(name, steps):
     arena = make_arena()
     training = Training(MODELS[name], arena)
-    for _ in range(200):
+    for _ in range(steps):
         training.run_step()
         assert get_fragmentation(arena) < LIMIT
     # A copy for each part: few blocks have more than one, and none has very many.
     mean = sum(parts * count for parts, count in training.parts.items()) / training.parts.total()
     assert mean < 1.2
     assert max(training.parts) <= 32
-
-
-def test_blocks_in_one_part_would_leave_a_fifth_unused():
-    # Why blocks have parts: see the note in arena.py. Should this fail, parts may be needed no more.
-    for name in ("hidden 7168, 256 experts", "hidden 4096, 8 wide experts"):
-        arena = make_arena(min_part_bytes=ONE_PART)
-        training = Training(MODELS[name], arena)
-        for _ in range(200):
-            training.run_step()
-        assert get_fragmentation(arena) > 0.2
+    assert arena.used_bytes == 0
 
 
 def test_a_budget_is_used_nearly_to_its_end_and_the_rest_stays_on_the_device():
     model = MODELS["hidden 4096, 8 wide experts"]
     arena = make_arena(budget_bytes=4 * GIB)
     training = Training(model, arena)
-    for _ in range(200):
+    for _ in range(40):
         training.run_step()
         assert arena.reserved_bytes <= 4 * GIB
     assert training.refused > 0
