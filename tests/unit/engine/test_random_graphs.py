@@ -6,6 +6,7 @@ what differs is the engine's.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -16,7 +17,7 @@ from support.sites import has_hooks, make_engine
 from support.tensors import assert_same_bits, leaf
 
 from fgoffload import Site, TransferPolicy
-from fgoffload.engine import DelayedCpuDevice, Lane, OffloadEngine, Region
+from fgoffload.engine import DelayedCpuDevice, Lane, OffloadEngine
 
 N = 16
 NBYTES = N * N * 4
@@ -58,28 +59,20 @@ def use_complex_numbers(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(numbers.conj() * numbers * numbers).reshape(N, N).tanh()
 
 
-MASK = torch.arange(N * N).reshape(N, N) % 3 > 0
 TABLE = torch.linspace(-1, 1, N * N).reshape(N, N)
 """Without a gradient, and used by all microbatches."""
 
 OPERATIONS: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
-    lambda h, k: h.sin(),
     lambda h, k: h.tanh().exp() * 0.3,
     lambda h, k: (h @ h.t() / N).sin(),
-    lambda h, k: (h.t() @ k / N).sin(),
-    lambda h, k: (h * k).sin(),
     lambda h, k: h * TABLE,
     lambda h, k: h + k,
     lambda h, k: h.t(),
     lambda h, k: (h.detach() * k * k.detach().cos()).sin(),
     lambda h, k: (h[::2].repeat(2, 1) * k).sin(),
-    lambda h, k: torch.cat([h[:, :5], k[:, 5:]], dim=1).tanh(),
     lambda h, k: torch.cat([part.sin() for part in h.split([1, 9, 0, 6])]),
-    lambda h, k: h.t().contiguous().softmax(-1) + k,
     lambda h, k: h[3:4].expand(N, N) * k[:, 2:3].cos(),
-    lambda h, k: h.reshape(-1)[:61].sin().mean() * k,
     lambda h, k: h.reshape(-1).unfold(0, N, 5)[:N].sin(),
-    lambda h, k: torch.where(MASK, h, k.square()).tanh(),
     lambda h, k: (h[torch.arange(N) % 7] * k).sin(),
     lambda h, k: torch.nn.functional.layer_norm(h, (N,), TABLE[0], TABLE[1]),
     lambda h, k: h.to(torch.bfloat16).sin().to(torch.float32) + k.to(torch.float64).cos().to(torch.float32),
@@ -232,17 +225,14 @@ class Microbatch:
         with region.saving():
             self._run_all(instruction.body)
         output = self._registers[-1] if instruction.is_marked else None
+        end = functools.partial(region.end, output, is_held=instruction.is_held)
         if instruction.ends_late:
-            self._late.append(lambda: end(region, output, is_held=instruction.is_held))
+            self._late.append(end)
         else:
-            end(region, output, is_held=instruction.is_held)
+            end()
 
     def _get(self, register: int) -> torch.Tensor:
         return self._registers[-1 - register % len(self._registers)]
-
-
-def end(region: Region, output: torch.Tensor | None, *, is_held: bool) -> None:
-    region.end(output, is_held=is_held)
 
 
 def run(program: Program, engine: OffloadEngine | None) -> list[torch.Tensor | None]:
@@ -307,7 +297,7 @@ def check(
     assert engine.arena.reserved_bytes == 0
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**CASES)
 def test_random_programs_give_the_same_bits(program, **options):
     check(program, **options)
