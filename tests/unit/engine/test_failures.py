@@ -135,21 +135,10 @@ def raise_in_tensor_hook(make_error: MakeError) -> Callable[[torch.Tensor], torc
     return act
 
 
-def raise_in_module_hook(make_error: MakeError, *, is_backward: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-    def fail(*args) -> None:
-        raise make_error()
-
-    module = torch.nn.Tanh()
-    _ = module.register_full_backward_hook(fail) if is_backward else module.register_forward_hook(fail)
-    return module
-
-
 PLACES = {
     "forward": raise_in_forward,
     "backward": raise_in_backward,
     "tensor hook": raise_in_tensor_hook,
-    "forward hook of a module": raise_in_module_hook,
-    "backward hook of a module": functools.partial(raise_in_module_hook, is_backward=True),
 }
 
 
@@ -196,46 +185,3 @@ def fail_each_call(operation: str, make_error: MakeError, run: Callable[[Offload
 def test_an_exception_in_any_call_of_the_device_leaves_nothing_and_the_next_step_is_right(operation, make_error):
     kind = type(make_error())
     fail_each_call(operation, make_error, lambda engine: raise_in(lambda: run_step(Model(), engine), kind))
-
-
-def run_and_go_on(model: Model, engine: OffloadEngine | None, kind: type[BaseException]) -> list[torch.Tensor]:
-    """As `run_step`, by a user who catches what the end of a region or a backward raises, and goes on."""
-
-    class Stubborn(Sites):
-        def __call__(self, function, *inputs, tag="core_attn", **options):
-            results = []
-
-            def remember(*inputs):
-                results.append(function(*inputs))
-                return results[-1]
-
-            try:
-                return super().__call__(remember, *inputs, tag=tag, **options)
-            except kind:
-                if not results:
-                    raise
-                return results[-1]
-
-    outputs = [model(Stubborn(engine, microbatch=index)) for index in range(2)]
-    gradients = []
-    for output in outputs:
-        try:
-            found = torch.autograd.grad(output.sum(), model.leaves, retain_graph=True)
-        except kind:
-            found = torch.autograd.grad(output.sum(), model.leaves, retain_graph=True)
-        gradients += found
-    return gradients
-
-
-@EVERY_FAILURE
-def test_who_catches_an_exception_of_the_device_and_goes_on_gets_the_same_bits(operation, make_error):
-    kind = type(make_error())
-
-    def run(engine: OffloadEngine) -> None:
-        try:
-            gradients = run_and_go_on(Model(), engine, kind)
-        except kind:
-            return  # inside a region, where no user could catch it and go on
-        assert_same_bits(get_expected(), gradients)
-
-    fail_each_call(operation, make_error, run)
