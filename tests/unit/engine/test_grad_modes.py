@@ -1,15 +1,16 @@
 """Passes with and without gradients in any mixture, and steps that are never alike: counts, lengths, routing, precision."""
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, has_hooks, make_engine
-from support.tensors import assert_same_bits, leaf
+from support.sites import Sites, has_hooks, make_engine
+from support.tensors import assert_same_bits
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import CpuDevice, DelayedCpuDevice, OffloadEngine
+
+pytestmark = pytest.mark.quick
 
 DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 HIDDEN = 32
@@ -126,37 +127,6 @@ def test_forwards_without_grad_before_between_and_after_steps_touch_nothing(mode
 
 
 @DEVICES
-def test_a_forward_with_grad_whose_output_is_thrown_away_gives_its_memory_back(make_device):
-    def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
-        seen = []
-        for step in range(2):
-            seen.append(evaluate(layers, engine, contextlib.nullcontext).detach().clone())  # eval, and no no_grad
-            if engine:
-                assert engine.finish_step().d2h_bytes > 0
-                assert engine.arena.used_bytes == 0
-            train_step(layers, engine, [make_batch(16, seed=step)])
-        return seen
-
-    run_both(make_device, use).close()
-
-
-@DEVICES
-def test_a_forward_without_grad_in_the_middle_of_a_forward_or_a_region_saves_nothing(make_device):
-    x = leaf(16, HIDDEN)
-
-    def forward(sites: Sites) -> torch.Tensor:
-        def function(h: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                scale = sites(lambda h: h.exp().sum(), h, tag="rollout")
-            return h.sin() * scale
-
-        return sites(function, x * 2)
-
-    engine = check_same_bits(forward, [x], make_small_engine(make_device))
-    assert set(engine.finish_step().tags) == {"core_attn"}
-
-
-@DEVICES
 def test_frozen_inputs_and_frozen_weights_give_the_same_bits(make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         seen = []
@@ -172,62 +142,19 @@ def test_frozen_inputs_and_frozen_weights_give_the_same_bits(make_device):
     run_both(make_device, use).close()
 
 
-def test_a_region_in_which_nothing_requires_a_gradient_saves_nothing():
-    engine = make_engine()
-    output = Sites(engine)(lambda h: h.sin().exp(), torch.ones(64, 64))
-    assert not output.requires_grad
-    stats = engine.finish_step().tags["core_attn"]
-    assert (stats.groups, stats.saved_tensors, stats.d2h_bytes) == (1, 0, 0)
-    engine.close()
-
-
-@DEVICES
-@pytest.mark.parametrize("counts", [(2, 4, 3), (1, 8, 1), (4, 2, 1)], ids=str)
-def test_every_microbatch_of_every_step_leaves_however_many_there_are(counts, make_device):
-    moved = []
-
-    def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
-        for count in counts:
-            train_step(layers, engine, [make_batch(16, seed=5) for _ in range(count)])
-            if engine:
-                moved.append(engine.finish_step().d2h_bytes)
-        return []
-
-    run_both(make_device, use).close()
-    assert moved[0] > 0
-    assert [size_bytes * counts[0] for size_bytes in moved] == [moved[0] * count for count in counts]
-
-
-@DEVICES
-def test_lengths_that_change_every_microbatch_give_the_same_bits(make_device):
-    lengths = [16, 1, 200, 3, 77, 128, 2, 199, 64, 5, 31, 150]
-
-    def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
-        for step in range(0, len(lengths), 3):
-            train_step(layers, engine, [make_batch(length, seed=length) for length in lengths[step : step + 3]])
-        return []
-
-    engine = run_both(make_device, use)
-    assert engine.finish_step().d2h_bytes > 0
-    engine.close()
-
-
 ROUTINGS = {
-    "all tokens to the first": lambda count: torch.zeros(count, dtype=torch.int64),
-    "all tokens to the last": lambda count: torch.full((count,), 3),
+    "all to the first": lambda count: torch.zeros(count, dtype=torch.int64),
     "none to the first two": lambda count: torch.arange(count) % 2 + 2,
     "one to each": lambda count: torch.arange(count) % 4,
-    "one token only": lambda count: torch.tensor([2] + [1] * (count - 1)),
 }
 
 
 @DEVICES
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_routing_gives_the_same_bits(routing, make_device):
+def test_every_routing_and_lengths_that_change_give_the_same_bits(routing, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
-        for step, name in enumerate((routing, "one to each", routing)):
-            batches = [(make_batch(20, seed=seed)[0], ROUTINGS[name](20)) for seed in (step, step + 7)]
-            train_step(layers, engine, batches)
+        for lengths in ((16, 1), (200, 3), (0, 20)):
+            train_step(layers, engine, [(make_batch(length, seed=length)[0], ROUTINGS[routing](length)) for length in lengths])
         return []
 
     engine = run_both(make_device, use)
@@ -238,55 +165,16 @@ def test_every_routing_gives_the_same_bits(routing, make_device):
 
 
 @DEVICES
-def test_a_batch_without_tokens_moves_nothing_and_gives_the_same_bits(make_device):
-    def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
-        for count in (16, 0, 16):
-            train_step(layers, engine, [make_batch(count, seed=2)])
-            if engine:
-                assert (engine.finish_step().d2h_bytes > 0) == (count > 0)
-        return []
-
-    run_both(make_device, use).close()
-
-
-@DEVICES
-@pytest.mark.parametrize("is_around_backward", [False, True])
 @pytest.mark.parametrize("caches_weights", [False, True])
-def test_autocast_gives_the_same_bits(caches_weights, is_around_backward, make_device):
+def test_autocast_gives_the_same_bits(caches_weights, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         gradients = []
         for step in range(2):
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches_weights))
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches_weights):
                 output = layers(Sites(engine), *make_batch(16, seed=step)).square().sum()
-                if not is_around_backward:
-                    stack.close()
-                gradients += torch.autograd.grad(output, list(layers.parameters()))
+            gradients += torch.autograd.grad(output, list(layers.parameters()))
         return gradients
 
     engine = run_both(make_device, use)
     assert engine.finish_step().tags["expert_fc1"].d2h_bytes > 0
     engine.close()
-
-
-@DEVICES
-def test_grad_mode_that_is_switched_inside_of_a_region_gives_the_same_bits(make_device):
-    x = leaf(16, HIDDEN)
-
-    def function(h: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            mask = h.sin() > 0
-            with torch.enable_grad():
-                k = h.exp()
-        return k * mask
-
-    check_same_bits(lambda sites: sites(function, x * 2), [x], make_small_engine(make_device)).close()
-
-
-@DEVICES
-def test_dropout_draws_the_same_numbers(make_device):
-    def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
-        train_step(layers, engine, [make_batch(64, seed=1)])
-        return [torch.rand(4)]  # the random state that is left
-
-    run_both(make_device, use).close()
