@@ -9,9 +9,9 @@ from support.tensors import get_bits, leaf
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fgoffload import StateError
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason, OffloadEngine
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason
 
-DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
+pytestmark = pytest.mark.quick
 
 
 class SaveAs(torch.autograd.Function):
@@ -55,10 +55,9 @@ def make_all_bytes(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_element_type_comes_back_to_the_bit(dtype, make_device):
-    (without, found), moved, _ = save_and_take(lambda: make_all_bytes(dtype), make_device)
+def test_every_element_type_comes_back_to_the_bit(dtype):
+    (without, found), moved, _ = save_and_take(lambda: make_all_bytes(dtype), DelayedCpuDevice)
     assert found.dtype == dtype
     assert torch.equal(get_bits(found), get_bits(without))
     assert moved == 16384
@@ -71,74 +70,24 @@ def make_storage() -> torch.Tensor:
 LAYOUTS = {
     "a single number": lambda: make_storage()[77],
     "one element": lambda: make_storage()[4095:],
-    "expanded in all dimensions": lambda: make_storage()[5].expand(3, 4),
     "expanded in between": lambda: make_storage()[:32].view(8, 1, 4).expand(8, 6, 4),
     "zero strides by as_strided": lambda: make_storage().as_strided((4, 5), (0, 0), 9),
     "overlapping rows": lambda: make_storage().as_strided((30, 20), (3, 1), 7),
     "a larger stride inside": lambda: make_storage().as_strided((5, 6, 7), (1, 700, 10), 3),
     "a size of one with a stride beyond the storage": lambda: make_storage().as_strided((1, 8), (1 << 20, 1), 2),
-    "a size of one with a stride beyond the storage, from its start": lambda: make_storage().as_strided((1, 8), (1 << 20, 1)),
     "channels last": lambda: make_storage().view(4, 4, 16, 16).to(memory_format=torch.channels_last),
-    "permuted": lambda: make_storage().view(8, 16, 32).permute(2, 0, 1),
     "the end of the storage": lambda: make_storage()[-3:],
     "an odd offset in bytes": lambda: make_storage().view(torch.uint8)[1001:2002],
     "diagonal": lambda: make_storage().view(64, 64).diagonal(),
 }
 
 
-@DEVICES
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_comes_back_with_its_strides_and_values(name, make_device):
-    (without, found), moved, _ = save_and_take(LAYOUTS[name], make_device)
+def test_every_layout_comes_back_with_its_strides_and_values(name):
+    (without, found), moved, _ = save_and_take(LAYOUTS[name], DelayedCpuDevice)
     assert torch.equal(found, without)
     assert moved > 0
-    kept: list[tuple] = []
-    for engine in (None, make_engine(make_device())):
-        x = leaf(4)
-        Sites(engine)(
-            lambda h: SaveAs.apply(h, LAYOUTS[name], lambda saved: kept.append((saved.size(), saved.stride()))), x * 2
-        ).sum().backward()
-    assert kept[0] == kept[1]
-
-
-@pytest.mark.parametrize("size", [(0,), (0, 5), (7, 0, 3)], ids=str)
-def test_a_tensor_without_elements_stays_and_keeps_its_shape(size):
-    (without, found), moved, kept = save_and_take(lambda: make_storage()[:0].reshape(size))
-    assert found.size() == without.size() == torch.Size(size)
-    assert found.stride() == without.stride()
-    assert moved == 0
-    assert kept == {KeptReason.EMPTY.value: 0}
-
-
-def test_weights_and_biases_that_are_not_there_do_not_go_through_the_engine(monkeypatch):
-    # A linear of many experts saves dozens of both, and its host is what the device waits for.
-    weights, biases = [torch.nn.Parameter(torch.ones(4)) for _ in range(16)], [torch.empty(0) for _ in range(16)]
-    saved, seen, detached, engine = [], [], [], make_engine()
-    original, detach = OffloadEngine.save, torch.Tensor.detach
-    monkeypatch.setattr(torch.Tensor, "detach", lambda tensor: detached.append(tensor) or detach(tensor))
-    monkeypatch.setattr(
-        OffloadEngine, "save", lambda self, tensor, **place: saved.append(tensor) or original(self, tensor, **place)
-    )
-
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, *others):
-            ctx.save_for_backward(x, *others)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.extend(ctx.saved_tensors[1:])
-            return gradient, *(None,) * 32
-
-    Sites(engine)(lambda h: Linear.apply(h, *weights, *biases), leaf(4) * 2).sum().backward()
-    assert len(saved) == 1
-    # What is not there has no graph that a handle could hold, and to detach it takes as long as all else that is done about it.
-    assert not any(tensor.numel() == 0 or isinstance(tensor, torch.nn.Parameter) for tensor in detached)
-    assert [one.data_ptr() for one in seen[:16]] == [weight.data_ptr() for weight in weights]
-    assert [one.size() for one in seen[16:]] == [torch.Size([0])] * 16
-    stats = engine.finish_step().tags["core_attn"]
-    assert (stats.saved_tensors, stats.d2h_bytes > 0) == (33, True)
+    assert (found.size(), found.stride()) == (without.size(), without.stride())
 
 
 def test_a_weight_that_was_changed_in_place_is_not_given_to_backward():
@@ -202,11 +151,3 @@ def test_a_distributed_tensor_stays_and_computes_the_same():
     assert stats.d2h_bytes == 0
     assert stats.kept_bytes == {KeptReason.SUBCLASS.value: 3 * 64 * 64 * 4}  # two factors and their product
     engine.close()
-
-
-def test_saved_inference_tensors_are_refused_by_torch_as_without_an_engine():
-    with torch.inference_mode():
-        table = torch.ones(8, 8)
-    for engine in (None, make_engine()):
-        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-            Sites(engine)(lambda h: h * table, leaf(8, 8) * 2)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, get_gradients, make_engine
+from support.sites import Sites, check_same_bits, make_engine
 
-from fgoffload import TransferPolicy
 from fgoffload.engine import DelayedCpuDevice
+
+pytestmark = pytest.mark.quick
 
 DEVICES = pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
 
@@ -15,18 +16,10 @@ def leaf(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
 
 
 VIEWS = {
-    "product with its own transpose": lambda h: h @ h.t(),
-    "transpose times itself": lambda h: h.t() @ h,
-    "expand": lambda h: h[:1].expand(64, -1) * h.sin(),
-    "prefix slice": lambda h: h[:5].sin() @ h.t(),
-    "offset view": lambda h: h[3:, 7:].exp() * h[3:, 7:],
     "overlapping windows": lambda h: h.reshape(-1).unfold(0, 33, 5).exp(),
     "overlapping slices": lambda h: h[:40].sin().sum() * h[20:].cos(),
-    "transpose kept": lambda h: torch.nn.functional.gelu(h.t()),
     "column of a matrix": lambda h: h[:, 3].sin() * h[:, 3].cos(),
-    "every third row": lambda h: h[::3].sin(),
     "no elements": lambda h: torch.cat([h[:0].sin(), h.cos()]),
-    "same storage twice": lambda h: h.sin() * h.cos(),
     "detached twin": lambda h: h.detach() * h * h.detach().sin(),
     "complex": lambda h: torch.view_as_real(torch.view_as_complex(h.reshape(-1, 2)) ** 2),
     "conjugate": lambda h: torch.view_as_real(
@@ -38,41 +31,13 @@ VIEWS = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_comes_back_to_the_bit(name, make_device):
+def test_a_view_comes_back_to_the_bit(name):
     x, w = leaf(64, 64), leaf(64, 64, seed=1)
-    engine = make_engine(make_device())
+    engine = make_engine(DelayedCpuDevice())
     check_same_bits(lambda sites: sites(VIEWS[name], x @ w), [x, w], engine)
     assert engine.finish_step().d2h_bytes > 0
     engine.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_each_floating_type_comes_back_to_the_bit(dtype):
-    x = leaf(64, 64, dtype=dtype)
-    check_same_bits(lambda sites: sites(lambda h: h.sin() * h.t(), x * 2), [x]).close()
-
-
-def test_strides_and_offset_of_what_comes_back_are_those_of_what_was_saved():
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            ctx.save_for_backward(tensor[3:50].t())
-            return tensor.sin()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            (saved,) = ctx.saved_tensors
-            seen.append((saved.size(), saved.stride(), saved.data_ptr() % 64))
-            return gradient
-
-    x = leaf(64, 64)
-    check_same_bits(lambda sites: sites(Look.apply, x * 2), [x]).close()
-    without, with_engine = seen
-    assert without == with_engine
 
 
 def test_views_of_one_storage_with_elements_of_different_sizes_come_back():
@@ -89,14 +54,6 @@ def test_views_of_one_storage_with_elements_of_different_sizes_come_back():
 
     x = leaf(64)
     check_same_bits(lambda sites: sites(SaveBoth.apply, x * 2), [x]).close()
-
-
-def test_a_storage_that_two_ops_save_moves_once():
-    x = leaf(64, 64)
-    engine = check_same_bits(lambda sites: sites(lambda h: h.sin() * h.cos() * h.detach(), x * 2), [x])
-    # h once, though sin, cos and a product keep it, one of them by a detached twin; sin(h) and cos(h) for the other product.
-    assert engine.finish_step().d2h_bytes == 3 * 64 * 64 * 4
-    engine.close()
 
 
 def test_a_storage_that_two_groups_save_moves_once_and_is_freed_when_both_let_go():
@@ -170,49 +127,6 @@ def test_held_groups_leave_at_the_flush_and_come_back_to_the_bit(make_device):
     engine.close()
 
 
-def test_groups_that_are_held_until_after_backward_never_leave():
-    x = leaf(64, 64)
-    engine = check_same_bits(lambda sites: sites(lambda h: h.sin(), x * 2, is_held=True), [x])
-    engine.flush()
-    assert engine.finish_step().d2h_bytes == 0
-    engine.close()
-
-
-@DEVICES
-@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 14, 1 << 30])
-@pytest.mark.parametrize("window_bytes", [0, 1 << 14, 1 << 30])
-def test_window_and_prefetch_change_no_bit(window_bytes, prefetch_bytes, make_device):
-    x, w = leaf(64, 64), leaf(64, 64, seed=1)
-
-    def forward(sites: Sites) -> torch.Tensor:
-        h = x
-        for _ in range(6):
-            h = sites(lambda h: torch.nn.functional.gelu(h @ w) * h.sin(), h) + h
-        return h
-
-    engine = make_engine(make_device(), policy=TransferPolicy(window_bytes=window_bytes, prefetch_bytes=prefetch_bytes))
-    check_same_bits(forward, [x, w], engine)
-    engine.close()
-
-
-def test_prefetch_brings_groups_back_before_backward_comes_to_them():
-    x = leaf(64, 64)
-
-    def forward(sites: Sites) -> torch.Tensor:
-        h = x * 2
-        for _ in range(6):
-            h = sites(lambda h: h.sin(), h)
-        return h
-
-    misses = []
-    for prefetch_bytes in (0, 64 * 64 * 4):
-        engine = make_engine(policy=TransferPolicy(prefetch_bytes=prefetch_bytes))
-        check_same_bits(forward, [x], engine)
-        misses.append(engine.finish_step().prefetch_misses)
-        engine.close()
-    assert misses == [6, 1]  # with prefetch only the first that backward comes to is late
-
-
 def test_marks_do_not_change_the_order_in_which_gradients_are_summed():
     # An identity function in the graph would sum the norm's two gradients before the residual's; see [Note: Marks].
     x = leaf(256, 64)
@@ -228,32 +142,3 @@ def test_marks_do_not_change_the_order_in_which_gradients_are_summed():
         return h
 
     check_same_bits(forward, [x, w]).close()
-
-
-def test_two_microbatches_in_flight_come_back_in_any_order():
-    x = [leaf(64, 64, seed=seed) for seed in range(3)]
-    w = leaf(64, 64, seed=9)
-
-    def run(engine) -> list[torch.Tensor]:
-        w.grad = None
-        outputs = []
-        for index, one in enumerate(x):
-            sites = Sites(engine, microbatch=index)
-            outputs.append(sites(lambda h: torch.nn.functional.gelu(h @ w), sites(lambda h: (h @ w).sin(), one)))
-        for index in (1, 0, 2):  # no schedule's order
-            outputs[index].sum().backward()
-        return [w.grad.clone()]
-
-    engine = make_engine()
-    assert torch.equal(run(None)[0], run(engine)[0])
-    engine.close()
-
-
-def test_one_set_of_weights_gives_the_same_gradients_step_after_step():
-    x, w = leaf(32, 32), leaf(32, 32, seed=1)
-    engine = make_engine()
-    forward = lambda sites: sites(lambda h: (h @ w).sin(), x)  # noqa: E731
-    expected = get_gradients(forward, [w], Sites(None))[0]
-    for _ in range(5):
-        assert torch.equal(get_gradients(forward, [w], Sites(engine))[0], expected)
-    engine.close()
