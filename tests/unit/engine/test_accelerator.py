@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fgoffload.engine import AcceleratorDevice, Hazard
-from fgoffload.policy import HostMemory
+
+pytestmark = pytest.mark.quick
 
 
 class Event:
@@ -56,22 +57,6 @@ def test_waits_of_two_threads_at_once_are_each_for_their_own_stream():
     assert (first.waits, second.waits) == (["source"], ["another source"])
 
 
-def test_waits_that_pass_share_an_event_and_none_is_made_for_each():
-    device, stream = AcceleratorDevice(), Stream()
-    before = Event.made
-    for source in ("a", "b", "c"):
-        device.wait_stream(stream, source, Hazard.SOURCE_UNWRITTEN)
-    assert stream.waits == ["a", "b", "c"]
-    assert Event.made == before + 1
-
-
-def test_a_wait_never_records_an_event_that_somebody_holds():
-    device, stream = AcceleratorDevice(), Stream()
-    held = device.record_event("a copy")
-    device.wait_stream(stream, "source", Hazard.SOURCE_UNWRITTEN)
-    assert (held.event.stream, stream.waits) == ("a copy", ["source"])
-
-
 def test_an_event_that_somebody_holds_is_not_recorded_again():
     # What asks it, or waits for it, later would learn of another copy than the one that it stands for.
     device = AcceleratorDevice()
@@ -81,20 +66,6 @@ def test_an_event_that_somebody_holds_is_not_recorded_again():
     later = [device.record_event(f"later copy {number}") for number in range(3)]
     assert [point.event.stream for point in (held[0], also_held, held[1])] == ["copy 0", "copy 1", "copy 2"]
     assert [point.event.stream for point in later] == [f"later copy {number}" for number in range(3)]
-
-
-def test_an_event_that_nobody_holds_is_recorded_again():
-    device = AcceleratorDevice()
-    event = device.record_event("a copy").event
-    before = Event.made
-    assert device.record_event("a later copy").event is event
-    assert Event.made == before
-
-
-def test_events_that_measure_are_kept_apart_from_those_that_do_not():
-    device = AcceleratorDevice()
-    event = device.record_event("a copy").event
-    assert device.record_event("a copy", is_timed=True).event is not event
 
 
 def test_events_that_threads_drop_and_record_at_once_are_each_held_by_one():
@@ -112,33 +83,6 @@ def test_events_that_threads_drop_and_record_at_once_are_each_held_by_one():
     for thread in threads:
         thread.join()
     assert not mixed_up
-
-
-def test_the_current_stream_is_made_an_object_of_once(monkeypatch):
-    current = {"address": 7}
-    made = []
-
-    def make(index: int) -> object:
-        made.append((index, current["address"]))
-        return made[-1]
-
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current["address"], raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_getStream", make)
-    device = AcceleratorDevice()
-    seen = []
-    for address in (7, 7, 0, 7, 0):
-        current["address"] = address
-        seen.append(device.current_stream())
-    assert seen == [(0, 7), (0, 7), (0, 0), (0, 7), (0, 0)]
-    assert len(made) == 2
-
-
-def test_without_addresses_torch_is_asked_for_the_current_stream_each_time(monkeypatch):
-    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
-    streams = iter(("first", "second"))
-    monkeypatch.setattr(torch._C, "_accelerator_getStream", lambda index: next(streams))
-    device = AcceleratorDevice()
-    assert [device.current_stream(), device.current_stream()] == ["first", "second"]
 
 
 class Runtime:
@@ -219,18 +163,3 @@ def test_copies_go_through_torch_where_its_sanitizer_looks_for_them(is_on, use_r
     device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
     assert torch.equal(destination, torch.ones(4))
     assert len(runtime.asked) == (0 if is_on else 1)
-
-
-def test_copies_of_pageable_memory_go_through_torch(use_runtime):
-    runtime = use_runtime(Runtime())
-    device = AcceleratorDevice(host_memory=HostMemory.PAGEABLE)
-    device.copy_bytes(destination=torch.zeros(4), source=torch.ones(4), stream=device.d2h_stream)
-    assert runtime.asked == []
-
-
-def test_copies_go_through_torch_where_the_runtime_has_no_name_of_its_own(use_runtime):
-    use_runtime(types.SimpleNamespace())
-    device = AcceleratorDevice()
-    destination = torch.zeros(4)
-    device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
-    assert torch.equal(destination, torch.ones(4))

@@ -1,16 +1,16 @@
 """Other features of torch beside regions: what a region cannot serve it leaves alone, and what it serves is right."""
 
-import gc
 import warnings
 
 import pytest
 import torch
 from support.sites import Sites, check_same_bits, get_gradients, make_engine
 from support.tensors import assert_same_bits, leaf
-from support.ticking import D2H_S, H2D_S, WAIT_S, TickingCpuDevice
 
 from fgoffload import Site, StateError, TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason, Lane, TimeKind
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, Lane
+
+pytestmark = pytest.mark.quick
 
 NBYTES = 64 * 64 * 4
 
@@ -57,17 +57,6 @@ def test_a_default_device_of_the_user_does_not_say_where_host_memory_lies(make_d
     assert engine.finish_step().d2h_bytes == NBYTES
 
 
-def test_a_tensor_of_inference_mode_can_be_moved_by_hand_and_taken_back_there():
-    engine, lane = make_engine(), Lane(chunk=0, microbatch=0)
-    with torch.inference_mode():
-        tensor = torch.randn(64, 64)
-        group = engine.open_group(Site(chunk=0, layer=0, tag="by_hand"), lane)
-        handle = engine.save(tensor, lane=lane, group=group)
-        engine.end(lane, group)
-        assert torch.equal(handle.take(), tensor)
-    assert engine.finish_step().d2h_bytes == NBYTES
-
-
 def test_chunks_that_count_their_changes_apart_are_not_served_from_what_lay_between_others():
     x, w = leaf(64, 16), leaf(16, 64, seed=1)
 
@@ -78,39 +67,6 @@ def test_chunks_that_count_their_changes_apart_are_not_served_from_what_lay_betw
         return a * c + b * d
 
     check_same_bits(forward, [x, w]).close()
-
-
-@pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice])
-def test_running_statistics_that_change_without_a_count_are_those_of_their_own_forward(make_device):
-    def run(engine) -> list[torch.Tensor]:
-        norm, x = torch.nn.BatchNorm1d(64).eval(), leaf(32, 64)
-        older = Sites(engine)(norm, x * 2)  # kept, as a target may be
-        norm.train()
-        with torch.no_grad():
-            norm(3 * x + 1)
-        norm.eval()
-        Sites(engine)(norm, x * 2).square().sum().backward()
-        return [x.grad, older.detach()]
-
-    engine = make_engine(make_device())
-    assert_same_bits(run(None), run(engine))
-    assert KeptReason.HELD.value in engine.finish_step().tags["core_attn"].kept_bytes
-
-
-def test_forwards_that_only_watch_leave_no_notes_behind():
-    engine, x = make_engine(), leaf(64, 64)
-    gc.collect()
-    gc.disable()
-    try:
-        counts = []
-        for step in range(200):
-            with Sites(engine).watched():
-                (x * 2).sin().cos().sum().backward()
-            if step in (20, 199):
-                counts.append(len(gc.get_objects()))
-    finally:
-        gc.enable()
-    assert counts[1] - counts[0] < 20
 
 
 def test_forwards_over_one_leaf_leave_no_marks_on_it_and_bring_nothing_back_twice():
@@ -137,37 +93,3 @@ def test_capture_of_a_graph_is_refused():
         engine.find_region(Site(chunk=0, layer=0, tag="core_attn"), Lane(chunk=0, microbatch=0))
     with pytest.raises(StateError, match="CUDA graph is being captured"):
         engine.watch(Lane(chunk=0, microbatch=0))
-
-
-def test_times_are_those_between_the_events_around_copies_and_waits():
-    engine = make_engine(device := TickingCpuDevice(), is_timed=True)
-    tags = {"core_attn": 1, "moe_act": 3}
-
-    def compute(h: torch.Tensor) -> torch.Tensor:
-        device.now_s += 1000.0
-        return h.sin()
-
-    def run(sites: Sites) -> torch.Tensor:
-        h = x * 2
-        for tag, count in tags.items():
-            for _ in range(count):
-                h = sites(compute, h, tag=tag)
-        return h
-
-    check_same_bits(run, [x := leaf(64, 64)], engine)
-    found = engine.finish_step().tags
-    # A window of no bytes: compute waits for each copy to the host, and again for each one back.
-    for tag, count in tags.items():
-        wait_s = sum(WAIT_S.values())
-        assert found[tag].seconds == {TimeKind.D2H: D2H_S * count, TimeKind.H2D: H2D_S * count, TimeKind.WAIT: wait_s * count}
-    engine.close()
-
-
-def test_times_are_measured_where_they_are_asked_for_and_nowhere_else():
-    for is_timed in (True, False):
-        engine = make_engine(is_timed=is_timed)
-        check_same_bits(lambda sites: sites(torch.sin, x * 2), [x := leaf(64, 64)], engine)
-        seconds = engine.finish_step().tags["core_attn"].seconds
-        assert set(seconds) == (set(TimeKind) if is_timed else set())
-        assert all(value >= 0 for value in seconds.values())
-        engine.close()
