@@ -1,7 +1,5 @@
 """Other features of torch beside regions: what a region cannot serve it leaves alone, and what it serves is right."""
 
-import warnings
-
 import pytest
 import torch
 from support.sites import Sites, check_same_bits, get_gradients, make_engine
@@ -31,14 +29,6 @@ def test_where_hooks_are_forbidden_regions_do_nothing():
     engine = make_engine()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         check_same_bits(lambda sites: sine_in_a_region(sites, x), [x := leaf(64, 64)], engine)
-    assert engine.finish_step().tags == {}
-
-
-def test_while_torch_jit_traces_regions_do_nothing():
-    engine, x = make_engine(), leaf(64, 64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        torch.jit.trace(lambda x: sine_in_a_region(Sites(engine), x), x, check_trace=False)
     assert engine.finish_step().tags == {}
 
 

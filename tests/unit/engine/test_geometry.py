@@ -66,7 +66,3 @@ def test_bools_are_gathered_as_the_bytes_that_they_are():
 def test_an_expanded_dimension_counts_once():
     assert get_view(torch.ones(1, 8).expand(100, 8)).covered_bytes == 32
     assert get_view(torch.ones(64)[::8]).covered_bytes == 32
-
-
-def test_overlapping_windows_cover_no_more_than_they_reach():
-    assert get_view(torch.ones(100).unfold(0, 10, 1)).covered_bytes == 400

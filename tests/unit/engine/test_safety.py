@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.clocks import ClockedCpuDevice
 from support.sites import Sites, check_same_bits, make_engine
 
 from fgoffload import StateError
@@ -105,3 +106,14 @@ def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
         gradients.append(x.grad)
     assert torch.equal(*gradients)
     assert gradients[0][0, 0] == 10
+
+
+def test_a_buffer_is_allocated_on_the_stream_that_saved_whoever_calls_it_back():
+    device = ClockedCpuDevice()
+    engine = make_engine(device)
+    sites = Sites(engine)
+    with device.on("side"):
+        output = sites(torch.sin, leaf(64, 64) * 2)
+    engine.approach_backward(sites.lane, sites.lane.groups[-1])
+    assert output.requires_grad
+    assert device.allocations[-1].stream == "side"
