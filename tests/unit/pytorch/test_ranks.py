@@ -1,6 +1,7 @@
 """DDP and FSDP2 over two processes on Gloo: every loss and gradient equal to the bit, and no parameter moves."""
 
 import dataclasses
+import functools
 
 import pytest
 from support.models import ATTN_BYTES, LAYERS, MLP_BYTES, make_net
@@ -12,20 +13,35 @@ PLAIN = [
     Scenario("fsdp2", "none", reshard=True, dtype="bfloat16"),
     Scenario("fsdp2", "none", reshard=False, dtype="bfloat16"),
 ]
-OFFLOADED = [dataclasses.replace(plain, offload=offload) for plain in PLAIN for offload in ("modules", "before", "block")]
+FEW = [
+    Scenario("ddp", "modules"),
+    *(dataclasses.replace(PLAIN[2], offload=offload) for offload in ("modules", "block")),
+]
+MORE = [dataclasses.replace(plain, offload=offload) for plain in PLAIN for offload in ("modules", "before", "block")]
 
 
 def name(scenario: Scenario) -> str:
     return "-".join(map(str, dataclasses.astuple(scenario)))
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[Scenario, list[RankResult]]:
-    return run_ranks([*PLAIN, *OFFLOADED])
+@functools.cache
+def run_all(*, is_slow: bool) -> dict[Scenario, list[RankResult]]:
+    offloaded = MORE if is_slow else FEW
+    return run_ranks([plain for plain in PLAIN if is_slow or plain in (PLAIN[0], PLAIN[2])] + offloaded)
 
 
-@pytest.mark.parametrize("scenario", OFFLOADED, ids=name)
-def test_losses_and_gradients_are_equal_to_the_bit_on_every_rank(results, scenario):
+EACH_SCENARIO = pytest.mark.parametrize(
+    ("scenario", "is_slow"),
+    [
+        *(pytest.param(scenario, False, id=name(scenario)) for scenario in FEW),
+        *(pytest.param(one, True, id=name(one), marks=pytest.mark.slow) for one in MORE if one not in FEW),
+    ],
+)
+
+
+@EACH_SCENARIO
+def test_losses_and_gradients_are_equal_to_the_bit_on_every_rank(scenario, is_slow):
+    results = run_all(is_slow=is_slow)
     plain = results[dataclasses.replace(scenario, offload="none")]
     for one, other in zip(plain, results[scenario], strict=True):
         assert one.losses == other.losses
@@ -33,12 +49,12 @@ def test_losses_and_gradients_are_equal_to_the_bit_on_every_rank(results, scenar
     assert plain[0].losses != plain[1].losses  # each rank has its own data
 
 
-@pytest.mark.parametrize("scenario", OFFLOADED, ids=name)
-def test_what_moves_are_the_activations_and_no_parameter_is_even_asked_for(results, scenario):
+@EACH_SCENARIO
+def test_what_moves_are_the_activations_and_no_parameter_is_even_asked_for(scenario, is_slow):
     shapes = {tuple(parameter.shape) for parameter in make_net().parameters()}
     shapes |= {shape[::-1] for shape in shapes}
     itemsize = 2 if scenario.dtype == "bfloat16" else 4
-    for rank in results[scenario]:
+    for rank in run_all(is_slow=is_slow)[scenario]:
         assert not shapes & set(map(tuple, rank.asked))
         if scenario.offload == "block":
             assert rank.moved["saved"] > 0
