@@ -20,11 +20,12 @@ from support.models import (
 )
 from support.sites import has_hooks
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload.engine import DelayedCpuDevice
 from fgoffload.engine.identity import StorageRef
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
@@ -164,16 +165,6 @@ def test_regions_within_regions_give_the_same_bits():
         assert set(handle.stats().tags) == {"layer", "mlp", "part"}
 
 
-def test_a_module_that_is_called_outside_of_the_models_forward_is_a_forward_by_itself():
-    net, inputs = make_net(), make_inputs()
-    expected = get_gradients(net, lambda: net.layers[1].mlp(inputs).sum())
-    with fgoffload.offload(net, PATTERNS, ALL) as handle:
-        check_equal(expected, get_gradients(net, lambda: net.layers[1].mlp(inputs).sum()))
-        assert handle.stats().tags["mlp"].d2h_bytes == MLP_BYTES
-        net.layers[0].norm(inputs)  # no region
-    assert not has_hooks()
-
-
 def test_parts_that_are_called_one_by_one_can_be_said_to_be_one_forward():
     net, inputs = make_net(), make_inputs()
 
@@ -195,34 +186,3 @@ def test_parts_that_are_called_one_by_one_can_be_said_to_be_one_forward():
             misses[is_one] = handle.stats().prefetch_misses
     assert misses[True] == 3  # the last group, whose three storages are wanted at once
     assert misses[False] > misses[True]
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_in_a_model_are_left_alone_and_their_inputs_may_move(use_reentrant):
-    class Checkpoints(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-            self.outer = nn.Identity()
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                hidden = checkpoint(layer, hidden, use_reentrant=use_reentrant)
-            return hidden.sum()
-
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Checkpoints()
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.net(hidden)
-
-    torch.manual_seed(0)
-    model, inputs = Holds(), make_inputs().requires_grad_()
-    expected = get_gradients(model, lambda: model(inputs * 2))
-    with fgoffload.offload(model, {"net": "net", "net.layers.*": "inside"}, ALL) as handle:
-        check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
-        tags = handle.stats().tags
-    assert tags["net"].d2h_bytes == 2 * ROW_BYTES
-    assert "inside" not in tags
