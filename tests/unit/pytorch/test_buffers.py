@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from support.models import ALL, ROWS, WIDTH, check_equal, make_inputs
+from support.models import ALL, WIDTH, check_equal, make_inputs
 from torch import nn
 
 import fgoffload
 from fgoffload.engine import DelayedCpuDevice, KeptReason
-from fgoffload.integrations.pytorch.buffers import BufferWatch
 
 
 def make_model() -> nn.Sequential:
@@ -27,15 +26,6 @@ def keep_an_older_graph(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return model(inputs).square().sum() + 0 * older.detach().sum() + 0 * older.sum()
 
 
-def take_gradients_while_a_training_graph_lives(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    model.train()
-    losses = [model(inputs).sum(), model(2 * inputs).sum()]
-    model.eval()
-    probe = inputs.clone().requires_grad_()
-    model(probe).square().sum().backward()
-    return probe.grad.square().sum() + sum(losses)
-
-
 def change_the_model_in_between(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     model.double()
     before = model.eval()(inputs.double())
@@ -43,13 +33,6 @@ def change_the_model_in_between(model: nn.Module, inputs: torch.Tensor) -> torch
     between = model(inputs.double())
     model.train()(3 * inputs.double() + 1)
     return (model.eval()(inputs.double()).square() + before.sin() * between).sum()
-
-
-def call_the_parts(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    norm = model[1]
-    first = norm.eval()(inputs.requires_grad_())
-    norm.train()(3 * inputs + 1)
-    return (norm.eval()(inputs).sin() + first).sum() + 0 * model(inputs).sum()
 
 
 def run_a_copy(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -76,9 +59,7 @@ def swap_buffers(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 SEQUENCES = [
     keep_an_older_graph,
-    take_gradients_while_a_training_graph_lives,
     change_the_model_in_between,
-    call_the_parts,
     run_a_copy,
     swap_buffers,
 ]
@@ -97,10 +78,9 @@ def run(sequence, *, is_on: bool, device=None) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: sequence.__name__)
-def test_gradients_through_running_statistics_are_equal_to_the_bit(sequence, make_device):
-    check_equal(run(sequence, is_on=False), run(sequence, is_on=True, device=make_device()))
+def test_gradients_through_running_statistics_are_equal_to_the_bit(sequence):
+    check_equal(run(sequence, is_on=False), run(sequence, is_on=True, device=DelayedCpuDevice()))
 
 
 def test_running_statistics_that_change_within_one_forward_give_the_same_bits():
@@ -124,35 +104,8 @@ def test_running_statistics_that_change_within_one_forward_give_the_same_bits():
     check_equal([step(is_on=False)], [step(is_on=True)])
 
 
-def find_new(watch: BufferWatch, model: nn.Module) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    watch.mark_new(model, found.extend)
-    return found
-
-
-def test_a_buffer_is_told_once_and_again_when_it_lies_elsewhere():
-    model, watch = make_model(), BufferWatch()
-    assert len(find_new(watch, model)) == 3  # mean, variance, and the number of batches
-    assert find_new(watch, model) == []
-    model[1].running_mean.data = torch.zeros(WIDTH)
-    model[2].register_buffer("table", torch.ones(ROWS))
-    model[2].register_buffer("sparse", torch.eye(3).to_sparse())
-    model[2].register_buffer("nothing", None)
-    model[1].running_var = model[1].running_var.clone()
-    found = find_new(watch, model)
-    assert {id(buffer) for buffer in found} == {id(model[1].running_mean), id(model[1].running_var), id(model[2].table)}
-    assert find_new(watch, model) == []
-
-
 def test_a_buffer_that_a_region_saves_is_counted_as_marked_to_stay():
     model = make_model().eval()
     with fgoffload.offload(model, {"1": "norm"}, ALL) as handle:
         model(make_inputs()).sum().backward()
         assert handle.stats().tags["norm"].kept_bytes[KeptReason.MARKED.value] == 2 * WIDTH * 4
-
-
-def test_buffers_are_not_held_by_the_handle():
-    watch = BufferWatch()
-    for _ in range(3):
-        find_new(watch, make_model())
-    assert len(watch._known) == 3

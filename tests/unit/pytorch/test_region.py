@@ -14,6 +14,8 @@ import fgoffload
 from fgoffload import ConfigError, StateError
 from fgoffload.engine import DelayedCpuDevice, Group
 
+pytestmark = pytest.mark.quick
+
 
 class Places(nn.Module):
     """Two layers; each tells its region, and the end of it where `tells_end` says so."""
@@ -101,41 +103,6 @@ def test_a_region_inside_of_a_checkpoint_does_nothing(use_reentrant):
         assert handle.stats().tags == {}
 
 
-def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
-    model, inputs = make_model(), make_inputs()
-    expected = get_gradients(model, lambda: model(inputs))
-
-    def fail(module: nn.Module, args: object) -> None:
-        raise ValueError("somebody's own")
-
-    with fgoffload.offload(model, config=ALL):
-        hook = model.layers[1].register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="somebody's own"):
-            model(inputs)
-        assert not has_hooks()
-        hook.remove()
-        check_equal(expected, get_gradients(model, lambda: model(inputs)))
-
-
-def test_a_hand_placed_region_takes_the_layer_of_the_module_around_it(caplog):
-    caplog.set_level("DEBUG", logger="fgoffload")
-
-    class Holds(nn.Module):
-        def __init__(self, *, layer: int | None) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            with fgoffload.region(hidden, "inner", layer=self.layer):
-                return hidden.sin()
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Holds(layer=None), Holds(layer=7), Holds(layer=None))
-    with fgoffload.offload(model, {"[12]": "outer"}, ALL):
-        model(make_inputs()).sum().backward()
-    labels = {line.message.split()[1] for line in caplog.records if line.message.startswith("offload layers")}
-    assert labels == {"layers.1.inner", "layers.7.inner", "layers.0.inner"}  # the last lies in no region
-
-
 def run_in_forward(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with fgoffload.saved_tensors(ALL, device="cpu"):
         function(make_inputs().requires_grad_() * 2)
@@ -193,21 +160,7 @@ def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane
     assert block.stats().tags["linear"].d2h_bytes > 0
 
 
-def test_a_region_holds_nothing_of_the_graph_when_it_was_left():
-    hidden = make_inputs().requires_grad_() * 2
-    with fgoffload.saved_tensors(ALL, device="cpu"):
-        with fgoffload.region(hidden, "sine") as region:
-            region.end(hidden.sin())
-        assert region._tensor is region._output is region._saving is None
-
-
 @pytest.mark.parametrize(("tensor", "tag", "says"), [([1], "a", "was given a list"), (torch.ones(1), "a b", "not one word")])
 def test_what_a_region_cannot_be_made_of_is_refused_everywhere(tensor, tag, says):
     with pytest.raises(ConfigError, match=says):
         fgoffload.region(tensor, tag)
-
-
-@pytest.mark.parametrize("layer", ["3", 1.0, True])
-def test_a_layer_that_is_no_whole_number_is_refused(layer):
-    with pytest.raises(ConfigError, match=f"layer {layer!r} of region 'sine' is not a whole number"):
-        fgoffload.region(torch.ones(1), "sine", layer=layer)
