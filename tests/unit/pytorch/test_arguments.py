@@ -8,12 +8,13 @@ import fgoffload
 from fgoffload import ConfigError, OffloadError, TransferConfig
 from fgoffload.integrations.pytorch import devices
 
+pytestmark = pytest.mark.quick
+
 MODEL = nn.Sequential(nn.Linear(2, 2))
 SIZES = ["min_offloaded_bytes", "window_bytes", "prefetch_bytes", "host_budget_bytes"]
 
 REFUSED = {
     "a model that is text": (lambda: fgoffload.offload("model", ["*"]), "model 'model' is not a torch.nn.Module"),
-    "a model that is a class": (lambda: fgoffload.offload(nn.Linear, ["*"]), "is not a torch.nn.Module"),
     "a pattern that is a number": (lambda: fgoffload.offload(MODEL, {1: "a"}), "pattern 1 is not text"),
     "patterns with a number": (lambda: fgoffload.offload(MODEL, ["*", 1]), "pattern 1 is not text"),
     "no patterns": (lambda: fgoffload.offload(MODEL, None), "modules None are not patterns"),
@@ -24,7 +25,6 @@ REFUSED = {
     "text for a group": (lambda: fgoffload.saved_tensors(group_bytes="64MiB"), "group_bytes '64MiB' is text"),
     "a part of a byte for a group": (lambda: fgoffload.saved_tensors(group_bytes=1.5), "group_bytes 1.5 is not a whole"),
     "a device of a block": (lambda: fgoffload.saved_tensors(device="nonsense"), "device 'nonsense' is not a device"),
-    "an object for a device": (lambda: fgoffload.saved_tensors(device=object()), "is not a device"),
     "a device of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), device="gpu0"), "device 'gpu0' is not a device"),
     "a device of an estimate": (lambda: fgoffload.estimate_savings(lambda: None, device=1.5), "device 1.5 is not a device"),
     "a list for a tensor": (lambda: fgoffload.offload_tensor([1]), "was given a list. Give one tensor"),
@@ -53,22 +53,11 @@ def test_what_cannot_be_meant_is_refused_at_once(case):
     assert not MODEL._forward_pre_hooks
 
 
-@pytest.mark.parametrize("value", ["1MiB", 1.5, float("nan"), True, torch.ones(1)], ids=repr)
+@pytest.mark.parametrize("value", ["1MiB", 1.5, True, torch.ones(1)], ids=repr)
 @pytest.mark.parametrize("field", SIZES)
 def test_a_size_that_is_no_whole_number_is_refused_by_the_name_of_its_field(field, value):
     with pytest.raises(ConfigError, match=f"^{field} .* Give an int"):
         TransferConfig(**{field: value})
-
-
-def test_text_for_a_size_is_refused_with_what_reads_it():
-    with pytest.raises(ConfigError, match="parse_bytes"):
-        TransferConfig(window_bytes="1GiB")
-
-
-@pytest.mark.parametrize("field", ["min_offloaded_bytes", "window_bytes", "prefetch_bytes"])
-def test_a_size_may_not_be_left_out_by_none(field):
-    with pytest.raises(ConfigError, match=f"{field} None is not a whole number"):
-        TransferConfig(**{field: None})
 
 
 def test_a_device_that_is_not_here_is_refused_when_it_is_needed(monkeypatch):

@@ -73,34 +73,6 @@ def test_seconds_are_in_stats_where_they_were_asked_for(is_timed):
                 assert stats.tags[tag].seconds == (expected if is_timed else {})
 
 
-def test_at_debug_each_group_that_leaves_has_a_line_and_each_storage_that_comes_back_names_its_group(caplog):
-    caplog.set_level(logging.DEBUG, logger="fgoffload")
-    net = make_net()
-    with fgoffload.offload(net, PATTERNS, ALL):
-        train(net)
-    lines = [line.getMessage() for line in caplog.records if line.levelno == logging.DEBUG]
-    groups = [(f"layers.{layer}.{tag} mb=0", tag) for layer in range(LAYERS) for tag in ("attn", "mlp")]
-    sizes = {"attn": ["8.00 KiB"] * 2, "mlp": ["8.00 KiB", "32.00 KiB", "32.00 KiB"]}
-    assert [line for line in lines if line.startswith("offload ")] == [
-        f"offload {name}: {len(sizes[tag])} storages, {'16.00' if tag == 'attn' else '72.00'} KiB" for name, tag in groups
-    ]
-    assert sorted(line for line in lines if line.startswith("reload ")) == sorted(
-        f"reload {name}: {size}" for name, tag in groups for size in sizes[tag]
-    )
-
-
-def test_what_was_called_back_or_stayed_was_not_gone(logged):
-    net = make_net()
-    config = TransferConfig(min_offloaded_bytes=0)  # a window of 1 GiB: nothing is gone when backward begins
-    with fgoffload.offload(net, PATTERNS, config):
-        train(net)
-    (_, line) = logged(logging.INFO)
-    assert "(100.0%)" in line  # on the CPU a copy is done when it is queued
-    with fgoffload.offload(net, PATTERNS, TransferConfig(min_offloaded_bytes=1 << 20)):
-        train(net)
-    assert "0 B (0.0%)" in logged(logging.INFO)[-1]
-
-
 def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
     net = make_net()
     with fgoffload.offload(
@@ -180,15 +152,6 @@ def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_abou
     assert "names no module, and no `fgoffload.region` ran in its forward" in warning
 
 
-def test_a_hand_placed_tag_that_moves_nothing_is_warned_about(logged):
-    x = make_inputs().requires_grad_()
-    with fgoffload.saved_tensors(TransferConfig(), device="cpu") as block, fgoffload.region(x, "tiny"):
-        loss = (x * 2).sin().sum()
-    loss.backward()
-    block.close()
-    assert [line for line in logged(logging.WARNING) if "tag 'tiny' moved nothing: all stayed" in line]
-
-
 def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logged):
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
@@ -200,15 +163,6 @@ def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logge
     handle.close()
     (warning,) = logged(logging.WARNING)
     assert "offload of Net had no effect: no forward with gradients went through it" in warning
-
-
-def test_what_is_not_enabled_says_so_and_warns_of_nothing(logged):
-    net = make_net()
-    with fgoffload.offload(net, PATTERNS, TransferConfig(enabled=False)) as handle:
-        assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp (not enabled)"]
-        train(net)
-        handle.stats()
-    assert logged(logging.WARNING) == []
 
 
 def test_a_step_that_failed_is_not_taken_for_a_setting_without_effect(logged):
