@@ -5,6 +5,8 @@ import pytest
 
 import fgoffload
 
+pytestmark = pytest.mark.quick
+
 PUBLIC = [
     "Action",
     "BudgetError",

@@ -8,6 +8,8 @@ from fgoffload.errors import ConfigError
 from fgoffload.policy import TransferPolicy
 from fgoffload.tags import Tag, default_tags
 
+pytestmark = pytest.mark.quick
+
 ALL_TAGS = " ".join(default_tags().names)
 
 REFUSALS = [

@@ -189,6 +189,7 @@ def test_pipeline_schedules_over_two_processes_give_the_same_bits(layout, proces
         assert sum(stage.transfers.values()) > 0
 
 
+@pytest.mark.quick
 def test_microbatches_may_become_more_and_fewer_from_step_to_step(text):
     def run(offload: OffloadConfig | None) -> tuple[list[object], list[int]]:
         bits, moved = [], []

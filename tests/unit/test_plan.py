@@ -8,6 +8,8 @@ from fgoffload.errors import PlanError
 from fgoffload.plan import FORMAT, FP8_RECIPE, MICROBATCHES, TOKENS, Action, OffloadPlan, Site
 from fgoffload.tags import default_tags
 
+pytestmark = pytest.mark.quick
+
 SITES = st.builds(Site, chunk=st.integers(0, 7), layer=st.integers(0, 127), tag=st.sampled_from(default_tags().names))
 PLANS = st.builds(
     OffloadPlan,

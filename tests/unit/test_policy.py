@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 from fgoffload.errors import ConfigError
 from fgoffload.policy import TransferPolicy
 
+pytestmark = pytest.mark.quick
+
 SIZES = st.integers(0, 2**50)
 
 

@@ -5,6 +5,8 @@ import pytest
 from fgoffload.errors import ConfigError
 from fgoffload.tags import RECOMPUTE_UNITS, Tag, TagRegistry, default_tags, find_recompute_unit
 
+pytestmark = pytest.mark.quick
+
 NAMES = (
     *("layer_input", "attn_norm", "qkv_linear", "gdp_qkv", "core_attn", "attn_proj", "mlp_norm"),
     *("mlp_fc1", "mlp_act", "mlp_fc2", "shared_expert", "router"),

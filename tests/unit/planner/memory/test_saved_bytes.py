@@ -15,6 +15,8 @@ from fgoffload import ConfigError
 from fgoffload.planner.memory.saved_bytes import count_bytes, count_tag_bytes, list_saved_tensors
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, LatentShape, LayerShape, RouterShape
 
+pytestmark = pytest.mark.quick
+
 ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4, "int64": 8}
 
 
