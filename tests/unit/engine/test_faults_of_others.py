@@ -232,15 +232,17 @@ def test_fault_14_strides_are_those_that_were_saved(make_device):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("is_queued", [False, True])
-def test_fault_15_a_change_in_place_after_the_save_is_refused_with_tag_layer_and_microbatch(is_queued):
+@pytest.mark.parametrize("moment", ["before it leaves", "while its copy is queued", "before its copy is known to be done"])
+def test_fault_15_a_change_in_place_after_the_save_is_refused_with_tag_layer_and_microbatch(moment):
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30))
     h = leaf(64, 64) * 2
-    output = Sites(engine, microbatch=3)(torch.sin, h, is_held=not is_queued).sum()
+    output = Sites(engine, microbatch=3)(torch.sin, h, is_held=moment == "before it leaves").sum()
     with torch.no_grad():
         h.mul_(2)
+    if "known" in moment:
+        engine.close()  # finishes the copy and releases the source
     with pytest.raises(StateError, match=r"layers\.1\.core_attn mb=3 saved for backward was changed in place before"):
-        output.backward() if is_queued else engine.flush()
+        engine.flush() if moment == "before it leaves" else output.backward()
 
 
 def test_fault_16_two_models_in_one_process_share_nothing():
