@@ -50,17 +50,6 @@ def test_groups_come_back_while_backward_is_in_layers_that_stay(layers, prefetch
     assert run_followed(layers=layers, prefetch_bytes=prefetch_bytes) == misses
 
 
-def test_what_several_ops_saved_is_let_go_of_once():
-    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20))
-    sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
-    h = sites(lambda one, other: one * other, w * 2, w * 3)  # two storages leave
-    with sites.watched():
-        h = h * h + h.sin()  # three saves of one storage
-    h.backward(torch.ones_like(h))
-    assert engine.finish_step().prefetch_misses == 2
-    engine.close()
-
-
 def test_the_device_holds_no_more_than_where_forward_ended():
     # The gradient that is under way is no activation; what is called back takes the place of what was let go.
     assert run(layers=6, prefetch_bytes=2 * NBYTES)[1] <= 0

@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +20,19 @@ STEPS = 4
 MICROBATCHES = 3
 SIZE = 48
 NBYTES = SIZE * SIZE * 4
+
+
+class OneAtATime(CpuDevice):
+    """Refuses a copy that a thread queues while another queues one."""
+
+    is_copying = False
+
+    def copy_bytes(self, **names):
+        assert not self.is_copying
+        self.is_copying = True
+        time.sleep(1e-4)  # another thread goes on
+        super().copy_bytes(**names)
+        self.is_copying = False
 
 
 class Training:
@@ -112,7 +126,7 @@ def train_together(engines: list[OffloadEngine]) -> None:
 
 
 @pytest.mark.usefixtures("_switch_often")
-@DEVICES
+@pytest.mark.parametrize("make_device", [OneAtATime, DelayedCpuDevice])
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one engine", "an engine each"])
 def test_threads_that_train_at_once_give_the_bits_of_one_thread_without(is_shared, make_device):
     engines = [make_tight_engine(make_device, threads=1 + is_shared) for _ in range(1 if is_shared else 2)]
