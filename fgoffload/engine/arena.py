@@ -26,8 +26,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from fgoffload.engine.device import Device, Event, HostSlab
+from fgoffload.engine.device import Device, Event, HostSlab, as_normal_tensors
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, get_bytes, round_up
+from fgoffload.engine.host_memory import HostBudget
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
@@ -79,7 +80,8 @@ class _Place:
         """Return a new one of `looks`."""
         if len(self.looks) >= MAX_LOOKS:
             self.looks.clear()
-        look = self.looks[dtype, size] = self.parts[0].view(dtype).view(size)
+        with as_normal_tensors():
+            look = self.looks[dtype, size] = self.parts[0].view(dtype).view(size)
         return look
 
 
@@ -140,7 +142,7 @@ class HostArena:
 
     Args:
         device: Gives the slabs.
-        budget_bytes: The most bytes of all slabs together.
+        budget: The most bytes of all slabs together, a number of bytes where this arena has it alone.
         slab_bytes: The most bytes of a slab, but for what is missing for one block.
         min_part_bytes: Of the parts of a block all but the last are as large as this; None leaves all blocks in one part.
     """
@@ -149,13 +151,13 @@ class HostArena:
         self,
         device: Device,
         *,
-        budget_bytes: int,
+        budget: HostBudget | int,
         slab_bytes: int = MAX_SLAB_BYTES,
         min_part_bytes: int | None = None,
     ) -> None:
         self._device = device
-        self.budget_bytes = budget_bytes
-        """The most bytes of all slabs together."""
+        self._budget = HostBudget(budget) if isinstance(budget, int) else budget
+        self._budget.add(self)
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
@@ -170,6 +172,11 @@ class HostArena:
         self._used_bytes = 0
         self.peak_bytes = 0
         """The most bytes in use at any time, alignment included."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes: an equal part of the budget for each arena that shares it. One may take more while others take less."""
+        return self._budget.part_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -274,14 +281,15 @@ class HostArena:
 
     def _grow(self, missing_bytes: int) -> bool:
         reserved_bytes = self.reserved_bytes
-        left_bytes = (self.budget_bytes - reserved_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        left_bytes = self._budget.left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if missing_bytes > left_bytes:
             return False
         step_bytes = self._slab_bytes
         if self._min_part_bytes is not None:
             step_bytes = min(step_bytes, max(MIN_SLAB_BYTES, round_up(int(reserved_bytes * GROWTH_FRACTION))))
         size_bytes = min(max(missing_bytes, step_bytes), left_bytes)
-        self._slabs.append(self._device.allocate_host(size_bytes))
+        with as_normal_tensors():
+            self._slabs.append(self._device.allocate_host(size_bytes))
         self._add(_FreeRange(len(self._slabs) - 1, 0, size_bytes, []))
         return True
 

@@ -122,6 +122,10 @@ class Device(abc.ABC):
             stream: Inside of `copying_on` for it: to switch costs the host half a copy, and who queues several does it once.
         """
 
+    def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Return whether `on_host` has the bytes of `tensor`, both uint8. The host waits for what the current stream queued."""
+        return torch.equal(on_host, tensor.to(on_host.device))
+
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
         """Return a context for `copy_bytes` on `stream`: one in which that is the current one, where it has to be."""
         return self.on(stream)
@@ -197,6 +201,11 @@ class CpuDevice(Device):
 
 _NO_CONTEXT = contextlib.nullcontext()
 """One for all, since it holds nothing."""
+
+
+def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
+    """Return a context for allocations that outlive inference mode: what is made inside it cannot be written outside."""
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
 
 
 class AcceleratorDevice(Device):

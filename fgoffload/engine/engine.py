@@ -17,18 +17,28 @@ from fgoffload.engine.arena import MIN_PART_BYTES, HostArena, HostBlock
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
-from fgoffload.engine.handles import FollowedHandle, Handle, KeptHandle, hold
-from fgoffload.engine.host_memory import get_default_budget_bytes
+from fgoffload.engine.handles import (
+    FollowedHandle,
+    Handle,
+    KeptHandle,
+    WrappedHandle,
+    find_local_tensor,
+    hold,
+    wrap_like,
+)
+from fgoffload.engine.host_memory import HostBudget, get_process_budget
 from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
 from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import Following, Region, Saving, add_mark, is_in_backward, is_inert
+from fgoffload.engine.region import Following, Region, Saving, add_mark, is_engine_hook, is_in_backward, is_inert
 from fgoffload.engine.reloads import Reloads
+from fgoffload.engine.rewrites import Rewrites
 from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import StayingStorages
 from fgoffload.engine.timing import StopWatch
+from fgoffload.engine.torch_internals import wrap_internals
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
@@ -47,7 +57,8 @@ class OffloadEngine:
         min_offloaded_numel: Elements. What all saves of a storage cover together stays when it is smaller.
         min_offloaded_bytes: The same in bytes; both must be reached.
         keep: The user's filter: a saved tensor for which it returns true stays.
-        host_budget_bytes: The most host memory; None takes a share of what is free now.
+        host_budget_bytes: The most host memory; None shares one budget with all other engines of the process that have none
+            of their own.
         is_timed: Measure copies and waits. It costs a few events more for each group, and `finish_step` waits for them.
     """
 
@@ -62,6 +73,7 @@ class OffloadEngine:
         host_budget_bytes: int | None = None,
         is_timed: bool = False,
     ) -> None:
+        wrap_internals(is_engine_hook)
         self.device = device
         self._policy = policy or TransferPolicy()
         self._rules = KeepRules(
@@ -71,7 +83,7 @@ class OffloadEngine:
         """Whether a tensor stays whatever else is saved of its storage, so that `save` need not be asked."""
         self.arena = HostArena(
             device,
-            budget_bytes=get_default_budget_bytes() if host_budget_bytes is None else host_budget_bytes,
+            budget=get_process_budget() if host_budget_bytes is None else HostBudget(host_budget_bytes),
             min_part_bytes=MIN_PART_BYTES,
         )
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
@@ -85,6 +97,7 @@ class OffloadEngine:
         self._watch = StopWatch(device) if is_timed else None
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self._reloads = Reloads(self._transfers, self._policy, staying=self._staying, observers=self.observers)
+        self._rewrites = Rewrites(device, self._transfers)
         self._counters = Counters()
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
@@ -229,8 +242,11 @@ class OffloadEngine:
 
     # Hooks: what autograd calls.
 
-    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
+    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
+        local = find_local_tensor(tensor)
+        if local is not None:
+            return WrappedHandle(self.save(local, lane=lane, group=group), wrap_like(tensor))
         with self._lock:
             place, stats = lane.place, None
             if group is not None:
@@ -247,26 +263,42 @@ class OffloadEngine:
             if reason is not None:
                 return _make_kept_handle(tensor, reason, place, stats)
             view = get_view(tensor)
-            stream = self.device.current_stream()
             saved = self._find_saved(key, contents, view)
             if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
                 # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
                 # its running statistics: a copy from before must not serve, and moving it again would free nothing.
                 self._staying.add(saved.storage, KeptReason.HELD)
                 return _make_kept_handle(tensor, KeptReason.HELD, place, stats)
-            if saved is None or not saved.is_ordered_on(stream):
-                before = saved
-                saved = SavedStorage(self._transfers, tensor, contents, place, stats or self._watched, owner=stream)
-                saved.lane = lane.place
-                if before is not None:
-                    saved.streams |= before.streams
-                self._saved[key] = weakref.ref(saved)
-            else:
-                saved.streams.add(stream)
+            saved = self._join_saved(saved, tensor, key, contents, lane=lane, group=group)
             saved.add(tensor, view)
             if group is not None:
                 group.add(saved)
-            return Handle(self, saved, view, lane=lane, group=group)
+            return Handle(self, saved, view, tensor, lane=lane, group=group)
+
+    def _join_saved(
+        self,
+        before: SavedStorage | None,
+        tensor: torch.Tensor,
+        key: int,
+        contents: Contents,
+        *,
+        lane: Lane,
+        group: Group | None,
+    ) -> SavedStorage:
+        """Return what `tensor` is one more save of: `before`, or a new one where that cannot serve."""
+        stream = self.device.current_stream()
+        if before is not None and before.is_ordered_on(stream):
+            before.streams.add(stream)
+            if before.state is not SavedState.RESIDENT:
+                self._rewrites.follow(before, tensor, lane.place if group is None else group.place)
+            return before
+        place, stats = (lane.place, self._watched) if group is None else (group.place, group.stats)
+        saved = SavedStorage(self._transfers, tensor, contents, place, stats, owner=stream)
+        saved.lane = lane.place
+        if before is not None:
+            saved.streams |= before.streams
+        self._saved[key] = weakref.ref(saved)
+        return saved
 
     def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> FollowedHandle | KeptHandle:
         """Return the handle for a tensor that autograd saves in a stretch that is only followed.
@@ -434,7 +466,9 @@ class OffloadEngine:
         if saved.state is not SavedState.RESIDENT:
             stats.shared_bytes += saved.size_bytes
             return None
-        saved.check_unchanged("it left for the host")
+        if saved.find_change("it left for the host") is not None:
+            stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
+            return None  # perhaps no backward wants it; one that does is told
         if self._rules.is_too_small(saved):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None

@@ -1,6 +1,17 @@
-"""Handles: what autograd holds in place of the tensors that it saved, and gets them back through."""
+"""Handles: what autograd holds in place of the tensors that it saved, and gets them back through.
 
-from typing import TYPE_CHECKING
+[Note: Which tensor is handed back]
+While the bytes are on the device, a saved tensor that requires no gradient is handed back as the very object that was saved,
+with its Python attributes, as plain torch does: autograd may take over as a gradient what nobody else refers to, and it counts
+references to the object. What was reloaded is one object for all who take the same view of it, for the same reason. A saved
+tensor that requires a gradient is held detached, since one with its graph could close a reference cycle; torch puts it into an
+object of its own in any case, see [Note: A gradient that is a saved tensor].
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -8,6 +19,7 @@ from fgoffload.engine.geometry import View
 from fgoffload.engine.identity import get_version, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage, find_change
+from fgoffload.engine.torch_internals import peek_transform
 from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
@@ -18,7 +30,7 @@ if TYPE_CHECKING:
 class Handle:
     """What a saved tensor is packed into, where its storage may move."""
 
-    __slots__ = ("_engine", "_group", "_lane", "_saved", "_view")
+    __slots__ = ("_attributes", "_engine", "_group", "_lane", "_origin", "_saved", "_view")
 
     @property
     def place(self) -> Place:
@@ -26,8 +38,18 @@ class Handle:
         return self._lane.place if self._group is None else self._group.place
 
     def __init__(
-        self, engine: "OffloadEngine", saved: SavedStorage, view: View, *, lane: "Lane", group: "Group | None"
+        self,
+        engine: "OffloadEngine",
+        saved: SavedStorage,
+        view: View,
+        tensor: torch.Tensor,
+        *,
+        lane: "Lane",
+        group: "Group | None",
     ) -> None:
+        # See [Note: Which tensor is handed back].
+        self._origin = None if tensor.requires_grad else weakref.ref(tensor)
+        self._attributes = None if tensor.requires_grad else tensor.__dict__ or None
         self._engine = engine
         self._saved = saved
         self._view = view
@@ -36,7 +58,39 @@ class Handle:
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd, its bytes as they were saved."""
-        return self._engine.take(self._saved, self._view, self._lane, self._group)
+        taken = self._engine.take(self._saved, self._view, self._lane, self._group)
+        if self._origin is not None:
+            origin = self._origin()
+            if origin is not None and self._saved.is_on_device:
+                return origin
+            if self._attributes and taken is not origin:
+                taken = taken.clone()  # others take the same object without these attributes
+                taken.__dict__.update(self._attributes)
+        return taken
+
+
+class WrappedHandle:
+    """What a tensor subclass is packed into whose inner tensor may move.
+
+    Args:
+        inner: Of the inner tensor.
+        wrap: Makes the subclass again.
+    """
+
+    __slots__ = ("_inner", "_wrap")
+
+    def __init__(self, inner: "Handle | KeptHandle | WrappedHandle", wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._inner = inner
+        self._wrap = wrap
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor was saved."""
+        return self._inner.place
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor for autograd, its bytes as they were saved."""
+        return self._wrap(self._inner.take())
 
 
 class KeptHandle:
@@ -107,20 +161,45 @@ class FollowedHandle:
         return self._kept.take()
 
 
-Packed = Handle | KeptHandle | FollowedHandle
+Packed = Handle | KeptHandle | FollowedHandle | WrappedHandle
 """What pack hooks return."""
 
 
 def hold(tensor: torch.Tensor, place: Place) -> KeptHandle:
-    """Return a handle for a tensor of any kind that was saved at `place` and stays on the device."""
+    """Return a handle for a tensor of any kind that was saved at `place` and stays on the device.
+
+    See [Note: Which tensor is handed back].
+    """
     version = get_version(tensor)
-    if is_of_leaf(tensor):
+    if is_of_leaf(tensor) or peek_transform() is not None:
         return KeptHandle(tensor, version, None, place)  # as torch does: a leaf has no graph, and may be given other data
+    kept = tensor.detach() if tensor.requires_grad else tensor
     if type(tensor) is not torch.Tensor or not has_bytes(tensor):
-        return KeptHandle(tensor.detach(), version, None, place)
+        return KeptHandle(kept, version, None, place)
     nbytes = tensor.untyped_storage().nbytes()
     if nbytes and tensor.numel() == 0:
         # An expert that gets no tokens saves an empty slice of the storage that all experts' tokens lie in, and would hold it.
-        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return KeptHandle(empty, get_version(empty), None, place)
-    return KeptHandle(tensor.detach(), version, nbytes, place)
+        kept = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return KeptHandle(kept, get_version(kept), None, place)
+    return KeptHandle(kept, version, nbytes, place)
+
+
+_LOCAL = "_local_tensor"
+
+
+def find_local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the plain tensor inside a `DTensor`, where `tensor` is one."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or type(tensor) is not kind or isinstance(tensor, torch.nn.Parameter):
+        return None
+    local = getattr(tensor, _LOCAL)  # `to_local` is an op with a graph
+    return local if type(local) is torch.Tensor else None
+
+
+def wrap_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that makes a `DTensor` like `tensor` of another local tensor."""
+    kind: Any = type(tensor)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    others = {name: getattr(tensor, name) for name in names if name != _LOCAL}
+    size, stride = tensor.size(), tensor.stride()
+    return lambda local: kind.__tensor_unflatten__({_LOCAL: local, **others}, context, size, stride)

@@ -5,8 +5,10 @@ sees only its own part of that tree, mounted at its root, and version 1 and vers
 """
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from fgoffload.errors import ConfigError
 from fgoffload.policy import HOST_SHARE
@@ -20,6 +22,57 @@ RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "S
 a Slurm task of its own."""
 
 _NO_LIMIT = 1 << 62
+
+
+class Reserving(Protocol):
+    """Something that takes host memory from a budget: an arena."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the system."""
+
+
+class HostBudget:
+    """The most host memory that some arenas take together.
+
+    Args:
+        total_bytes: Of all of them.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._arenas: weakref.WeakSet[Reserving] = weakref.WeakSet()
+
+    def add(self, arena: Reserving) -> None:
+        """Let `arena` take from this budget too, as long as it lives."""
+        self._arenas.add(arena)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that no arena has taken."""
+        return self.total_bytes - sum(arena.reserved_bytes for arena in self._arenas)
+
+    @property
+    def part_bytes(self) -> int:
+        """An equal part for each arena."""
+        return self.total_bytes // max(1, len(self._arenas))
+
+
+_process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
+"""By process, since a fork is another one. Memory is the process's, however many engines it has."""
+
+
+def get_process_budget() -> HostBudget:
+    """Return the budget that all engines of this process share; it is measured anew when none of them is left.
+
+    Raises:
+        ConfigError: As `get_default_budget_bytes`.
+    """
+    process = os.getpid()
+    budget = _process_budgets.get(process)
+    if budget is None:
+        budget = _process_budgets[process] = HostBudget(get_default_budget_bytes())
+    return budget
 
 
 def get_default_budget_bytes(*, root: Path = Path("/")) -> int:

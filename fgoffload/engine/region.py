@@ -11,8 +11,8 @@ and is used again after attention.
 
 [Note: When a region is inert]
 A region does nothing without grad mode; during a backward, where a recompute runs forward code again and its tensors are wanted
-at once; while `torch.jit` traces; where hooks are forbidden, as inside of `torch.func.grad`; and below hooks that are not the
-engine's. Only the innermost saved-tensor hooks run: a region inside a non-reentrant
+at once; while `torch.jit` traces; inside a `torch.func` transform, and wherever else hooks are forbidden; and below hooks that
+are not the engine's. Only the innermost saved-tensor hooks run: a region inside a non-reentrant
 checkpoint would take its tensors away from it, save them after all, and so undo the checkpoint.
 """
 
@@ -26,6 +26,7 @@ from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.handles import KeptHandle, Packed, hold
 from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import LedgerHook
+from fgoffload.engine.torch_internals import peek_transform
 
 if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine
@@ -49,8 +50,15 @@ def is_inert() -> bool:
     """Return whether a region that began here would have to leave everything alone. See [Note: When a region is inert]."""
     if not torch.is_grad_enabled() or _get_graph_task() != -1 or _is_tracing() or _find_forbidding_message() is not None:
         return True
+    if peek_transform() is not None:
+        return True
     hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-    return hooks is not None and not isinstance(hooks[0], (Saving, LedgerHook))
+    return hooks is not None and not is_engine_hook(hooks[0])
+
+
+def is_engine_hook(pack: Any) -> bool:
+    """Return whether a pack hook is the engine's own."""
+    return isinstance(pack, (Saving, LedgerHook))
 
 
 class Saving:
@@ -72,6 +80,8 @@ class Saving:
         # What never moves costs as little as it can: a linear of many experts saves a few dozen weights, and as many biases
         # that it does not have, while the device waits for the host.
         held: torch.Tensor | None = None
+        if peek_transform() is not None:
+            return hold(tensor, lane.place)  # any op on it, a copy for one, would be part of the transform
         if not engine.observers:
             if type(tensor) is torch.nn.Parameter:
                 held = tensor if tensor.is_leaf else tensor.detach()
@@ -118,7 +128,12 @@ class Following(Saving):
     def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle from which autograd gets the tensor back."""
         engine = self._engine
-        if engine.observers or type(tensor) is torch.nn.Parameter or engine.is_always_too_small(tensor):
+        if (
+            engine.observers
+            or type(tensor) is torch.nn.Parameter
+            or engine.is_always_too_small(tensor)
+            or peek_transform() is not None
+        ):
             return super().__call__(tensor)
         return engine.save_followed(tensor, lane=self.lane, seen=self._seen)
 
@@ -135,9 +150,7 @@ class Region(Saving):
 
         Only the first site of a lane needs one: that backward has left a site is known when it comes to the one before.
         """
-        if self.group.position == 0:
-            engine, lane, group = self._engine, self.lane, self.group
-            add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
+        mark_start(self._engine, self.lane, self.group, tensor)
 
     def saving(self) -> Saving:
         """Return the context in which what autograd saves goes to the group."""
@@ -158,7 +171,18 @@ class Region(Saving):
         engine, lane, group = self._engine, self.lane, self.group
         engine.end(lane, group, is_held=is_held)
         if tensor is not None:
-            add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
+            mark_end(engine, lane, group, tensor)
+
+
+def mark_start(engine: "OffloadEngine", lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+    """Put the start mark of `group` on `tensor`, the input of its site, where the lane needs one: see `Region.enter`."""
+    if group.position == 0:
+        add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
+
+
+def mark_end(engine: "OffloadEngine", lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+    """Put the end mark of `group` on `tensor`, an output of its site or of something behind it."""
+    add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
 
 
 def add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:

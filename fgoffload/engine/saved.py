@@ -3,9 +3,8 @@
 [Note: What owns what]
 Autograd's graph owns handles (`handles.py`); a handle owns its saved storage; a saved storage owns its host block and its
 device buffer. Groups and lanes know saved storages only weakly once they have been submitted. So whatever drops the graph, a
-backward, an exception or the end of a scope, gives everything back, in any order, and nothing is reset between steps. All
-tensors kept here are detached: one with its `grad_fn` would close a cycle through the graph, and memory would wait for Python's
-collector.
+backward, an exception or the end of a scope, gives everything back, in any order, and nothing is reset between steps. No tensor
+kept here has a `grad_fn`, which would close a cycle through the graph, and memory would wait for Python's collector.
 
 [Note: In which form bytes move]
 What moves is a stretch of the storage, from the first byte that a save reaches to the last. Nearly always one saved tensor is
@@ -22,7 +21,7 @@ import torch
 
 from fgoffload.engine.arena import HostBlock
 from fgoffload.engine.device import Event, Stream
-from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, choose_gathered, get_gathered_bytes, get_stretch
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, choose_gathered, get_gathered_bytes, get_stretch, rebuild
 from fgoffload.engine.identity import Contents, StorageRef, get_version
 from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
@@ -47,7 +46,7 @@ _ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
 class Reload:
     """A device buffer, and the streams that it has to do with."""
 
-    __slots__ = ("buffer", "filled", "is_dense", "owner", "taken_on", "version")
+    __slots__ = ("buffer", "filled", "is_dense", "owner", "taken_on", "version", "views")
 
     def __init__(self, buffer: torch.Tensor, filled: Event, owner: Stream, *, is_dense: bool) -> None:
         self.buffer = buffer
@@ -61,6 +60,8 @@ class Reload:
         """The compute streams that wait for `filled`, and may read the buffer since."""
         self.version: int | None = None
         """Of the buffer when the first tensor was taken from it; None before."""
+        self.views: dict[View, torch.Tensor] = {}
+        """What was taken, by view: one object each. See [Note: Which tensor is handed back]."""
 
     @property
     def is_ordered(self) -> bool:
@@ -153,6 +154,11 @@ class SavedStorage:
         return self._aliases.keys() or self._copied_views
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether the storage itself still has the bytes."""
+        return self.state in _ON_DEVICE
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the stretch that all views lie in."""
         return self.end - self.start
@@ -177,7 +183,7 @@ class SavedStorage:
         """Remember that autograd saved `tensor`, which looks at this storage through `view`."""
         if self.state not in _ON_DEVICE or view in self._aliases:
             return
-        self._aliases[view] = tensor.detach()
+        self._aliases[view] = tensor.detach() if tensor.requires_grad else tensor
         if view.start < self.start:
             self.start = view.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if view.end > self.end:
@@ -258,6 +264,15 @@ class SavedStorage:
         """
         self.state = SavedState.RESIDENT
         self.block = self.d2h_done = None
+
+    def return_to(self, tensor: torch.Tensor) -> None:
+        """Take the bytes from the storage again, on which `tensor` lies: what was copied is no longer what they are."""
+        if self._copied_views:
+            detached = tensor.detach()
+            bytes_now = detached.as_strided((self.contents.nbytes // detached.itemsize,), (1,), 0)
+            self._aliases = {view: rebuild(view, bytes_now, buffer_start=0) for view in self._copied_views}
+            self._copied_views = ()
+        self.recall()
 
     def drop_aliases(self) -> None:
         """Let go of the device memory: from here on the host block has the bytes."""

@@ -24,6 +24,7 @@ class KeptReason(enum.Enum):
     EMPTY = "no elements"
     TOO_SMALL = "below the minimum size"
     HOST_BUDGET = "the host budget is used up"
+    CHANGED = "changed in place after it was saved"
 
 
 class TimeKind(enum.Enum):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fgoffload.engine.arena import HostArena, HostBlock
-from fgoffload.engine.device import Device, Event, Stream
+from fgoffload.engine.device import Device, Event, Stream, as_normal_tensors
 from fgoffload.engine.geometry import View, gather, rebuild, scatter
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_version
@@ -54,14 +54,17 @@ class Transfers:
         self._observers = observers
         self._watch = watch
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self.in_flight_bytes = 0
-        """Bytes on their way to the host."""
         self.abandoned: collections.deque[Reload] = collections.deque()
         """Device buffers that nobody wants any more, and that other streams may still touch."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages whose saves autograd no longer wants, and whether they had left."""
         self._filling: list[torch.Tensor] = []
         """Buffers between the start of their copy and its event. What an exception leaves here is kept until `close`."""
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes on their way to the host."""
+        return sum(entry.size_bytes for entry in self._in_flight)
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
@@ -105,14 +108,12 @@ class Transfers:
         if watch is not None:
             watch.stop(start, d2h, stats, TimeKind.D2H)
         d2h_done = device.record_event(d2h)
-        size_bytes = 0
-        references = []
+        size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
+        references = [weakref.ref(saved) for saved, _ in leaving]
+        # First: an interrupt after it finds what is in flight, and one before it finds storages that have not left.
+        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         for saved, block in leaving:
             saved.leave(block, d2h_done)
-            size_bytes += saved.moved_bytes
-            references.append(weakref.ref(saved))
-        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
-        self.in_flight_bytes += size_bytes
         return size_bytes
 
     def poll(self) -> None:
@@ -194,8 +195,11 @@ class Transfers:
         elif reload.version != version:
             raise StateError(_say_changed(saved))
         if view is saved.whole or view == saved.whole:
-            return reload.buffer.detach()  # the usual case: the buffer was made for it
-        return rebuild(view, reload.buffer, buffer_start=saved.start)
+            return reload.buffer  # the usual case: the buffer was made for it
+        tensor = reload.views.get(view)
+        if tensor is None:
+            tensor = reload.views[view] = rebuild(view, reload.buffer, buffer_start=saved.start)
+        return tensor
 
     def drop_reloaded(self, saved: SavedStorage) -> None:
         """Let go of the device buffer of `saved`; the host block still has the bytes.
@@ -231,7 +235,6 @@ class Transfers:
         living = _list_living(entry)
         self._join(_unite_streams(entry, living), Hazard.SOURCE_STILL_USED)
         self._in_flight.popleft()  # only now: it may be all that holds a source that is still read, and a wait may raise
-        self.in_flight_bytes -= entry.size_bytes
         for saved in living:
             if saved.d2h_done is not entry.d2h_done:
                 continue  # it was called back since, and has perhaps left again
@@ -297,7 +300,8 @@ class Transfers:
 
     def _allocate(self, size_bytes: int, whole: View | None = None) -> torch.Tensor:
         """Return a device buffer: for the view `whole` if there is one, or else uint8 `[size_bytes]`."""
-        buffer = self._device.allocate_device(size_bytes) if whole is None else self._device.allocate_like(whole)
+        with as_normal_tensors():
+            buffer = self._device.allocate_device(size_bytes) if whole is None else self._device.allocate_like(whole)
         for ledger in self._observers:
             ledger.observe(buffer)
         return buffer

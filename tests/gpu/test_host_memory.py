@@ -35,7 +35,7 @@ def device() -> AcceleratorDevice:
 
 
 def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(device):
-    arena = HostArena(device, budget_bytes=2 * GIB)
+    arena = HostArena(device, budget=2 * GIB)
     before = read_resident_bytes()
     blocks = [arena.find_block(size_bytes) for size_bytes in (257 * MIB, 300 * MIB + 1, 513 * MIB)]
     reserved_bytes = arena.reserved_bytes
@@ -48,7 +48,7 @@ def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(devi
 
 
 def test_shapes_that_change_reuse_what_is_locked(device):
-    arena = HostArena(device, budget_bytes=GIB)
+    arena = HostArena(device, budget=GIB)
     whole = arena.find_block(200 * MIB)
     del whole
     reserved_bytes, before = arena.reserved_bytes, read_resident_bytes()
@@ -60,7 +60,7 @@ def test_shapes_that_change_reuse_what_is_locked(device):
 
 
 def test_a_block_of_several_parts_goes_out_and_comes_back_to_the_bit(device):
-    arena = HostArena(device, budget_bytes=GIB, slab_bytes=8 * MIB, min_part_bytes=MIB)
+    arena = HostArena(device, budget=GIB, slab_bytes=8 * MIB, min_part_bytes=MIB)
     blocks = [arena.find_block(4 * MIB) for _ in range(8)]
     del blocks[::2]
     block = arena.find_block(30 * MIB - 100)
@@ -85,7 +85,7 @@ def test_a_block_of_several_parts_goes_out_and_comes_back_to_the_bit(device):
 
 
 def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
-    arena = HostArena(device, budget_bytes=64 * MIB, slab_bytes=64 * MIB)
+    arena = HostArena(device, budget=64 * MIB, slab_bytes=64 * MIB)
     block = arena.find_block(64 * MIB)
     block.buffer.fill_(7)
     target = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
@@ -107,7 +107,7 @@ def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
 
 
 def test_closing_waits_for_a_copy_that_still_reads(device):
-    arena = HostArena(device, budget_bytes=64 * MIB, slab_bytes=64 * MIB)
+    arena = HostArena(device, budget=64 * MIB, slab_bytes=64 * MIB)
     block = arena.find_block(64 * MIB)
     block.buffer.fill_(7)
     target = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)

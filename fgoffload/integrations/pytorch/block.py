@@ -9,17 +9,13 @@ import torch
 from fgoffload.engine import is_inert
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice
-from fgoffload.integrations.pytorch.forward import Forward, SizedSaving
+from fgoffload.integrations.pytorch.forward import BlockSaving, Forward
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import check_tag
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.units import MIB, check_bytes
+from fgoffload.units import check_bytes
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_GROUP_BYTES = 64 * MIB
-"""Bytes. At 50 GB/s to the host this is 1.3 ms of copies: long against what it costs the host to start a group, tens of
-microseconds, and an eighth of what prefetch brings back ahead by default, so that it runs ahead evenly."""
 
 
 def saved_tensors(
@@ -74,8 +70,7 @@ class SavedTensors(EngineOwner):
         if group_bytes is not None and check_bytes(group_bytes, name="group_bytes") <= 0:
             raise ConfigError(f"group_bytes {group_bytes} is not above 0. Give bytes, or None for the default of 64 MiB.")
         super().__init__(config, device=device, name="saved tensors", tags=(tag,))
-        quarter = self.config.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES
-        self.group_bytes = group_bytes or min(DEFAULT_GROUP_BYTES, quarter)
+        self.group_bytes = group_bytes or self.group_bytes
         self._tag = tag
         self._entries = _Entries()
 
@@ -94,7 +89,7 @@ class SavedTensors(EngineOwner):
             self._entries.open.append(None)
             return
         engine = self.get_engine()
-        forward = Forward(self, engine, hook=SizedSaving(self, engine, tag=self._tag, group_bytes=self.group_bytes))
+        forward = Forward(self, engine, hook=BlockSaving(self, engine, tag=self._tag, group_bytes=self.group_bytes))
         forward.begin()
         self._entries.open.append(forward)
 

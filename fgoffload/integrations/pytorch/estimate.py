@@ -9,7 +9,7 @@ import torch
 
 from fgoffload.engine import Device, Group, HostSlab, KeptReason, Lane, OffloadEngine
 from fgoffload.engine.device import Event, Stream
-from fgoffload.engine.handles import Handle, KeptHandle
+from fgoffload.engine.handles import Handle, KeptHandle, WrappedHandle
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
 from fgoffload.engine.saved import SavedState
@@ -203,7 +203,7 @@ class _FollowingEngine(OffloadEngine):
         self._fates: dict[int, _Fate] = {}
         self.is_always_too_small = lambda tensor: False  # what stays is followed too
 
-    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle:
+    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
         """Do as always, and note whether the storage of `tensor` stays."""
         before = {} if group is None else dict(group.stats.kept_bytes)
         handle = super().save(tensor, lane=lane, group=group)

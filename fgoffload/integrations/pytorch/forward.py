@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
-from fgoffload.engine.handles import Handle, Packed, hold
-from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks, is_in_backward
+from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
+from fgoffload.engine.handles import Handle, Packed, WrappedHandle, hold
+from fgoffload.engine.identity import get_key
+from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks, is_in_backward, mark_end, mark_start
+from fgoffload.engine.torch_internals import get_sequence_number
 from fgoffload.integrations.pytorch.outputs import find_tensor
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
@@ -72,7 +74,75 @@ class UncompiledSaving(Saving):
 
 
 class SizedSaving(UncompiledSaving):
-    """Gives all that autograd saves to one group after another, each closed when it has grown to a size.
+    """Gives what autograd saves at one site to one group after another, each ended when it has grown to a size.
+
+    [Note: When a group that is full ends]
+    Some ops write what they save after autograd has saved it, and count no version: `rrelu` writes its noise so. Autograd
+    numbers its nodes, and makes the node of an op before it saves for it. So a group that is full is ended by the next save
+    with another number: the op that filled the group has returned, and its kernel is queued on a stream that the copy waits
+    for. What is full at the end is ended there.
+
+    Args:
+        engine: Moves the tensors.
+        lane: Of the microbatch.
+        tag: Of all groups.
+        layer: Of all groups; None counts the groups of the lane instead.
+        group_bytes: A group that has so many, or more, is full.
+    """
+
+    __slots__ = ("_group_bytes", "_layer", "_number", "_seen", "_size_bytes", "_tag")
+
+    def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, layer: int | None, group_bytes: int) -> None:
+        super().__init__(engine, lane, None)
+        self._tag = tag
+        self._layer = layer
+        self._group_bytes = group_bytes
+        self._number = 0
+        """Of the node that the last save was for."""
+        self._seen: set[int] = set()
+        self._size_bytes = 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, tensor: torch.Tensor) -> Packed:
+        """Return the handle from which autograd gets the tensor back."""
+        return self._pack(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        number, self._number = self._number, get_sequence_number()
+        if number != self._number and self._size_bytes >= self._group_bytes:
+            self.close_group()
+        if self.group is None:
+            self.open_group()
+        handle = Saving.__call__(self, tensor)  # not through the base: one call behind the compiler's back is enough
+        if isinstance(handle, (Handle, WrappedHandle)):
+            self._count(tensor)
+        return handle
+
+    def open_group(self) -> Group:
+        """Begin a group, and return it."""
+        layer = len(self.lane.groups) if self._layer is None else self._layer
+        self.group = self._engine.open_group(Site(chunk=0, layer=layer, tag=self._tag), self.lane)
+        return self.group
+
+    def close_group(self) -> Group | None:
+        """End the group that is being filled, and return it; None where there is none."""
+        group, self.group = self.group, None
+        self._seen.clear()
+        self._size_bytes = 0
+        if group is not None:
+            self._engine.end(self.lane, group)
+        return group
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """Count the bytes of `tensor`, those of a storage once."""
+        key = get_key(tensor)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._size_bytes += tensor.numel() * tensor.element_size()
+
+
+class BlockSaving(SizedSaving):
+    """Saves for a block of code that has no site.
 
     What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once. What is saved after
     such a backward has begun is another microbatch, with a lane of its own: the one before would grow with every step of a
@@ -82,18 +152,14 @@ class SizedSaving(UncompiledSaving):
         owner: The block. It counts the microbatches.
         engine: Moves the tensors.
         tag: Of all groups.
-        group_bytes: A group that has so many, or more, leaves.
+        group_bytes: As for `SizedSaving`.
     """
 
-    __slots__ = ("_group_bytes", "_owner", "_seen", "_size_bytes", "_tag")
+    __slots__ = ("_owner",)
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, tag: str, group_bytes: int) -> None:
-        super().__init__(engine, begin_lane(owner), None)
+        super().__init__(engine, begin_lane(owner), tag=tag, layer=None, group_bytes=group_bytes)
         self._owner = owner
-        self._tag = tag
-        self._group_bytes = group_bytes
-        self._seen: set[int] = set()
-        self._size_bytes = 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
@@ -102,41 +168,14 @@ class SizedSaving(UncompiledSaving):
             return hold(tensor, self.lane.place)
         if self.lane.away < len(self.lane.groups):
             self.renew_lane()
-        if self.group is None:
-            site = Site(chunk=0, layer=len(self.lane.groups), tag=self._tag)
-            self.group = self._engine.open_group(site, self.lane)
-        handle = Saving.__call__(self, tensor)  # not through the base: one call behind the compiler's back is enough
-        if isinstance(handle, Handle):
-            self._count(tensor)
-        return handle
+        return self._pack(tensor)
 
     def renew_lane(self) -> Lane:
-        """Let the group leave that is being filled, and return the lane to go on in: another where backward has begun on it."""
+        """End the group that is being filled, and return the lane to go on in: another where backward has begun on it."""
         self.close_group()
         if self.lane.away < len(self.lane.groups):
             self.lane = begin_lane(self._owner)
         return self.lane
-
-    def close_group(self) -> None:
-        """Let the group leave that is being filled, if there is one."""
-        group = self.group
-        if group is not None:
-            self._forget_group()
-            self._engine.end(self.lane, group)
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        """Count the bytes of `tensor`, those of a storage once, and let the group leave when it is large enough."""
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._seen:
-            self._seen.add(address)
-            self._size_bytes += tensor.numel() * tensor.element_size()
-        if self._size_bytes >= self._group_bytes:
-            self.close_group()
-
-    def _forget_group(self) -> None:
-        self.group = None
-        self._seen.clear()
-        self._size_bytes = 0
 
 
 class Forward:
@@ -148,7 +187,7 @@ class Forward:
         hook: Takes what is saved outside of regions; None watches it, so that it joins the groups whose storages it shares.
     """
 
-    def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: SizedSaving | None = None) -> None:
+    def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
         """The forward around this one."""
@@ -175,12 +214,11 @@ class Forward:
             layer = self.layers[-1] if self.layers else 0
         # What is saved after the region belongs behind it: the block's group ends here, early where there is no region.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
-        region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), lane)
-        if region is None:
+        if is_inert():
             return None
-        if given is not None:
-            region.enter(given)
-        return SavingRegion(region, UncompiledSaving(self._engine, lane, region.group))
+        group_bytes = self.owner.group_bytes
+        saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=group_bytes)
+        return SavingRegion(self._engine, saving, given)
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
@@ -193,21 +231,32 @@ class Forward:
 
 
 class SavingRegion:
-    """A region that forward is in: what autograd saves goes to its group until `close`."""
+    """A region that forward is in: what autograd saves goes to its groups until `close`.
 
-    __slots__ = ("_region", "_saving")
+    A long region, around many checkpoints for one, leaves in parts: were it one group, its first tensors would stay until
+    forward has left it, and all of it would return at once.
 
-    def __init__(self, region: Region, saving: Saving) -> None:
-        self._region = region
+    Args:
+        engine: Moves the tensors.
+        saving: Takes what is saved.
+        given: What goes in, for the start mark.
+    """
+
+    __slots__ = ("_engine", "_saving")
+
+    def __init__(self, engine: OffloadEngine, saving: SizedSaving, given: torch.Tensor | None) -> None:
+        self._engine = engine
         self._saving = saving
+        group = saving.open_group()
+        if given is not None:
+            mark_start(engine, saving.lane, group, given)
         saving.__enter__()
 
     def close(self, output: Any, *, is_failed: bool) -> None:
-        """Stop saving, and let the group leave unless there was a failure, with its end mark on a tensor in `output`.
-
-        Raises:
-            StateError: What the region saved was changed in place since.
-        """
-        self._saving.__exit__(None, None, None)
+        """Stop saving, and let the last group leave unless there was a failure, with its end mark on a tensor in `output`."""
+        saving = self._saving
+        saving.__exit__(None, None, None)
         if not is_failed:
-            self._region.end(find_tensor(output))
+            group, tensor = saving.close_group(), find_tensor(output)
+            if group is not None and tensor is not None:
+                mark_end(self._engine, saving.lane, group, tensor)

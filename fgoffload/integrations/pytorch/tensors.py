@@ -4,7 +4,7 @@ import torch
 
 from fgoffload.engine import Group, Lane, OffloadEngine
 from fgoffload.engine.geometry import round_up
-from fgoffload.engine.handles import Handle, KeptHandle, hold
+from fgoffload.engine.handles import Packed, hold
 from fgoffload.engine.saved import SavedState
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
@@ -57,7 +57,7 @@ class OffloadedTensor:
 
     __slots__ = ("_engine", "_group", "_handle", "_lane")
 
-    def __init__(self, handle: Handle | KeptHandle, *, engine: OffloadEngine | None, lane: Lane, group: Group | None) -> None:
+    def __init__(self, handle: Packed, *, engine: OffloadEngine | None, lane: Lane, group: Group | None) -> None:
         self._handle = handle
         self._engine = engine
         self._lane = lane

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 def make_arena(budget_bytes: int = 1 << 20, slab_bytes: int = 1 << 16, device: CpuDevice | None = None) -> HostArena:
-    return HostArena(device or CpuDevice(), budget_bytes=budget_bytes, slab_bytes=slab_bytes)
+    return HostArena(device or CpuDevice(), budget=budget_bytes, slab_bytes=slab_bytes)
 
 
 def test_a_block_has_the_bytes_asked_for_and_slabs_are_not_rounded_to_powers_of_two():
@@ -93,7 +93,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.budget_bytes = budget_units * 512
         self.arena = HostArena(
             self.device,
-            budget_bytes=self.budget_bytes + 100,  # the last 100 bytes are no unit
+            budget=self.budget_bytes + 100,  # the last 100 bytes are no unit
             slab_bytes=slab_units * 512,
             min_part_bytes=self.min_part_bytes,
         )
@@ -207,7 +207,7 @@ TestBlocksOfSeveralParts = SplittingArenaMachine.TestCase
 
 
 def make_split_arena(budget_units: int = 1 << 20, device: CpuDevice | None = None, *, part_units: int = 1) -> HostArena:
-    return HostArena(device or CpuDevice(), budget_bytes=budget_units * 512, slab_bytes=512, min_part_bytes=part_units * 512)
+    return HostArena(device or CpuDevice(), budget=budget_units * 512, slab_bytes=512, min_part_bytes=part_units * 512)
 
 
 def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():

@@ -120,7 +120,7 @@ class Training:
 
 
 def make_arena(**options: int) -> HostArena:
-    return HostArena(Unbacked(), **{"budget_bytes": 1 << 50, "min_part_bytes": MIN_PART_BYTES, **options})
+    return HostArena(Unbacked(), **{"budget": 1 << 50, "min_part_bytes": MIN_PART_BYTES, **options})
 
 
 def get_fragmentation(arena: HostArena) -> float:
@@ -146,7 +146,7 @@ def test_models_of_all_sizes_stay_below_a_tenth(name, steps):
 
 def test_a_budget_is_used_nearly_to_its_end_and_the_rest_stays_on_the_device():
     model = MODELS["hidden 4096, 8 wide experts"]
-    arena = make_arena(budget_bytes=4 * GIB)
+    arena = make_arena(budget=4 * GIB)
     training = Training(model, arena)
     for _ in range(40):
         training.run_step()

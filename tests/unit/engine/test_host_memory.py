@@ -207,7 +207,7 @@ def make_cuda_device(monkeypatch):
 
 def test_memory_is_locked_at_its_exact_size_and_unlocked_at_close(make_cuda_device):
     device, cudart = make_cuda_device(0)
-    arena = HostArena(device, budget_bytes=GIB)
+    arena = HostArena(device, budget=GIB)
     block = arena.find_block(300 * MIB + 1)
     assert sum(cudart.locked.values()) == arena.reserved_bytes == 300 * MIB + 512
     del block
@@ -217,7 +217,7 @@ def test_memory_is_locked_at_its_exact_size_and_unlocked_at_close(make_cuda_devi
 
 def test_memory_that_cannot_be_locked_is_one_clear_error_and_the_arena_goes_on(make_cuda_device):
     device, cudart = make_cuda_device(2)
-    arena = HostArena(device, budget_bytes=8 * MIB)
+    arena = HostArena(device, budget=8 * MIB)
     with pytest.raises(StateError) as caught:
         arena.find_block(6 * MIB)
     for part in ("could not lock 8.00 MiB", "returned 2", "--offload-host-budget", "ulimit -l"):

@@ -87,7 +87,7 @@ def test_a_checkpoint_in_the_block_saves_its_input_and_recomputes_as_always(use_
     def run(block) -> torch.Tensor:
         x.grad = None
         with block:
-            loss = checkpoint(lambda h: h.sin().exp(), x * 2, use_reentrant=use_reentrant).sum()
+            loss = checkpoint(lambda h: h.sin().exp(), x * 2, use_reentrant=use_reentrant).cos().sum()
             if is_backward_inside:
                 loss.backward()
         if not is_backward_inside:
@@ -96,7 +96,8 @@ def test_a_checkpoint_in_the_block_saves_its_input_and_recomputes_as_always(use_
 
     block = make_block(group_bytes=1)
     check_equal([run(torch.enable_grad())], [run(block)])
-    assert block.stats().d2h_bytes == ROW_BYTES
+    # The input of the cosine is the last that the block saves: a backward inside takes it before its group ends.
+    assert block.stats().d2h_bytes == (1 if is_backward_inside else 2) * ROW_BYTES
     block.close()
 
 

@@ -1,0 +1,80 @@
+"""Two private functions of torch that the engine wraps, so that offload changes nothing that plain torch allows.
+
+[Note: torch.func inside a region]
+`torch.func.grad`, `vjp`, `jacrev` and `hessian` switch saved-tensor hooks off while they run, and torch raises where hooks are
+already installed. Ours need not see what a transform saves, so they may be switched off: the wrapped function no longer asks
+for an empty stack where our hooks are on top of it. Nobody else's can lie below them, see [Note: When a region is inert].
+
+[Note: A gradient that is a saved tensor]
+A backward may return a tensor that it saved. Autograd takes such a tensor over as `.grad` where nobody else refers to it, which
+it decides by the reference count of the tensor object. Under hooks torch wraps a saved tensor that requires a gradient in a new
+object each time it is taken, so the count says "unused" although a parameter, or another gradient, has the same storage. A
+gradient that a custom function computes without `create_graph` never requires a gradient itself, so one that does is a saved
+tensor: it is cloned. Saved tensors that require no gradient are handed back as the object that was saved, or as one object for
+all who take it, and the count is right. Plain torch has neither problem, since it hands back the saved object itself.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+_autograd: Any = torch._C._autograd  # noqa: SLF001 - none of these has a public name
+
+get_sequence_number: Callable[[], int] = _autograd._get_sequence_nr  # noqa: SLF001
+"""Returns how many autograd nodes this thread has made: two saves with different numbers are of different ops."""
+
+peek_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+"""Returns the innermost `torch.func` transform that this thread is in, or None."""
+
+_IS_WRAPPED = "_fgoffload_is_wrapped"
+
+
+def wrap_internals(is_ours: Callable[[Any], bool]) -> None:
+    """Wrap both functions, once for the process.
+
+    Args:
+        is_ours: Whether a pack hook is the engine's.
+    """
+    if not hasattr(_autograd._saved_tensors_hooks_disable, _IS_WRAPPED):  # noqa: SLF001
+        _autograd._saved_tensors_hooks_disable = _let_ours_be_disabled(_autograd._saved_tensors_hooks_disable, is_ours)  # noqa: SLF001
+    for name in ("apply", "apply_boxed"):
+        function = getattr(BackwardCFunction, name, None)
+        if function is not None and not hasattr(function, _IS_WRAPPED):
+            setattr(BackwardCFunction, name, _clone_saved_tensors(function))
+
+
+def _let_ours_be_disabled(disable: Callable[[str, bool], None], is_ours: Callable[[Any], bool]) -> Callable[..., None]:
+    @functools.wraps(disable)
+    def disable_hooks(error_message: str, fail_if_non_empty: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch calls it
+        """Disable saved-tensor hooks. See [Note: torch.func inside a region]."""
+        if fail_if_non_empty:
+            hooks = _autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001 - while tracing too
+            fail_if_non_empty = hooks is None or not is_ours(hooks[0])
+        disable(error_message, fail_if_non_empty)
+
+    setattr(disable_hooks, _IS_WRAPPED, True)
+    return disable_hooks
+
+
+def _clone_saved_tensors(apply: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(apply)
+    def apply_backward(node: BackwardCFunction, *args: Any) -> Any:
+        """Run a custom function's backward. See [Note: A gradient that is a saved tensor]."""
+        gradients = apply(node, *args)
+        if torch.is_grad_enabled():
+            return gradients
+        if isinstance(gradients, tuple):
+            if any(isinstance(gradient, torch.Tensor) and gradient.requires_grad for gradient in gradients):
+                return tuple(map(_clone_saved, gradients))
+            return gradients
+        return _clone_saved(gradients)
+
+    setattr(apply_backward, _IS_WRAPPED, True)
+    return apply_backward
+
+
+def _clone_saved(gradient: Any) -> Any:
+    return gradient.clone() if isinstance(gradient, torch.Tensor) and gradient.requires_grad else gradient
