@@ -19,7 +19,6 @@ from fgoffload.engine.geometry import View
 from fgoffload.engine.identity import get_version, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage, find_change
-from fgoffload.engine.torch_internals import peek_transform
 from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def hold(tensor: torch.Tensor, place: Place) -> KeptHandle:
     See [Note: Which tensor is handed back].
     """
     version = get_version(tensor)
-    if is_of_leaf(tensor) or peek_transform() is not None:
+    if is_of_leaf(tensor):
         return KeptHandle(tensor, version, None, place)  # as torch does: a leaf has no graph, and may be given other data
     kept = tensor.detach() if tensor.requires_grad else tensor
     if type(tensor) is not torch.Tensor or not has_bytes(tensor):

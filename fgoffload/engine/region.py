@@ -80,8 +80,6 @@ class Saving:
         # What never moves costs as little as it can: a linear of many experts saves a few dozen weights, and as many biases
         # that it does not have, while the device waits for the host.
         held: torch.Tensor | None = None
-        if peek_transform() is not None:
-            return hold(tensor, lane.place)  # any op on it, a copy for one, would be part of the transform
         if not engine.observers:
             if type(tensor) is torch.nn.Parameter:
                 held = tensor if tensor.is_leaf else tensor.detach()
@@ -128,12 +126,7 @@ class Following(Saving):
     def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle from which autograd gets the tensor back."""
         engine = self._engine
-        if (
-            engine.observers
-            or type(tensor) is torch.nn.Parameter
-            or engine.is_always_too_small(tensor)
-            or peek_transform() is not None
-        ):
+        if engine.observers or type(tensor) is torch.nn.Parameter or engine.is_always_too_small(tensor):
             return super().__call__(tensor)
         return engine.save_followed(tensor, lane=self.lane, seen=self._seen)
 

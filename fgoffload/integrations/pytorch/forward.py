@@ -212,10 +212,10 @@ class Forward:
         """
         if layer is None:
             layer = self.layers[-1] if self.layers else 0
-        # What is saved after the region belongs behind it: the block's group ends here, early where there is no region.
-        lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         if is_inert():
             return None
+        # What is saved after the region belongs behind it: the block's group ends here.
+        lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         group_bytes = self.owner.group_bytes
         saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=group_bytes)
         return SavingRegion(self._engine, saving, given)

@@ -235,3 +235,13 @@ def test_memory_that_the_system_does_not_have_is_one_clear_error(make_cuda_devic
     with pytest.raises(StateError, match=r"no 2\.00 TiB|no \d+\.\d+ TiB of host memory") as caught:
         device.allocate_host(1 << 55)
     assert "--offload-host-budget" in str(caught.value)
+
+
+def test_all_engines_of_a_process_share_one_default_budget(monkeypatch):
+    monkeypatch.setattr("fgoffload.engine.host_memory.get_default_budget_bytes", lambda: 12 * MIB)
+    arenas = [OffloadEngine(device=CpuDevice()).arena for _ in range(3)]
+    assert sum(arena.budget_bytes for arena in arenas) == 12 * MIB
+    blocks = [arena.find_block(4 * MIB) for arena in arenas]
+    assert all(block is not None for block in blocks)
+    assert [arena.find_block(1) for arena in arenas] == [None] * 3
+    assert OffloadEngine(device=CpuDevice(), host_budget_bytes=MIB).arena.find_block(MIB) is not None

@@ -1,0 +1,302 @@
+"""What plain torch allows in and around a model, offload allows, with the same bits and the same sharing of memory."""
+
+import contextlib
+
+import pytest
+import torch
+from support.models import ALL
+from torch import nn
+from torch.nn import functional
+
+import fgoffload
+from fgoffload import StateError
+from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason
+
+pytestmark = pytest.mark.quick
+
+N = 64
+DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice])
+
+
+def make_block(device=None, **options):
+    return fgoffload.saved_tensors(ALL, device=device or "cpu", **{"group_bytes": 1, **options})
+
+
+def run_both(step, make_device=CpuDevice):
+    """Return what `step` returns without offload, and in a block whose every tensor is offloaded."""
+    plain = step(contextlib.nullcontext())
+    block = make_block(make_device())
+    offloaded = [step(block) for _ in range(2)]
+    moved_bytes = block.stats().d2h_bytes
+    block.close()
+    for found in offloaded:
+        assert len(plain) == len(found)
+        assert all(map(torch.equal, plain, found))
+    return moved_bytes
+
+
+class Half(torch.autograd.Function):
+    """`(weight * other).sum()`, whose gradients are the saved tensors themselves."""
+
+    @staticmethod
+    def forward(ctx, weight, other):
+        ctx.save_for_backward(weight, other)
+        return (weight * other).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight, other = ctx.saved_tensors
+        return other, weight if ctx.needs_input_grad[1] else None
+
+
+@DEVICES
+@pytest.mark.parametrize("is_block", [True, False])
+def test_nothing_is_copied_before_the_op_that_saved_it_has_run(is_block, make_device):
+    # rrelu saves its noise before it writes it, and counts no version.
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return functional.rrelu(functional.rrelu(x * 2, training=True).sin(), training=True).cos()
+
+    def step(context=None):
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+        with context or contextlib.nullcontext():
+            loss = model(x).sum()
+        loss.backward()
+        return x.grad
+
+    model = nn.Sequential(Noisy())
+    plain = step()
+    if is_block:
+        handle = make_block(make_device())
+        found = step(handle)
+    else:
+        config = fgoffload.TransferConfig(min_offloaded_bytes=0, prefetch_bytes=4 * N, host_budget_bytes=1 << 24)
+        handle = fgoffload.offload(model, ["0"], config, device=make_device())  # a region in parts of 64 elements
+        found = step()
+    stats = handle.stats()
+    assert stats.d2h_bytes >= 4 * 4 * N * N
+    assert sum(tag.groups for tag in stats.tags.values()) >= 4
+    assert torch.equal(plain, found)
+    handle.close()
+
+
+def share(one, other):
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("keeps", "group_bytes"), [(True, 1), (False, 1), (False, 1 << 20)], ids=["stay", "move", "move together"]
+)
+def test_no_gradient_shares_memory_with_anything_that_it_does_not_share_in_plain_torch(keeps, group_bytes, make_device):
+    def run(context):
+        weight, other, third = (nn.Parameter(torch.full((N, N), float(value))) for value in (1, 2, 3))
+        buffer, twin = torch.full((N, N), 4.0), torch.full((N, N), 5.0)
+        with context:
+            loss = Half.apply(weight, other)  # a parameter for each gradient
+            loss = loss + Half.apply(third, buffer)
+            fourth, fifth, sixth = (nn.Parameter(torch.ones(N, N)) for _ in range(3))
+            loss = loss + Half.apply(fourth, twin.detach()) + Half.apply(fifth, twin) + Half.apply(sixth, twin)
+            activation = nn.Parameter(torch.ones(N, N)) * 1
+            seventh, eighth = nn.Parameter(torch.ones(N, N)), nn.Parameter(torch.ones(N, N))
+            loss = loss + Half.apply(seventh, activation) + Half.apply(eighth, activation)
+            whole = torch.full((N + 1, N), 6.0)
+            ninth, tenth = nn.Parameter(torch.ones(N, N)), nn.Parameter(torch.ones(N, N))
+            piece = whole[1:]
+            loss = loss + Half.apply(ninth, piece) + Half.apply(tenth, piece)
+            loss = loss + (torch.ones(N + 1, N, requires_grad=True) * whole).sum()
+            loss = loss + torch.ones(N, N, requires_grad=True).sin().sum()  # ends the group before
+        loss.backward()
+        leaves = [weight, other, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth]
+        held = [*leaves, buffer, twin, activation, whole, piece]
+        gradients = [leaf.grad for leaf in leaves]
+        pairs = {
+            (index, number)
+            for index, gradient in enumerate(gradients)
+            for number, tensor in enumerate([*held, *gradients])
+            if tensor is not gradient and share(gradient, tensor)
+        }
+        return gradients, pairs
+
+    expected, expected_pairs = run(contextlib.nullcontext())
+    keep = (lambda tensor: True) if keeps else None
+    config = fgoffload.TransferConfig(min_offloaded_bytes=0, host_budget_bytes=1 << 24, keep=keep)
+    block = fgoffload.saved_tensors(config, device=make_device(), group_bytes=group_bytes)
+    found, pairs = run(block)
+    assert all(map(torch.equal, expected, found))
+    assert pairs <= expected_pairs
+    assert (block.stats().d2h_bytes == 0) is keeps
+    block.close()
+
+
+class WritesLogits(torch.autograd.Function):
+    """Writes its gradient over what it was given, as Liger's cross entropy does; torch counts no version."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        loss = logits.logsumexp(-1).sum()
+        logits.detach().numpy()[:] = logits.detach().softmax(-1).numpy()
+        ctx.save_for_backward(logits.detach())
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0] * gradient
+
+
+@DEVICES
+def test_what_an_uncounted_write_changes_comes_back_as_it_is_where_it_is_saved_again(make_device):
+    inputs = torch.linspace(-1, 1, N * N).view(N, N)
+
+    def step(context):
+        x = inputs.clone().requires_grad_()
+        with context:
+            logits = x * 2
+            log = logits.cosh()  # for a log: saves the logits, and is not in the loss
+            _ = log.sin()  # another op: what was saved before leaves now
+            loss = WritesLogits.apply(logits)
+            _ = loss.sin()
+        loss.backward()
+        return [x.grad]
+
+    assert run_both(step, make_device) > 0
+
+
+@DEVICES
+def test_a_storage_that_is_saved_again_and_was_not_written_moves_once(make_device):
+    def step(context):
+        x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+        with context:
+            h = x * 2
+            loss = (h.sin().cos() + h.exp().cosh()).sum()
+        loss.backward()
+        return [x.grad]
+
+    assert run_both(step, make_device) == 2 * 3 * 4 * N * N  # h, its sine and its exponential, which two ops save
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "grad of grad": lambda f, x: torch.func.grad(lambda v: torch.func.grad(lambda w: f(w).sum())(v).sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda v: f(v).sum())(x[0]),
+    "jvp of jvp": lambda f, x: torch.func.jvp(
+        lambda v: torch.func.jvp(f, (v,), (torch.ones_like(v),))[1], (x,), (torch.ones_like(x),)
+    )[1],
+    "vmap of jvp": lambda f, x: torch.func.vmap(lambda v: torch.func.jvp(f, (x,), (v,))[1])(torch.stack([x, x])),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_works_in_a_model_around_it_and_in_a_block(name):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.a(x)
+            return self.b(hidden.tanh() + TRANSFORMS[name](torch.sin, x.detach()).sum())
+
+    def step(model, context):
+        model.zero_grad()
+        with context:
+            loss = model(x).square().sum()
+            if name != "vmap":
+                loss = loss + TRANSFORMS[name](lambda v: model.b(model.a(v).tanh()).sin(), x).sum().square()
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    plain = step(Model(), contextlib.nullcontext())
+    model, block = Model(), make_block()
+    handle = fgoffload.offload(model, ["a", "b"], ALL)
+    for _ in range(2):
+        assert all(map(torch.equal, plain, step(model, contextlib.nullcontext())))
+    handle.close()
+    assert all(map(torch.equal, plain, step(Model(), block)))
+    block.close()
+
+
+def test_host_memory_that_was_taken_in_inference_mode_serves_a_training():
+    model = nn.Sequential(nn.Linear(N, N), nn.GELU())
+    handle = fgoffload.offload(model, ["*"], ALL)
+    x = torch.ones(N, N)
+    with torch.inference_mode():
+        moved = handle.offload_tensor(model(x))
+        assert moved.is_on_host
+        moved.reload()
+        del moved
+    model(x).sum().backward()
+    assert handle.stats().h2d_bytes > 0
+    handle.close()
+
+
+def test_attributes_of_a_saved_tensor_come_back_with_it():
+    class Scaled(torch.Tensor):
+        pass
+
+    class Scales(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            saved = [x.detach().sign().as_subclass(Scaled), x.detach().cos()]
+            for number, tensor in enumerate(saved):
+                tensor.scale = number + 2.0
+            ctx.save_for_backward(*saved)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * sum(tensor.scale for tensor in ctx.saved_tensors)
+
+    def step(context):
+        x = torch.ones(N, N, requires_grad=True)
+        with context:
+            loss = Scales.apply(x).sin().sum()
+        loss.backward()
+        return [x.grad]
+
+    assert run_both(step) > 0
+
+
+def test_a_saved_tensor_may_change_in_place_unless_a_backward_wants_it():
+    def run(context, *, wants):
+        x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+        with context:
+            load = x.exp()
+            load.detach().mul_(2)
+            loss = (x * x).sum() + (load.sum() if wants else 0)
+        loss.backward()
+        return x.grad
+
+    block = make_block(DelayedCpuDevice(), group_bytes=1 << 20)
+    assert torch.equal(run(contextlib.nullcontext(), wants=False), run(block, wants=False))
+    assert block.stats().tags["saved"].kept_bytes == {KeptReason.CHANGED.value: 4 * N * N}
+    with pytest.raises(StateError, match="changed in place"):
+        run(block, wants=True)
+    block.close()
+
+
+def test_a_long_region_leaves_and_returns_in_parts():
+    class Long(nn.Module):
+        def forward(self, x):
+            for _ in range(12):
+                x = x.sin()
+            return x
+
+    size_bytes = 4 * N * N
+    config = fgoffload.TransferConfig(
+        min_offloaded_bytes=0, window_bytes=2 * size_bytes, prefetch_bytes=4 * size_bytes, host_budget_bytes=1 << 24
+    )
+    model = nn.Sequential(Long())
+    handle = fgoffload.offload(model, ["0"], config)
+    (model(torch.ones(N, N, requires_grad=True) * 2)).sum().backward()
+    tag = handle.stats().tags["Long"]
+    assert tag.groups == 12
+    assert tag.prefetch_misses <= 1
+    handle.close()
