@@ -77,7 +77,7 @@ def check(training: Training, device: CpuDevice) -> None:
     else:
         handle = block = fgoffload.saved_tensors(config, device=device, group_bytes=training.group_bytes)
     found = train(training, model, block)
-    event('moved' if handle.stats().d2h_bytes else 'nothing')
+    event("moved" if handle.stats().d2h_bytes else "nothing")
     assert len(expected) == len(found)
     assert all(map(torch.equal, expected, found))
     assert list_shared(model) <= list_shared(plain)
