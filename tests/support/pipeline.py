@@ -7,6 +7,7 @@ Starting takes most of the time, so one start runs many trainings.
 
 import contextlib
 import dataclasses
+import gc
 import json
 import re
 import sys
@@ -147,6 +148,7 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     text = TextData.load()
+    gc.freeze()  # as in the tests' own process: a closed trainer collects garbage
     results = []
     for request in json.loads((folder / "request.json").read_text()):
         training = Training(**request)

@@ -1,7 +1,6 @@
 """From Megatron's flags to the model and the ranks of a plan."""
 
 import dataclasses
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags import name_flags, to_flag
-from fgoffload.integrations.megatron.model_flags import OWN_FLAGS, build_model_parser, list_unknown
+from fgoffload.integrations.megatron.model_flags import OWN_FLAGS, build_model_parser
 from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file, read_parallelism
-from fgoffload.integrations.megatron.other_flags import NOT_COVERED, WITHOUT_EFFECT
-from fgoffload.integrations.megatron.parallel_flags import FIELD_FLAGS
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
@@ -227,13 +223,6 @@ def test_experts_are_spread_over_as_many_ranks_as_that_takes():
     assert (parallelism.expert_parallel_size, parallelism.data_parallel_size, parallelism.world_size) == (4, 2, 8)
 
 
-def test_the_padding_of_the_vocabulary_follows_the_tensor_parallel_size():
-    assert read_shape("--tp 4 --sequence-parallel --etp 1").vocab_size == 1024
-    assert read_shape("--tp 4 --sequence-parallel --make-vocab-size-divisible-by 300").vocab_size == 1200
-    assert read_shape("--tp 2 --sequence-parallel --make-vocab-size-divisible-by 300").vocab_size == 1200
-    assert read_shape("--make-vocab-size-divisible-by 7").vocab_size == 1001
-
-
 def test_what_is_typed_wins_over_the_file():
     model, parallelism = read(typed=["--seq-length", "256", "--num-gpus", "2"], num_gpus=8)
     assert (model.seq_length, parallelism.world_size) == (256, 2)
@@ -292,18 +281,6 @@ def test_a_flag_that_there_has_to_be_is_asked_for(flag):
         read(base=leave_out(flag))
 
 
-def test_quick_geglu_without_fusion_is_refused_since_nobody_knows_what_it_saves():
-    quick = f"{LEAST} --ffn-hidden-size 256 --bf16 --quick-geglu"
-    assert read_shape("--bias-swiglu-fusion", base=quick).has_fused_activation
-    with pytest.raises(ConfigError, match="--no-bias-swiglu-fusion with --quick-geglu: what that activation saves"):
-        read_shape("--no-bias-swiglu-fusion", base=quick)
-
-
-def test_experts_without_a_width_are_refused():
-    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size is missing"):
-        read_shape("--num-experts 4", base=LEAST)
-
-
 def test_the_vocabulary_of_a_tokenizer_is_asked_for():
     assert read_shape(base=leave_out("--vocab-size")).vocab_size == 256  # bytes, as fgoffload train reads them
     with pytest.raises(ConfigError, match="--vocab-size is missing, and no tokenizer is opened"):
@@ -315,14 +292,6 @@ def test_flags_of_a_file_that_are_not_known_are_left_out_with_one_warning(caplog
     assert read(flags) == read()
     assert [record.message for record in caplog.records] == [
         "file.sh: a plan does not know --unheard-of, --no-masked-softmax-fusion, and is made without."
-    ]
-
-
-def test_a_misspelt_flag_of_a_file_is_warned_of_with_the_nearest(caplog):
-    read("--recompute-granularty full --log-intervall 1 --data-pth x --cuda-graph-scope attn --min-lrr 0")
-    assert [record.message for record in caplog.records] == [
-        "file.sh: a plan does not know --recompute-granularty (--recompute-granularity?), --log-intervall (--log-interval?), "
-        "--data-pth (--data-path?), --cuda-graph-scope, --min-lrr (--min-lr?), and is made without."
     ]
 
 
@@ -350,16 +319,6 @@ def test_a_flag_that_changes_what_no_plan_knows_is_refused_where_it_is_typed():
     for flag in ("--cuda-graph-impl", "--no-masked-softmax-fusion"):
         with pytest.raises(ConfigError, match=f"{flag} changes memory or times in a way that no plan knows. Leave it out."):
             read(typed=[flag])
-
-
-def test_a_flag_is_read_or_without_effect_or_not_covered_and_no_two_of_these():
-    words = [word for action in build_model_parser("test")._actions for word in action.option_strings]
-    assert set(words) & (WITHOUT_EFFECT | NOT_COVERED) == set()
-    assert set() == WITHOUT_EFFECT & NOT_COVERED
-    assert all(flag.startswith("--") and not flag.startswith("--no-") for flag in WITHOUT_EFFECT | NOT_COVERED)
-    assert list_unknown(["--load-optim", "--no-load-optim", "--offload-plan=x", "3", "--cuda-graph-impl"]) == [
-        "--cuda-graph-impl"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -423,12 +382,6 @@ def test_typed_flags_that_cannot_be_are_refused_and_the_command_line_is_named(ty
         read(typed=typed)
 
 
-def test_typed_flags_without_effect_on_a_plan_are_taken(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert read(typed=["--lr", "1e-3", "--seed", "3"]) == read()
-    assert caplog.records == []
-
-
 # Files.
 
 
@@ -444,20 +397,10 @@ def test_a_file_says_how_many_gpus_there_are(tmp_path):
     assert read_model_file(tmp_path / "mine.sh", typed=["--num-gpus", "8"])[1].world_size == 8
 
 
-def test_a_file_that_does_not_say_it_has_as_many_gpus_as_the_model_needs(tmp_path):
-    text = f"MODEL_ARGS=( {DENSE} --pp 2 )\n"
-    assert read_model_file(write(tmp_path / "mine.sh", text))[1].world_size == 2
-
-
 def test_a_file_whose_number_of_gpus_is_none_is_refused(tmp_path):
     text = f"NUM_GPUS=many\nMODEL_ARGS=( {DENSE} )\n"
     with pytest.raises(ConfigError, match=r"mine.sh: NUM_GPUS=many is no whole number. Give one, as in NUM_GPUS=1024."):
         read_model_file(write(tmp_path / "mine.sh", text))
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="No such file"):
-        read_model_file(tmp_path / "none.sh")
 
 
 def test_a_plan_needs_neither_torch_nor_megatron():
@@ -695,16 +638,3 @@ def test_the_defaults_are_those_of_megatrons_config(field, flag):
 def test_errors_name_flags_and_not_fields(flags, message):
     with pytest.raises(ConfigError, match=message):
         read(flags)
-
-
-def test_a_field_is_named_by_its_flag_as_a_whole_word():
-    fields = {"num_layers": "num_layers", "pipeline_layout": "pipeline_model_parallel_layout"}
-    message = name_flags("num_layers 8, pipeline_layout 'L', num_layers_in_first_pipeline_stage, --num-layers", fields)
-    assert message == "--num-layers 8, --pipeline-model-parallel-layout 'L', num_layers_in_first_pipeline_stage, --num-layers"
-
-
-def test_every_field_of_ranks_has_a_flag_or_comes_from_several():
-    fields = {field.name for field in dataclasses.fields(Parallelism)}
-    assert fields - set(FIELD_FLAGS) == {"data_parallel_size", "microbatches"}
-    known = {word for action in build_model_parser("test")._actions for word in action.option_strings}
-    assert {to_flag(flag) for flag in FIELD_FLAGS.values()} <= known
