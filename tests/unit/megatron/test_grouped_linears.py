@@ -64,14 +64,6 @@ def test_a_recompute_of_quantized_experts_keeps_the_whole_input_that_it_asked_fo
         assert experts.linear_fc2.save_original_input is True
 
 
-def test_linears_that_have_no_such_choice_get_none():
-    experts = types.SimpleNamespace(linear_fc1=types.SimpleNamespace(), linear_fc2=types.SimpleNamespace())
-    with Patches() as patches:
-        choose_saved_inputs(patches, experts, ["expert_fc1"])
-    assert not vars(experts.linear_fc1)
-    assert not vars(experts.linear_fc2)
-
-
 def test_the_sites_of_a_layer_choose_it():
     experts = build_experts(offload_expert_fc1=True)
     layer = types.SimpleNamespace(mlp=types.SimpleNamespace(experts=experts))

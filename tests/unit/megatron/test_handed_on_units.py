@@ -198,15 +198,6 @@ def test_what_a_hook_holds_is_there_again_as_a_copy(unit, compute_expected, give
     assert all(torch.equal(*pair) for pair in zip(held, before, strict=True))
 
 
-@pytest.mark.parametrize(("unit", "saves_whole"), [("moe_act", True), ("expert_fc1", True), ("attn_norm", False)])
-def test_the_second_linear_of_experts_saves_one_tensor_where_its_input_runs_again(unit, saves_whole, tmp_path):
-    with make_planned_trainer("grouped", {unit: R}, tmp_path) as trainer:
-        trainer.run_step()
-        linears = [layer.mlp.experts.linear_fc2 for layer in trainer.chunks[0].decoder.layers]
-        assert [linear.save_original_input for linear in linears] == [saves_whole, False]
-    assert [linear.save_original_input for linear in linears] == [False, False]
-
-
 def test_after_removal_the_users_are_as_they_were(tmp_path):
     with make_planned_trainer("grouped", {"attn_norm": R, "mlp_norm": R, "moe_act": R, "router": O}, tmp_path) as trainer:
         layer = trainer.chunks[0].decoder.layers[0]

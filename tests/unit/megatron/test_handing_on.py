@@ -9,11 +9,10 @@ import torch
 from support.tensors import assert_same_bits, leaf, without_the_cyclic_collector
 
 from fgoffload import StateError
-from fgoffload.engine import is_inert
 from fgoffload.engine.identity import StorageRef
 from fgoffload.engine.place import Place
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
-from fgoffload.integrations.megatron.handing_on import HandingOn, OpenReruns, save_input
+from fgoffload.integrations.megatron.handing_on import HandingOn, OpenReruns
 from fgoffload.integrations.megatron.reruns import Rerun
 
 pytest.importorskip("megatron.core.tensor_parallel.random")
@@ -141,26 +140,6 @@ def run_sum():
     return [loss.detach(), hidden.grad, weight.grad]
 
 
-def test_what_the_second_run_returned_goes_with_those_who_wanted_it():
-    made, seen = [], []
-
-    def watched(given):
-        result = normalize(given)
-        made.append(StorageRef(result))
-        return result
-
-    hidden = leaf(6, 16) * 1
-    hidden.register_hook(lambda gradient: seen.append([one.is_freed for one in made]))
-    rerun, output = begin(watched, hidden)
-    with rerun.handing_on():
-        product = output @ leaf(16, 4)
-    rerun.empty_outputs()
-    del output
-    product.register_hook(lambda gradient: rerun.run())
-    product.sum().backward()
-    assert seen == [[True, True]]
-
-
 def test_an_output_that_was_changed_in_place_before_its_use_is_kept(copied):
     def change(output):
         return output.mul_(1.5)
@@ -170,24 +149,6 @@ def test_an_output_that_was_changed_in_place_before_its_use_is_kept(copied):
     assert_same_bits(found, run_plainly(normalize, multiply, change=change))
     assert sizes == [6 * 16 * 4]
     assert not copied
-
-
-def test_an_output_of_which_a_part_was_changed_in_place_is_kept():
-    def change(output):
-        output[:2].mul_(1.5)
-        return output
-
-    assert_same_bits(run(normalize, multiply, change=change), run_plainly(normalize, multiply, change=change))
-    assert_same_bits(run(halve, multiply, change=change), run_plainly(halve, multiply, change=change))
-
-
-def test_an_output_that_is_changed_in_place_behind_its_use_is_handed_on_as_it_was_used():
-    def use(output, weight):
-        product = output @ weight
-        output.mul_(2)
-        return product
-
-    assert_same_bits(run(normalize, use), run_plainly(normalize, multiply))
 
 
 def test_who_holds_the_output_finds_a_copy_which_is_there_once(copied):
@@ -210,24 +171,6 @@ def test_who_holds_the_output_finds_a_copy_which_is_there_once(copied):
     assert copied == [6 * 16 * 4]
     assert states == [[False, True]]
     assert_same_bits(held, [normalize(leaf(6, 16).detach())])
-
-
-def test_who_saves_the_output_without_hooks_beside_one_with_them_gets_the_same(copied):
-    def train(*, again):
-        hidden, weight = leaf(6, 16), leaf(16, 4, seed=1)
-        given = hidden * 1
-        rerun, output = begin(normalize, given) if again else (None, normalize(given))
-        with rerun.handing_on() if again else contextlib.nullcontext():
-            product = output @ weight
-        product = product + output @ weight.cos()
-        if again:
-            rerun.empty_outputs()
-            product.register_hook(lambda gradient: rerun.run())
-        product.sum().backward()
-        return [hidden.grad, weight.grad]
-
-    assert_same_bits(train(again=True), train(again=False))
-    assert copied == [6 * 16 * 4]
 
 
 def test_a_second_backward_of_the_same_graph_computes_the_same():
@@ -278,33 +221,6 @@ def test_a_graph_that_is_dropped_frees_everything_at_once(has_run):
         assert alive() is None
 
 
-def test_a_forward_that_raises_leaves_nothing():
-    gc.collect()
-    reruns = OpenReruns()
-    with without_the_cyclic_collector():
-        rerun, output = begin(normalize, leaf(6, 16) * 1)
-        made = StorageRef(output)
-        reruns.open(rerun)
-        with contextlib.suppress(ArithmeticError), HandingOn(reruns.find_made(), PLACE):
-            del output
-            raise ArithmeticError
-        assert not is_inert()  # as below hooks that are not the engine's
-        del rerun
-        assert made.is_freed
-    assert not reruns.find_made()
-
-
-def test_a_graph_that_saved_nothing_of_it_holds_nothing_of_it():
-    weight = leaf(16, 4)
-    rerun, output = begin(normalize, leaf(6, 16) * 1)
-    made = StorageRef(output)
-    with rerun.handing_on():
-        product = weight.sin()
-    del rerun, output
-    assert made.is_freed
-    product.sum().backward()
-
-
 @pytest.mark.parametrize("is_parameter", [True, False])
 def test_a_weight_that_is_changed_behind_its_use_is_refused(is_parameter):
     weight = torch.nn.Parameter(torch.ones(16, 4)) if is_parameter else leaf(16, 4)
@@ -318,37 +234,6 @@ def test_a_weight_that_is_changed_behind_its_use_is_refused(is_parameter):
         product.sum().backward()
 
 
-def test_a_weight_gets_its_gradient_in_each_backward_of_the_same_graph():
-    weight = torch.nn.Parameter(torch.ones(16, 4))
-    rerun, output = begin(normalize, leaf(6, 16) * 1)
-    with rerun.handing_on():
-        product = (output @ weight).sum()
-    rerun.empty_outputs()
-    first = torch.autograd.grad(product, [weight], retain_graph=True)
-    assert_same_bits(first, torch.autograd.grad(product, [weight]))
-
-
-class SavesNoBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, part):
-        ctx.save_for_backward(hidden, weight, bias, part)
-        return hidden @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight, bias, part = ctx.saved_tensors
-        assert (bias.shape, part.shape) == ((0,), (0, 16))
-        return gradient @ weight.T, hidden.T @ gradient, None, None
-
-
-def test_what_is_empty_holds_nothing(copied):
-    def use(output, weight):
-        return SavesNoBias.apply(output, weight, torch.empty(0), output.detach()[2:2])
-
-    assert_same_bits(run(normalize, use), run_plainly(normalize, multiply))
-    assert not copied
-
-
 def test_backward_that_comes_another_way_runs_it_too():
     hidden, weight = leaf(6, 16), leaf(16, 4, seed=1)
     rerun, output = begin(normalize, hidden * 1)
@@ -357,46 +242,6 @@ def test_backward_that_comes_another_way_runs_it_too():
     rerun.empty_outputs()
     product.sum().backward()  # nothing calls `run`
     assert_same_bits([hidden.grad, weight.grad], run_sum()[1:])
-
-
-def test_what_is_not_of_it_goes_on_to_the_hooks_around():
-    packed, unpacked = [], []
-
-    def pack(tensor):
-        packed.append(tensor.shape)
-        return tensor.detach()
-
-    def unpack(tensor):
-        unpacked.append(tensor.shape)
-        return tensor
-
-    hidden, weight = leaf(6, 16), leaf(16, 4, seed=1)
-    rerun, output = begin(normalize, hidden * 1)
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), rerun.handing_on():
-        product = (output @ weight).sin()
-    rerun.empty_outputs()
-    product.sum().backward()
-    assert packed == [(16, 4), (6, 4)]
-    assert unpacked == [(6, 4), (16, 4)]
-
-
-class SavesBits(torch.autograd.Function):
-    """Multiplies, and saves its input as integers."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden.view(torch.int32), weight)
-        return hidden @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        bits, weight = ctx.saved_tensors
-        return gradient @ weight.T, bits.view(torch.float32).T @ gradient
-
-
-def test_a_look_of_another_type_is_saved_as_it_is(copied):
-    assert_same_bits(run(normalize, SavesBits.apply), run_plainly(normalize, multiply))
-    assert copied == [6 * 16 * 4]
 
 
 def test_reruns_that_are_in_use_together_are_told_apart():
@@ -436,28 +281,6 @@ def test_reruns_that_are_in_use_together_are_told_apart():
     assert_same_bits(train(again=True), train(again=False))
 
 
-def test_what_runs_again_from_what_runs_again_saves_nothing_of_it(copied):
-    hidden, weight = leaf(6, 16), leaf(16, 4, seed=1)
-    rerun, normed = begin(normalize, hidden * 1)
-    second = Rerun(lambda one: one.sin() * 1, (normed,), name="it", found=rerun.made)
-    with second:
-        active = normed.sin() * 1
-    second.note_outputs(active)
-    made = StorageRef(normed)
-    with second.handing_on():
-        product = active @ weight
-    second.empty_outputs()
-    rerun.empty_outputs()
-    del normed, active
-    assert made.is_freed
-    product.register_hook(lambda gradient: second.run())  # which has the first run too
-    product.sum().backward()
-    assert not copied
-    expected, factor = leaf(6, 16), leaf(16, 4, seed=1)
-    (normalize(expected * 1).sin() @ factor).sum().backward()
-    assert_same_bits([hidden.grad, weight.grad], [expected.grad, factor.grad])
-
-
 def test_below_hooks_of_others_nothing_is_handed_on():
     reruns = OpenReruns()
     rerun, output = begin(normalize, leaf(6, 16) * 1)
@@ -468,25 +291,3 @@ def test_below_hooks_of_others_nothing_is_handed_on():
     with torch.no_grad():
         assert not reruns.find_made()
     assert output is not None
-
-
-def test_an_input_that_is_not_made_again_is_saved_as_autograd_would():
-    hidden = leaf(6, 16) * 1
-    rerun, _ = begin(normalize, hidden)
-    saved = save_input(hidden, PLACE, rerun.made)
-    assert saved.take().data_ptr() == hidden.data_ptr()
-    with torch.no_grad():
-        hidden.add_(1)
-    with pytest.raises(StateError, match="that a test saved for backward was changed in place"):
-        saved.take()
-
-
-def test_a_second_run_that_returns_something_else_is_refused_though_nobody_holds_the_first():
-    remaining = iter((lambda one: one * 1, lambda one: one[:3] * 1))
-    rerun, output = begin(lambda one: next(remaining)(one), leaf(6, 16) * 1)
-    with rerun.handing_on():
-        product = output @ leaf(16, 4)
-    rerun.empty_outputs()
-    del output
-    with pytest.raises(StateError, match=r"over 192 bytes where forward returned torch.float32 over 384"):
-        product.sum().backward()

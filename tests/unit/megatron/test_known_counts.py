@@ -132,15 +132,3 @@ def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_co
         event.has_passed = True
     with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, and its forward \[3, 5\]"):
         function()
-
-
-def test_evaluation_and_what_runs_without_a_checkpoint_remember_nothing(moved, tmp_path):
-    with make_trainer(ALLTOALL, make_config("core_attn")) as trainer:
-        trainer.run_step()
-    assert moved == []
-    with make_trainer(ALLTOALL, make_plan(tmp_path, "moe")) as trainer:
-        trainer.run_step()
-        assert moved != []
-        moved.clear()
-        trainer.evaluate()
-    assert moved == []

@@ -213,15 +213,6 @@ def test_only_the_experts_of_expert_parallel_ranks_differ(name, two_processes):
     assert len([name for name in names if ".experts.local_experts." in name]) == 2 * 2  # experts, linears
 
 
-def test_tensor_parallel_ranks_share_each_sequence_and_hold_other_parts_of_the_weights(two_processes):
-    ranks, _ = two_processes["tensor_and_sequence_parallel"]
-    names = set(ranks[0].gradient_digests[0])
-    whole = {name for name in names if "norm" in name or "router" in name}
-    assert ranks[0].losses == ranks[1].losses
-    assert find_equal(ranks) == whole
-    assert {name.rpartition(".")[2] for name in names - whole} == {"weight"}
-
-
 def test_evaluation_changes_no_bit_of_the_training(text):
     with_evaluation = ONE_PROCESS["evaluation_between_steps"]
     alone = dataclasses.replace(with_evaluation, evaluates_before=())
@@ -230,12 +221,6 @@ def test_evaluation_changes_no_bit_of_the_training(text):
     assert [len(losses) for losses in found.evaluations] == [4, 4]
     # The first evaluation sees text that no step has seen, and the model has learned something by then.
     assert sum(found.evaluations[0]) / 4 < sum(found.losses[0]) / 4
-
-
-def test_the_batch_ramps_up_as_the_flag_says(text):
-    result = train(ONE_PROCESS["batch_that_ramps_up"].list_trainings()[0], text=text)
-    # START 1, INCREMENT 1, SAMPLES 3 up to 4: a sequence more for each that was seen, and all of them past the third.
-    assert [len(losses) for losses in result.losses] == [1, 2, 4, 4]
 
 
 def test_sequences_packed_into_one_do_not_see_each_other(text):

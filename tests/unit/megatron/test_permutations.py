@@ -5,20 +5,14 @@ from unittest import mock
 
 import pytest
 import torch
-from support.grouped_experts import GroupedLinear, grouped_experts
-from support.ticking import TickingCpuDevice
+from support.grouped_experts import grouped_experts
 from support.trainings import HIDDEN_BYTES, MOE, make_config, make_trainer, write_plan
 
 from fgoffload import Action, OffloadConfig
 from fgoffload.engine import ActivationLedger, region
-from fgoffload.engine.place import Place
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron import measured_layers, permutations, training
-from fgoffload.integrations.megatron.handing_on import OpenReruns
+from fgoffload.integrations.megatron import permutations, training
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.permutations import _Permutation, _Runs
-from fgoffload.integrations.megatron.recompute import find_units
-from fgoffload.integrations.megatron.token_gathers import TokenGathers
 from fgoffload.units import GIB
 
 pytest.importorskip("megatron.core.transformer.moe.experts")
@@ -90,41 +84,6 @@ def test_the_first_linears_input_is_gone_behind_it_in_the_layers_of_the_plan_alo
         model.output_layer.register_forward_pre_hook(lambda *_: gone.append([one.expired() for _, one in given[-2:]]))
         trainer.run_step()
     assert gone == [[True, False]] * 2
-
-
-def test_it_is_permuted_once_more_for_all_experts_together_and_twice_where_backward_comes_twice(tmp_path, monkeypatch):
-    with make_grouped_trainer({(0, "dispatch"): R}, tmp_path) as trainer:
-        trainer.run_step()
-        selected = []
-        select = torch.Tensor.index_select
-
-        def count(tensor, dim, index):
-            selected.append(index.numel())
-            return select(tensor, dim, index)
-
-        monkeypatch.setattr(torch.Tensor, "index_select", count)
-        trainer.run_step()
-    tokens = HIDDEN_BYTES // 4 // 32
-    # Two layers forward in each of two microbatches, and one of them in backward.
-    assert selected.count(TOP_K * tokens) == 2 * 3
-
-
-def test_the_first_linear_of_such_a_layer_saves_its_input_as_one_tensor(tmp_path):
-    with make_grouped_trainer({(0, "dispatch"): R}, tmp_path) as trainer:
-        trainer.run_step()
-        linears = [layer.mlp.experts.linear_fc1 for layer in trainer.chunks[0].decoder.layers]
-        assert [linear.save_original_input for linear in linears] == [True, False]
-    assert [linear.save_original_input for linear in linears] == [False, False]
-
-
-def test_below_hooks_of_others_it_permutes_once(tmp_path, monkeypatch):
-    selected = []
-    select = torch.Tensor.index_select
-    monkeypatch.setattr(torch.Tensor, "index_select", lambda *args: selected.append(args[2].numel()) or select(*args))
-    monkeypatch.setattr(permutations, "is_inert", lambda: True)
-    with make_grouped_trainer({(0, "dispatch"): R}, tmp_path) as trainer:
-        trainer.run_step()
-    assert selected.count(TOP_K * HIDDEN_BYTES // 4 // 32) == 2 * 2
 
 
 @pytest.mark.parametrize("part", ["experts", "experts.linear_fc1"])
@@ -199,20 +158,6 @@ def test_forwards_in_flight_and_forwards_that_fail_do_not_mix(train, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_what_it_runs_again_from_leaves_where_the_router_does(tmp_path):
-    with make_grouped_trainer({(0, "dispatch"): R, (0, "router"): O, (1, "router"): O}, tmp_path) as trainer:
-        trainer.run_step()
-        model = trainer.chunks[0]
-        given, gone = [], []
-        for layer in model.decoder.layers:
-            layer.mlp.router.register_forward_pre_hook(
-                lambda _, args: given.append(torch.multiprocessing.reductions.StorageWeakRef(args[0].untyped_storage()))
-            )
-        model.output_layer.register_forward_pre_hook(lambda *_: gone.append([one.expired() for one in given[-2:]]))
-        trainer.run_step()
-    assert gone == [[True, True]] * 2
-
-
 def test_what_it_runs_again_from_is_not_to_be_changed_in_place(tmp_path):
     def change(mlp, _):
         hidden = torch.ones(32, 2, 32).requires_grad_() * 1.0
@@ -270,20 +215,6 @@ def test_weights_of_a_layer_behind_frozen_ones_get_their_gradients(tmp_path):
     assert train_frozen({(0, "dispatch"): R}) == train_frozen({})
 
 
-@pytest.mark.parametrize(
-    ("flags", "has_unit"),
-    [
-        (GROUPED, True),
-        (GROUPED.replace("alltoall", "allgather"), False),
-        (f"{GROUPED} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", False),
-    ],
-)
-def test_which_layers_can_permute_again(flags, has_unit):
-    with stand_ins(), make_trainer(flags, None) as trainer:
-        units = [find_units(layer) for layer in trainer.chunks[0].decoder.layers]
-    assert [("dispatch" in one) for one in units] == [has_unit] * 2
-
-
 def measure_layer(flags):
     """Return the model of the first layer, as a measured step has it."""
     with stand_ins(), make_trainer(flags, OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=GIB)) as trainer:
@@ -297,127 +228,3 @@ def test_a_profile_offers_it_with_what_it_drops_and_what_runs_before_the_first_l
     assert [(tensors[name].tags, tensors[name].size_bytes) for name in unit.drops] == [(("expert_fc1",), TOP_K * HIDDEN_BYTES)]
     assert (unit.segments, unit.before, unit.keeps, unit.extra_bytes) == (("after router",), "expert_fc1", (), 0)
     assert unit.held == unit.drops
-
-
-@pytest.mark.parametrize("gather_s", [1e-9, 1e9])
-def test_a_profile_says_that_it_takes_what_a_gather_does_where_the_host_is_late_and_else_its_part_of_the_stretch(
-    gather_s, monkeypatch
-):
-    measured = []
-    monkeypatch.setattr(TokenGathers, "measure_seconds", lambda _, *sizes: measured.append(sizes) or gather_s)
-    layer = measure_layer(GROUPED)
-    unit = layer.find_unit("dispatch")
-    (stretch,) = (segment for segment in layer.segments if segment.name == "after router")
-    assert set(measured) == {(HIDDEN_BYTES, TOP_K * HIDDEN_BYTES)}
-    # Of seven parts that go through memory there, the sort by expert has four: it reads the two of each token and writes them.
-    expected_s = 1.2 * gather_s if gather_s < 1 else 3 / 7 * stretch.forward_s
-    assert (unit.forward_part, unit.extra_s) == (0.0, pytest.approx(expected_s))
-
-
-def test_a_gather_is_timed_once_for_each_size_and_draws_nothing_of_what_others_draw():
-    class Device(TickingCpuDevice):
-        events = 0
-
-        def record_event(self, stream, *, is_timed=False):
-            self.events += 1
-            self.now_s += 8.0  # between two events, of eight gathers
-            return self.now_s
-
-    device, before = Device(), torch.get_rng_state()
-    gathers = TokenGathers(device)
-    assert [gathers.measure_seconds(10_000, 30_000), gathers.measure_seconds(10_000, 30_000)] == [1.0, 1.0]
-    assert device.events == 8
-    assert gathers.measure_seconds(10_000, 20_000) == 1.0
-    assert device.events == 16
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_profile_offers_none_where_nobody_saves_what_it_would_run_again_from(monkeypatch):
-    list_tags = measured_layers._LayerBuilder._name_tensors
-
-    def leave_out_router(builder, run):
-        return {key: name for key, name in list_tags(builder, run).items() if key != run.input_keys["router"]}
-
-    monkeypatch.setattr(measured_layers._LayerBuilder, "_name_tensors", leave_out_router)
-    assert measure_layer(GROUPED).find_unit("dispatch") is None
-
-
-def test_experts_one_after_the_other_keep_their_tokens():
-    with make_trainer(f"{MOE} --moe-token-dispatcher-type alltoall", None) as trainer:
-        assert "dispatch" not in find_units(trainer.chunks[0].decoder.layers[0])
-
-
-def test_what_runs_again_is_there_until_all_parts_have_theirs_and_made_anew_for_another_backward():
-    runs = []
-
-    def permute(tokens):
-        runs.append(tokens.shape)
-        return tokens.flip(0)
-
-    hidden = torch.arange(12.0).reshape(2, 2, 3).clone().requires_grad_()
-    permutation = _Permutation(hidden, permute, Place(None, "a test"))
-    made = hidden.detach().reshape(4, 3).flip(0)
-    parts = [permutation.pack(one) for one in (made[:1], made[1:], made[4:])]
-    for count in (1, 2):
-        again = [part.take() for part in parts]
-        assert not any(one.requires_grad for one in again)
-        assert [one.tolist() for one in again] == [made[:1].tolist(), made[1:].tolist(), []]
-        assert runs == [(4, 3)] * count
-        assert permutation._again is None
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("fp8", "e4m3"),
-        ("fp4", "e2m1"),
-        ("moe_latent_size", 16),
-        ("moe_input_jitter_eps", 0.1),
-        ("moe_apply_probs_on_input", True),
-    ],
-)
-def test_quantized_projected_and_multiplied_tokens_are_kept(monkeypatch, field, value):
-    with stand_ins(), make_trainer(GROUPED, None) as trainer:
-        layer = trainer.chunks[0].decoder.layers[0]
-        assert permutations.can_permute_again(layer)
-        monkeypatch.setattr(layer.config, field, value, raising=False)
-        assert not permutations.can_permute_again(layer)
-
-
-def test_experts_that_leave_their_linears_to_an_op_fuser_keep_their_tokens(monkeypatch):
-    with stand_ins(), make_trainer(GROUPED, None) as trainer:
-        experts = trainer.chunks[0].decoder.layers[0].mlp.experts
-        monkeypatch.setattr(type(experts), "_make_fused_impl", None, raising=False)
-        assert "dispatch" not in find_units(trainer.chunks[0].decoder.layers[0])
-
-
-def test_a_forward_of_the_first_linear_leaves_nothing_to_another_and_no_hooks_where_it_fails():
-    def find_hooks(_, fails):
-        hooks = region._find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-        if fails:
-            raise ArithmeticError
-        return hooks
-
-    runs = _Runs(Place(None, "a test"), OpenReruns)
-    permute, end = runs.wrap_permutation(lambda *_: None), runs.wrap_end(lambda _: (torch.ones(2, 3),))
-    forward = runs.wrap_linear(find_hooks)
-    for fails in (False, True):
-        permute(mock.Mock(), torch.ones(2, 3))
-        end(None)
-        if fails:
-            with pytest.raises(ArithmeticError):
-                forward(None, fails)
-        else:
-            assert forward(None, fails) is not None
-        assert forward(None, False) is None  # noqa: FBT003 - as the linear has it
-
-
-def test_tokens_of_other_ranks_are_not_sent_again(monkeypatch):
-    with stand_ins(), make_trainer(GROUPED, None) as trainer:
-        layer = trainer.chunks[0].decoder.layers[0]
-        assert type(layer.mlp.experts.linear_fc1) is GroupedLinear
-        for name in ("ep_size", "tp_size"):
-            with monkeypatch.context() as patch:
-                patch.setattr(layer.mlp.token_dispatcher, name, 2)
-                assert "dispatch" not in find_units(layer)
-        assert "dispatch" in find_units(layer)

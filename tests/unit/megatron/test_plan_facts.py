@@ -13,9 +13,7 @@ from fgoffload.integrations.megatron.arguments import build_transformer_config, 
 from fgoffload.integrations.megatron.model_config import read_facts
 from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, TOKENS
-from fgoffload.planner import ModelShape, Parallelism, get_hardware, plan
 from fgoffload.planner.plan_facts import list_facts
-from fgoffload.units import GIB
 
 ARGUMENTS = BENCHMARKS.parents[1] / "arguments"
 
@@ -56,24 +54,6 @@ def test_the_recipe_of_fp8_is_a_fact_by_its_name_and_only_with_fp8(recipe):
         assert list_facts(*read_model_file(ARGUMENTS / "w2_moe.sh", typed=flags))[FP8_RECIPE] == expected
     assert read_facts(types.SimpleNamespace(fp8="e4m3", fp8_recipe=recipe))[FP8_RECIPE] == "blockwise"
     assert read_facts(types.SimpleNamespace(fp8=None, fp8_recipe=recipe))[FP8_RECIPE] == "none"
-
-
-def test_a_plan_of_bf16_is_refused_in_fp32():
-    read = read_argument_file(ARGUMENTS / "deepseek_v2_lite.sh", variables={})
-    without = [flag for flag in read if flag != "--bf16"]
-    made_for = list_facts(*read_model(read, source="bf16", num_gpus=8))
-    config = build_transformer_config(parse_arguments(without, source="fp32", typed=("--no-moe-permute-fusion",)), offload=None)
-    with pytest.raises(PlanError, match=r"^The plan was made for params_dtype_bytes 2, and this training has 4\."):
-        OffloadPlan(actions={}, made_for=made_for).check_made_for(read_facts(config))
-
-
-@pytest.mark.parametrize(("ranks", "planned"), [({}, None), ({"pipeline_parallel_size": 4}, 3)], ids=["one", "pipeline"])
-def test_microbatches_are_a_fact_where_a_pipeline_is_not_full(ranks, planned):
-    model, parallelism = read_model_file(ARGUMENTS / "tiny_moe.sh")
-    few = dataclasses.replace(parallelism, **ranks, microbatches=3)
-    assert list_facts(model, few).get(MICROBATCHES) == planned
-    full = dataclasses.replace(few, microbatches=4)
-    assert MICROBATCHES not in list_facts(model, full)
 
 
 @pytest.mark.parametrize(
@@ -121,21 +101,3 @@ def test_a_plan_for_other_experts_is_refused(field, value, difference):
     config = build_transformer_config(parse_arguments(read_argument_file(path, variables={}), source=path.name), offload=None)
     with pytest.raises(PlanError, match=rf"^The plan was made for {difference}\."):
         other.check_made_for(read_facts(config))
-
-
-def test_a_plan_of_the_python_call_says_what_it_was_made_for():
-    model = ModelShape(
-        name="two layers",
-        num_layers=2,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_attention_heads=8,
-        num_query_groups=8,
-        kv_channels=128,
-        vocab_size=32000,
-        seq_length=512,
-    )
-    ranks = Parallelism()
-    report = plan(model, ranks, get_hardware("h100"), budget_bytes=70 * GIB)
-    assert report.solution.plan.made_for == list_facts(model, ranks)
-    assert report.solution.plan.made_for["ffn_hidden_size"] == 4096

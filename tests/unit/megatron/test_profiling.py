@@ -6,22 +6,16 @@ import pytest
 import torch
 from support.trainings import HIDDEN_BYTES, MIXED, MOE, make_config, make_trainer, train
 
-from fgoffload import OffloadConfig, Site, StateError
-from fgoffload.engine import CpuDevice, Lane
-from fgoffload.integrations.link import QUICK_SIZES, measure_link
-from fgoffload.integrations.megatron import profiling
-from fgoffload.integrations.megatron.measured_layers import build_chunk
+from fgoffload import OffloadConfig
+from fgoffload.engine import CpuDevice
+from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.measured_units import (
-    LayerFacts,
     UnitForm,
     WatchedUnit,
     count_edges,
     keeps_bits,
-    list_watched,
-    watch_units,
 )
-from fgoffload.integrations.megatron.profiling import MeasurementState, StepMeasurement
-from fgoffload.integrations.megatron.recorder import StepRecorder
+from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.step_records import ModuleRecord
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.timing.profile import Profile, count_tag_bytes, make_rank_model, merge_alike
@@ -70,12 +64,6 @@ def get_layer(profile, number):
 
 def test_measuring_a_step_changes_no_bit_of_it_and_none_of_those_after(mixed):
     assert mixed[0] == train(MIXED, steps=3)[0]
-
-
-def test_the_first_step_can_be_measured_too():
-    bits, profile = measure(MIXED, measured=0)
-    assert bits == train(MIXED, steps=2)[0]
-    assert [layer.number for layer in profile.layers] == [0, 1]
 
 
 def test_every_site_is_a_stretch_in_the_order_of_forward(mixed):
@@ -127,27 +115,6 @@ def test_what_takes_longer_is_measured_to_take_longer(monkeypatch):
         assert segments["router"].backward_s < 0.02
 
 
-def test_what_the_device_waits_for_so_that_the_host_is_ahead_is_no_part_of_a_stretch_or_of_the_step(monkeypatch):
-    stalls = []
-
-    def stall(self, seconds):
-        stalls.append(seconds)
-        time.sleep(0.02)
-
-    monkeypatch.setattr(CpuDevice, "stall", stall)
-    counts = []
-    for size in (2, 6, 8):
-        stalls.clear()
-        _, profile = measure(MIXED.replace("--global-batch-size 4", f"--global-batch-size {size}"))
-        stretches = [segment for layer in profile.layers for segment in layer.model.segments]
-        assert all(segment.forward_s < 0.02 for segment in stretches)
-        assert profile.step_s < len(stalls) * 0.02
-        counts.append(len(stalls))
-    # Before each stretch of forward, in three microbatches at most.
-    assert counts[0] >= len(stretches) + 2
-    assert counts[1:] == [3 * counts[0], 3 * counts[0]]
-
-
 def test_bytes_are_those_of_the_tensors_that_each_module_keeps(mixed):
     _, profile = mixed
     dense = {tensor.name: tensor.size_bytes for tensor in get_layer(profile, 0).tensors}
@@ -165,116 +132,6 @@ def test_bytes_of_a_tag_are_those_that_the_engine_moves(tag, mixed):
     _, moved = train(MIXED, make_config(tag, min_offloaded_tensor_size=0), steps=2)
     counted = sum(count_tag_bytes(layer.model).get(tag, 0) for layer in mixed[1].layers)
     assert moved[tag] == 2 * counted  # microbatches
-
-
-class WeightedGate(torch.autograd.Function):
-    """Saves what it is given, as a fused activation does."""
-
-    @staticmethod
-    def forward(ctx, gate_and_up, probabilities):
-        ctx.save_for_backward(gate_and_up, probabilities)
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up * probabilities
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gate_and_up, probabilities = ctx.saved_tensors
-        return torch.zeros_like(gate_and_up), torch.zeros_like(probabilities)
-
-
-class SineByExpert(torch.autograd.Function):
-    """Saves a view of its input for each expert, as grouped linears do."""
-
-    @staticmethod
-    def forward(ctx, tokens):
-        ctx.save_for_backward(*tokens.split(4))
-        return tokens.sin()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.cat([part.cos() for part in ctx.saved_tensors]) * gradient
-
-
-@pytest.mark.parametrize("is_held", [False, True], ids=["made by the layer", "from another rank"])
-def test_the_parts_of_grouped_linears_are_the_storage_that_they_lie_in(is_held):
-    given = torch.ones(8, 16, requires_grad=True)
-    recorder = StepRecorder(CpuDevice(), memory=None)
-    with recorder.model(0), recorder.layer(0, 0, given):
-        region = recorder.find_region(Site(chunk=0, layer=0, tag="expert_fc1"), Lane(chunk=0, microbatch=0))
-        tokens = given if is_held else given * 2
-        with region.saving():
-            SineByExpert.apply(tokens).sum().backward()
-    (record,) = [record for run in recorder.runs if run.number == 0 for record in run.saved.values()]
-    assert list(record.tags) == ["expert_fc1"]
-    assert record.size_bytes == tokens.nbytes
-    assert record.is_held is is_held
-
-
-@pytest.mark.parametrize(
-    ("is_fused", "is_known", "dropped"),
-    # Fused, what it returns alone is dropped. Else both factors and what is multiplied by the probabilities are too, where it
-    # is known which of them it was given.
-    [(True, True, 1), (False, True, 4), (False, False, 1)],
-    ids=["fused", "unfused", "not entered"],
-)
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_an_activation_of_experts_that_runs_again_saves_what_it_was_given_alone(is_fused, is_known, dropped, is_quantized):
-    given = torch.ones(6, 16, requires_grad=True)
-    probabilities = torch.rand(6, 1, requires_grad=True) * 1
-    recorder = StepRecorder(CpuDevice(), memory=None)
-
-    def open_site(tag):
-        return recorder.find_region(Site(chunk=0, layer=0, tag=tag), Lane(chunk=0, microbatch=0))
-
-    with recorder.model(0), recorder.layer(0, 0, given):
-        gate_and_up = given * 2
-        region = open_site("moe_act")
-        region.enter(gate_and_up if is_known else gate_and_up.detach().to_sparse())  # which has no storage
-        with region.saving():
-            gate, up = gate_and_up.chunk(2, dim=-1)
-            if is_fused:
-                hidden = WeightedGate.apply(gate_and_up, probabilities)
-            else:
-                hidden = torch.nn.functional.silu(gate) * (up + 0.0) * probabilities
-        with open_site("expert_fc2").saving():
-            hidden.sin().sum().backward()
-    facts = LayerFacts(
-        chunk=0,
-        number=0,
-        kind="moe",
-        tags=("moe_act", "expert_fc2"),
-        units=("moe_act",),
-        watched=(),
-        wait=None,
-        is_quantized=is_quantized,
-    )
-    (layer,) = build_chunk(recorder, 0, [facts], lambda *_: 0.0).layers
-    unit = layer.model.find_unit("moe_act")
-    kept = [one.size_bytes for one in layer.model.tensors if one.name not in unit.drops]
-    assert len(unit.drops) == dropped
-    if is_known:
-        assert sorted(kept) == [probabilities.nbytes, gate_and_up.nbytes]
-    assert (unit.extra_bytes, unit.copy_bytes) == ((hidden.nbytes, 0) if is_quantized else (0, hidden.nbytes))
-
-
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_the_output_of_a_norm_is_copied_by_megatrons_checkpoint_alone(is_quantized, monkeypatch):
-    monkeypatch.setattr(profiling, "is_quantized", lambda config: is_quantized)
-    _, profile = measure(NORMED)
-    layer = get_layer(profile, 0)
-    seconds = {segment.name: segment.forward_s for segment in layer.segments}
-    for name in ("attn_norm", "mlp_norm"):
-        unit = layer.find_unit(name)
-        copied = (sum(seconds[segment] for segment in unit.segments), HIDDEN_BYTES)
-        always, by_flags = (unit.extra_s, unit.extra_bytes), (unit.copy_s, unit.copy_bytes)
-        assert (always, by_flags) == ((copied, (0, 0)) if is_quantized else ((0, 0), copied))
-
-
-def test_a_tensor_that_two_tags_save_is_one(mixed):
-    tensors = get_layer(mixed[1], 1).tensors
-    (shared,) = [tensor for tensor in tensors if "router" in tensor.tags and "shared_expert" in tensor.tags]
-    assert shared.size_bytes == HIDDEN_BYTES  # the norm's output
-    assert len({tensor.name for tensor in tensors}) == len(tensors)
 
 
 def test_what_the_loss_saves_is_there_with_the_loss_alone(mixed):
@@ -309,13 +166,6 @@ def list_units(profile, number):
     return {unit.name: unit for unit in get_layer(profile, number).units}
 
 
-def test_norms_are_offered_whatever_they_are_made_of(mixed, normed):
-    # The local RMS norm, of plain ops, and a layer norm, of one kernel: test_recompute.py shows that bits stay with both.
-    for profile in (mixed[1], normed[1]):
-        for number in range(2):
-            assert {"attn_norm", "mlp_norm"} <= list_units(profile, number).keys()
-
-
 @pytest.mark.parametrize(
     ("sums_gradients", "has_shared_input", "input_edges", "is_kept"),
     [(False, True, 2, True), (True, True, 2, False), (True, True, 1, True), (True, False, 2, True)],
@@ -325,15 +175,6 @@ def test_a_recompute_that_sums_gradients_is_offered_where_the_sum_is_the_same(
 ):
     unit = WatchedUnit("unit", torch.nn.Identity(), UnitForm.REFILL, has_shared_input, sums_gradients)
     assert keeps_bits(unit, ModuleRecord(input_edges=input_edges)) is is_kept
-
-
-@pytest.mark.parametrize(("fp8", "norms"), [(None, set()), ("hybrid", {"attn_norm", "mlp_norm"})])
-def test_checkpoints_sum_gradients_and_in_fp8_norms_are_checkpoints(fp8, norms):
-    with make_trainer(MIXED, None) as trainer:
-        layer = trainer.chunks[0].decoder.layers[0]
-        layer.config.fp8 = fp8
-        units = list_watched(layer, ("attn_norm", "core_attn", "mlp_norm", "mlp"))
-    assert {unit.name for unit in units if unit.sums_gradients} == {"core_attn", "mlp"} | norms
 
 
 def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):
@@ -353,54 +194,6 @@ def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):
     assert "shared_expert 1" not in moe["moe"]
 
 
-class Kernel(torch.autograd.Function):
-    """Saves what it is given, and returns a sum of it."""
-
-    @staticmethod
-    def forward(ctx, *tensors):
-        ctx.save_for_backward(*tensors)
-        return torch.stack([tensor.sum() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return tuple(torch.full_like(tensor, float(one)) for tensor, one in zip(ctx.saved_tensors, gradient, strict=True))
-
-
-class CopyingAttention(torch.nn.Module):
-    """Saves copies of key and value, and the query as it is."""
-
-    def forward(self, query, key, value):
-        return Kernel.apply(query, key * 1, value.contiguous())
-
-
-def test_what_a_unit_is_given_and_nobody_saves_is_kept_where_it_runs_again_whole():
-    # What the projection returns is freed in forward, and so is the key: another storage gets the name of each soon.
-    given = torch.ones(6, 8, requires_grad=True)
-    recorder, attention = StepRecorder(CpuDevice(), memory=None), CopyingAttention()
-    watched = WatchedUnit("core_attn", attention, UnitForm.CHECKPOINT, has_shared_input=False, sums_gradients=True)
-    handles = watch_units(lambda: recorder, [watched])
-    with recorder.model(0), recorder.layer(0, 0, given):
-        query, key, value = (given.repeat(1, 3) * 2).chunk(3, dim=-1)
-        query, key = query * 1, key * 1
-        with recorder.find_region(Site(chunk=0, layer=0, tag="core_attn"), Lane(chunk=0, microbatch=0)).saving():
-            attended = attention(query, key, value)
-        del query, key, value
-        others = [given.sum() * 1 for _ in range(500)]
-        (attended.sum() + Kernel.apply(*others).sum()).backward()
-    for handle in handles:
-        handle.remove()
-    facts = LayerFacts(
-        chunk=0, number=0, kind="dense", tags=("core_attn",), units=("core_attn",), watched=(watched,), wait=None
-    )
-    (layer,) = build_chunk(recorder, 0, [facts], lambda *_: 0.0).layers
-    unit = layer.model.find_unit("core_attn")
-    head_bytes = 6 * 8 * 4
-    # The key, and the storage of all three that the value is a view of. The query is saved anyway, and both copies go.
-    assert [one.size_bytes for one in unit.keeps] == [head_bytes + 3 * head_bytes]
-    sizes = {one.name: one.size_bytes for one in layer.model.tensors}
-    assert sorted(sizes[name] for name in unit.drops) == [head_bytes, head_bytes]
-
-
 @pytest.mark.parametrize(("groups", "kept_bytes"), [(4, 0), (2, 2 * HIDDEN_BYTES + HIDDEN_BYTES // 2)])
 def test_attention_with_groups_keeps_what_the_projections_return_where_it_runs_again(groups, kept_bytes):
     # Megatron's local attention saves the value as it is, a view of what the linear returned. With groups it saves a key and a
@@ -409,16 +202,6 @@ def test_attention_with_groups_keeps_what_the_projections_return_where_it_runs_a
     for number in range(2):
         kept = list_units(profile, number)["core_attn"].keeps
         assert sum(one.size_bytes for one in kept) == kept_bytes
-
-
-def test_where_experts_run_in_turn_backward_of_a_first_linear_has_what_is_behind_the_others():
-    _, profile = measure(MOE)
-    for number in range(2):
-        layer = get_layer(profile, number)
-        stretches = {segment.name: segment for segment in layer.segments}
-        behind = sum(one.size_bytes for one in layer.tensors if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
-        assert 0 < behind <= stretches["expert_fc1"].backward_extra_bytes
-        assert stretches["expert_fc2"].backward_extra_bytes < behind
 
 
 def test_first_linears_are_offered_with_what_they_hand_on():
@@ -458,25 +241,6 @@ def test_layers_that_are_alike_are_one_kind_to_the_simulator(normed):
     assert Profile.from_json(whole.to_json(), source="text") == whole
 
 
-def test_nothing_is_recorded_in_other_steps_and_an_early_question_is_an_error():
-    with make_trainer(MOE, AUTO) as trainer:
-        measurement = start_measurement(trainer)
-        with pytest.raises(StateError, match="no step was recorded"):
-            measurement.take_profile()
-        trainer.run_step()
-        assert measurement.state is MeasurementState.IDLE
-        with pytest.raises(StateError, match="no step was recorded"):
-            measurement.take_profile()
-
-
-def test_an_evaluation_is_not_recorded():
-    with make_trainer(MOE, AUTO) as trainer:
-        measurement = start_measurement(trainer)
-        measurement.request()
-        trainer.evaluate()
-        assert measurement.state is MeasurementState.WANTED
-
-
 def test_a_step_that_raised_is_recorded_anew():
     with make_trainer(MOE, AUTO) as trainer:
         measurement = start_measurement(trainer)
@@ -505,15 +269,6 @@ def test_the_hooks_are_gone_when_a_measurement_is_closed():
         assert attention._forward_pre_hooks
         measurement.close()
         assert not attention._forward_pre_hooks
-
-
-def test_a_link_is_measured_by_size():
-    link = measure_link(CpuDevice(), sizes=QUICK_SIZES)
-    assert [copy.size_bytes for copy in link.copies] == [64 * 1024, 16 * 1024 * 1024]
-    assert link.compute_slowdown == 0  # copies of the CPU run beside nothing
-    for copy in link.copies:
-        # Both ways at once means in turns here. A machine that does other things too may be slow at any time.
-        assert copy.duplex_bytes_per_s < 1.5 * min(copy.d2h_bytes_per_s, copy.h2d_bytes_per_s)
 
 
 class SlowLink(CpuDevice):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,8 +33,6 @@ from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_config, mak
 
 from fgoffload import IntegrationError, PlanError
 from fgoffload.engine.identity import StorageRef
-from fgoffload.integrations.megatron.site_table import SITES
-from fgoffload.tags import RECOMPUTE_UNITS
 
 checkpoints = pytest.importorskip("megatron.core.tensor_parallel.random")
 
@@ -133,49 +130,6 @@ def test_the_trainings_have_every_pair_of_neighbouring_choices(name):
     assert len(plans) < len(pairs) / 5
 
 
-def test_each_tag_and_each_unit_has_neighbours():
-    rows = {(name, action) for plans in PLANS.values() for plan in plans for (_, name), action in list_rows(plan)}
-    tags = {row.tag for row in SITES if row.since == "0.16.1"}
-    assert {name for name, action in rows if action.offloads} == tags
-    assert {name for name, action in rows if action.recomputes} == {unit.name for unit in RECOMPUTE_UNITS}
-    keep_their_input = {"attn_norm", "mlp_norm", "moe_act", "qkv_linear", "mlp_fc1", "expert_fc1"}
-    assert {name for name, action in rows if action is B} == keep_their_input
-
-
-def test_neighbours_follow_each_other_in_forward_and_over_the_end_of_a_layer():
-    found = {}
-    for name, model in MODELS.items():
-        sites = {tuple(pair)[:2] for pair in list_pairs(model.layers)}
-        found[name] = {(one[1], other[1]) for one, other in sites if one[0] == other[0]}
-        found[f"{name}, end"] = {(one[1], other[1]) for one, other in sites if one[0] != other[0]}
-    attention = set(itertools.pairwise(("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")))
-    latent = set(itertools.pairwise(("attn_norm", "qkv_linear", "mla_up_proj", "core_attn", "attn_proj", "mlp_norm")))
-    mlp = set(itertools.pairwise(("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"))) | {("mlp_norm", "mlp")}
-    experts = ("expert_fc1", "moe_act", "expert_fc2", "moe_combine")
-    moe, grouped = (
-        set(itertools.pairwise(("mlp_norm", "shared_expert", "router", *dispatch, *experts))) | {("mlp_norm", "moe")}
-        for dispatch in ((), ("dispatch",))
-    )
-    behind = ("attn_norm", "layer")
-    assert found == {
-        "dense, experts": attention | mlp | moe,
-        "dense, experts, end": set(itertools.product(("mlp_fc2", "mlp", "layer"), behind)),
-        "grouped experts, dense": attention | mlp | grouped,
-        "grouped experts, dense, end": set(itertools.product(("moe_combine", "moe"), behind)),
-        "latent attention": latent | mlp | moe,
-        "latent attention, end": set(itertools.product(("mlp_fc2", "mlp"), behind[:1])),
-    }
-
-
-@pytest.mark.parametrize("neighbour", [{(1, "core_attn"): O}, {(1, "moe"): R}], ids=str)
-@pytest.mark.parametrize("inputs", [K, O])
-def test_a_whole_layer_runs_again_beside_choices_further_on(neighbour, inputs, expected, tmp_path):
-    plan = {(0, "layer"): R, (0, "layer_input"): inputs, **neighbour}
-    found, moved = train_with_plan(MIXED, plan, tmp_path)
-    assert found == expected
-    assert (moved.get("layer_input", 0) > 0) == (inputs is O)
-
-
 def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons_flags_change(tmp_path):
     plan = {(layer, unit): R for layer in range(2) for unit in ("attn_norm", "mlp_norm", "core_attn")}
     expected = train(MOE, steps=1)[0]
@@ -217,35 +171,6 @@ def test_the_leaf_that_a_recompute_begins_with_is_gone_after_backward(unit, disp
         trainer.run_step()
         assert len(leaves) >= 4  # two layers, two microbatches
         assert [leaf.is_freed for leaf in leaves] == [True] * len(leaves)
-
-
-def test_megatrons_own_full_recompute_lets_go_of_its_leaves_too_beside_offload(monkeypatch):
-    flags = f"{MOE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    with make_trainer(flags, make_config("layer_input")) as trainer:
-        leaves = record_leaves(monkeypatch)
-        trainer.run_step()
-        assert [leaf.is_freed for leaf in leaves] == [True] * 4
-
-
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize(
-    ("recompute", "held"),
-    [
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", True),
-        (f"{SELECTIVE} moe", True),
-        # No dispatcher is in these.
-        (f"{SELECTIVE} shared_experts", False),
-    ],
-)
-def test_without_this_package_dispatchers_hold_the_last_leaf_of_each_layer(recompute, held, dispatcher, monkeypatch):
-    # What the planner counts for Megatron's own recompute.
-    with make_trainer(f"{SHARED} --moe-token-dispatcher-type {dispatcher} {recompute}", None) as trainer:
-        leaves = record_leaves(monkeypatch)
-        for _ in range(2):
-            leaves.clear()
-            trainer.run_step()
-            # Two layers, two microbatches: the second forward of a layer lets go of the first leaf.
-            assert [leaf.is_freed for leaf in leaves] == [True, True, not held, not held]
 
 
 def record_leaves(monkeypatch):
@@ -317,13 +242,3 @@ def test_remove_lets_the_layers_run_once_again(tmp_path):
         trainer.integration.remove()
         assert not layer.recompute_input_layernorm
         assert "forward" not in vars(trainer.chunks[0].decoder.layers[0])
-
-
-def test_checkpoints_inside_of_layers_are_no_layers():
-    # Megatron checkpoints its MLP, its attention and its shared experts with the function that it checkpoints layers with.
-    modules = "core_attn mlp shared_experts"
-    with make_trainer(f"{MIXED} {SELECTIVE} {modules}", make_config("attn_norm", "mlp_norm", "expert_fc1")) as trainer:
-        trainer.run_step()
-        sites = trainer.integration.list_sites()
-    assert {site.layer for site in sites} == {0, 1}
-    assert len(sites) == 5

@@ -18,7 +18,7 @@ from support.trainings import (
     train,
 )
 
-from fgoffload import IntegrationError, Site
+from fgoffload import IntegrationError
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -84,12 +84,6 @@ def test_a_layer_input_without_full_recompute_has_no_site():
         trainer.run_step()
 
 
-def test_the_layers_of_multi_token_prediction_have_sites_of_their_own():
-    with make_trainer(f"{MIXED} --mtp-num-layers 1", make_config("core_attn")) as trainer:
-        trainer.run_step()
-        assert trainer.integration.list_sites() == [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(3)]
-
-
 def test_tags_that_megatron_does_not_know_work_without_its_flag():
     with make_trainer(DENSE, make_config("mlp_act")) as trainer:
         assert not trainer.chunks[0].config.fine_grained_activation_offloading
@@ -109,17 +103,6 @@ def test_combine_moves_nothing_where_unpermute_saves_an_index_alone_and_says_so(
         torch.use_deterministic_algorithms(mode=False)
         trainer.run_step()
     assert "--offload-modules moe_combine moved nothing in the first step" in caplog.text
-
-
-def test_remove_takes_our_sites_out_of_the_modules():
-    with make_trainer(MIXED, make_config(*MIXED_TAGS)) as trainer:
-        trainer.run_step()
-        modules = [*trainer.chunks[0].modules()]
-        dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
-        assert any("forward" in vars(module) for module in modules)
-        trainer.integration.remove()
-        assert not any("forward" in vars(module) for module in modules)
-        assert not any("combine_preprocess" in vars(dispatcher) for dispatcher in dispatchers)
 
 
 def test_an_mlp_whose_linears_are_fused_into_ops_has_no_sites_of_ours():

@@ -1,14 +1,11 @@
 """Where forward of the model is over, the engine hears of it once, behind all layers."""
 
-import types
-
 import pytest
 import torch
 from support.trainings import DENSE, make_config, make_trainer
 
 from fgoffload import Action, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import OffloadEngine
-from fgoffload.integrations.megatron.layers import _find_ending_block
 from fgoffload.integrations.megatron.model_config import read_facts
 from fgoffload.integrations.megatron.schedule_call import ScheduleCall
 
@@ -106,17 +103,6 @@ def test_microbatches_that_grow_beyond_a_plan_in_the_middle_of_a_run_are_warned_
         f"--offload-plan {config.offload_plan}: The plan was made for microbatches 1, and this training has 2"
     ]
     assert found[0].endswith("It goes on, and may take more memory than the budget.")
-
-
-def test_where_layers_of_multi_token_prediction_have_a_stage_of_their_own_no_backward_is_expected_behind_them():
-    block, decoder = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    for model, expected in (
-        (types.SimpleNamespace(decoder=decoder, post_process=True), decoder),
-        (types.SimpleNamespace(decoder=decoder, mtp=block, post_process=True), block),
-        (types.SimpleNamespace(decoder=decoder, mtp=block, post_process=False), None),
-        (types.SimpleNamespace(decoder=decoder, post_process=False), None),
-    ):
-        assert _find_ending_block(model) is expected
 
 
 def test_a_block_behind_which_another_one_comes_is_not_the_end(groups):

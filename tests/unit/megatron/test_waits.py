@@ -74,16 +74,6 @@ def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wa
     assert happened == []
 
 
-def test_nothing_is_held_in_a_layer_without_a_wait(caplog):
-    with make_trainer(f"{DENSE} --global-batch-size 2", make_config("core_attn")) as trainer, caplog.at_level(logging.DEBUG):
-        inner = trainer.chunks[0].decoder.layers[0].mlp
-        inner.register_forward_pre_hook(lambda *_: logging.getLogger("test").debug("mlp"))
-        trainer.run_step()
-    lines = [record.getMessage() for record in caplog.records]
-    offloaded = next(index for index, line in enumerate(lines) if line.startswith("offload layers.0.core_attn"))
-    assert offloaded < lines.index("mlp")
-
-
 def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next_step_is_right():
     expected, _ = train(MOE)
     with make_trainer(MOE, make_config(*ATTENTION_TAGS, *EXPERT_TAGS)) as trainer:
@@ -150,18 +140,6 @@ def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_an
         exchange.run()
     assert exchange.happened == expected
     assert exchange.config.batch_p2p_sync == batch_p2p_sync
-
-
-def test_an_exchange_that_fails_leaves_the_config_as_it_was(monkeypatch):
-    exchange = Exchange(monkeypatch, batch_p2p_sync=True)
-
-    def fail(**_):
-        raise RuntimeError("the link is down")
-
-    monkeypatch.setattr(load_module("megatron.core.pipeline_parallel.p2p_communication"), "_batched_p2p_ops", fail)
-    with make_trainer(DENSE, make_config("core_attn")), pytest.raises(RuntimeError, match="the link is down"):
-        exchange.run()
-    assert exchange.config.batch_p2p_sync
 
 
 class Wire:
@@ -280,17 +258,6 @@ def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(pos
     assert writes.happened == ["write", "stream"]
     assert seen[0] is not bounds
     assert torch.equal(seen[0], bounds)
-
-
-def test_a_version_that_computes_with_lengths_on_the_device_gets_them_as_they_are(monkeypatch):
-    writes = PinnedWrites(monkeypatch)
-
-    def of_the_development_branch(t, cu_seqlens, freqs, max_seqlen=None):
-        return cu_seqlens
-
-    bounds = torch.tensor([0, 16])
-    assert waits._wrap_packed_rotary(of_the_development_branch)(None, bounds, None) is bounds
-    assert writes.happened == []
 
 
 @pytest.mark.parametrize(("loss", "is_refused"), [(1.0, False), (float("nan"), True)])
