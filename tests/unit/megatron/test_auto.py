@@ -6,7 +6,6 @@ import logging
 import re
 
 import pytest
-from support.pipeline import Training, run_trainings
 from support.trainings import HIDDEN_BYTES, MIXED, MOE, make_trainer, train
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
@@ -272,29 +271,6 @@ def test_all_processes_plan_again_when_one_is_above_the_budget(run_counted, monk
     found, budget_bytes, lines = run_counted([0], steps=4)
     assert found.planned[2].peak_bytes <= budget_bytes - 25_000 < found.planned[1].peak_bytes
     assert len(lines) == 1
-
-
-PIPELINE = f"{MOE} --num-layers 4 --global-batch-size 8 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
-LAYOUTS = {
-    "1F1B": (PIPELINE, "1400KiB"),
-    "interleaved": (f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1", "1500KiB"),
-    "data and expert parallel": (f"{MOE} --global-batch-size 8 --expert-model-parallel-size 2", "700KiB"),
-}
-
-
-def test_two_processes_plan_together_with_the_same_bits():
-    small = "--min-offloaded-tensor-size 16 --offload-window 16KiB --offload-prefetch 16KiB"
-    trainings = []
-    for flags, budget in LAYOUTS.values():
-        argv = f"{flags} --fine-grained-activation-offloading --offload-modules auto {small} --offload-memory-budget {budget}"
-        without = Training(tuple(argv.split()), steps=3, sets_weights=True)
-        trainings += [without, dataclasses.replace(without, offload=True)]
-    results = run_trainings(trainings, processes=2)
-    for name, expected, found in zip(LAYOUTS, results[::2], results[1::2], strict=True):
-        for rank, other in zip(found, expected, strict=True):
-            assert (name, rank.losses, rank.gradient_digests) == (name, other.losses, other.gradient_digests)
-        # The first stage has two microbatches in flight, and needs the room more.
-        assert sum(found[0].transfers.values()) > 0
 
 
 def test_all_processes_are_told_why_the_first_could_not_plan(monkeypatch):
