@@ -4,7 +4,7 @@ import pytest
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.model_shapes import read_assumptions
-from fgoffload.planner.memory.static_memory import ADAM, ParameterState
+from fgoffload.planner.memory.static_memory import ADAM
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.policy import TransferPolicy
@@ -51,12 +51,6 @@ def test_without_flags_all_is_as_megatron_has_it():
 )
 def test_a_flag_says_what_a_parameter_has_beside_its_weight(flags, expected):
     assert read_state(flags) == expected
-
-
-def test_without_an_optimizer_gradients_are_left_as_a_benchmark_has_them():
-    assert read_state("--bf16 --grad-reduce-in-bf16", has_optimizer=False) == (2, 0, 0)
-    assert read_state(AWARE, has_optimizer=False) == (4, 0, 0)
-    assert read("--bf16", typed="--grad-reduce-in-bf16").state == ParameterState(gradient_bytes=2)
 
 
 @pytest.mark.parametrize(

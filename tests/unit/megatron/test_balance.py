@@ -3,8 +3,6 @@
 import dataclasses
 from types import SimpleNamespace
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 from support.trainings import MOE, make_config, make_trainer
 
@@ -31,19 +29,6 @@ SIZES = {
 )
 def test_the_last_sites_stay(less_bytes, kept):
     assert [f"{site.layer}.{site.tag}" for site in choose_kept(SIZES, less_bytes=less_bytes)] == kept
-
-
-@hypothesis.given(st.lists(st.integers(0, 100), max_size=12), st.integers(0, 1000))
-def test_no_more_stays_than_asked_but_for_less_than_one_site(sizes, less_bytes):
-    moved = {Site(chunk=0, layer=layer, tag="x"): size for layer, size in enumerate(sizes)}
-    kept = choose_kept(moved, less_bytes=less_bytes)
-    kept_bytes = sum(moved[site] for site in kept)
-    if kept_bytes < less_bytes:
-        assert kept_bytes == sum(sizes)  # all there is
-    elif kept:
-        assert kept_bytes - moved[kept[-1]] < less_bytes
-    else:
-        assert less_bytes == 0
 
 
 @pytest.mark.usefixtures("parallel")

@@ -1,7 +1,6 @@
 """Models and configs before `apply`, after `remove`, copied, refused and partly frozen: the same bits, or an error at once."""
 
 import gc
-import logging
 import weakref
 
 import pytest
@@ -10,7 +9,6 @@ from support.trainings import DENSE, MIXED, MIXED_TAGS, make_config, make_traine
 
 from fgoffload import Action, IntegrationError
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -93,21 +91,6 @@ def test_a_config_that_was_made_before_apply_is_refused_at_the_first_forward_eac
             offload.remove()
 
 
-def test_a_config_with_megatrons_offload_of_layers_is_left_alone_and_one_with_other_tags_is_warned_about(caplog):
-    arguments = parse_arguments(DENSE.split(), source="test")
-    config_class = type(build_transformer_config(arguments, offload=None))
-    fields = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-    offload = megatron.apply(make_config("core_attn"))
-    try:
-        with ignore_expected_warnings():
-            other = config_class(**fields, cpu_offloading=True, cpu_offloading_num_layers=1)
-            assert not other.fine_grained_activation_offloading
-            config_class(**fields, fine_grained_activation_offloading=True, offload_modules=["moe_act"])
-        assert "offload_modules moe_act of a TransformerConfig has no effect" in caplog.text
-    finally:
-        offload.remove()
-
-
 def test_a_users_own_wrapper_around_ours_survives_remove():
     with make_trainer(DENSE, make_config("mlp_act")) as trainer:
         trainer.run_step()
@@ -122,14 +105,6 @@ def test_a_users_own_wrapper_around_ours_survives_remove():
         trainer.integration.remove()
         trainer.run_step()
     assert len(calls) == 2  # microbatches
-
-
-def test_a_plan_decides_what_leaves_whatever_tags_a_file_of_flags_names(tmp_path, caplog):
-    path = write_plan(tmp_path / "plan.json", {(0, "core_attn"): O})
-    with caplog.at_level(logging.INFO), make_trainer(DENSE, make_config("core_attn", "mlp_act", offload_plan=path)) as trainer:
-        trainer.run_step()
-        assert set(trainer.integration.last_step.tags) == {"core_attn"}
-    assert f"--offload-plan {path} decides what leaves: nothing of mlp_act does" in caplog.text
 
 
 @pytest.mark.parametrize("flags", [MIXED, f"{MIXED} --moe-token-dispatcher-type alltoall", f"{DENSE} --mtp-num-layers 1"])

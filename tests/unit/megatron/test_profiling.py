@@ -182,16 +182,6 @@ def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):
     assert "shared_expert 1" not in moe["moe"]
 
 
-@pytest.mark.parametrize(("groups", "kept_bytes"), [(4, 0), (2, 2 * HIDDEN_BYTES + HIDDEN_BYTES // 2)])
-def test_recomputed_attention_with_groups_keeps_the_outputs_of_the_projections(groups, kept_bytes):
-    # Megatron's local attention saves the value as it is, a view of what the linear returned. With groups it saves a key and a
-    # value for each head, and a checkpoint keeps what the linear returned, 4 + 2 + 2 heads of 4, and the key's two.
-    _, profile = measure(f"{NORMED} --group-query-attention --num-query-groups {groups}")
-    for number in range(2):
-        kept = list_units(profile, number)["core_attn"].keeps
-        assert sum(one.size_bytes for one in kept) == kept_bytes
-
-
 def test_edges_into_an_input_are_counted_through_the_graph_of_a_module():
     x = torch.ones(3, requires_grad=True) * 2
     assert count_edges([x.exp()], [x]) == 1

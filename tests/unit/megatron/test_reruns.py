@@ -269,39 +269,6 @@ def test_a_leaf_of_the_function_stays_and_gets_its_gradient():
     assert_same_bits([factor.grad], [expected.grad])
 
 
-def test_open_recomputes_are_told_apart():
-    def train(*, again):
-        open_reruns = OpenReruns()
-        hidden, weight = leaf(6, 16), leaf(16, 16, seed=1)
-        given, opened = hidden * 1, []
-
-        def make(function, tensor):
-            if not again:
-                return function(tensor)
-            rerun, output = begin(function, tensor, found=open_reruns.find_made())
-            open_reruns.open(rerun)
-            opened.append(rerun)
-            return output
-
-        def use(*tensors):
-            with HandingOn(open_reruns.find_made(), Place(None, "a test")) if again else contextlib.nullcontext():
-                return sum(one @ weight for one in tensors)
-
-        normed = make(normalize, given)
-        active = make(torch.sin, use(normed))
-        product = use(active, normed)
-        for rerun in reversed(opened):
-            open_reruns.close(rerun)
-            rerun.empty_outputs()
-        del normed, active
-        for rerun in opened:
-            product.register_hook(lambda gradient, rerun=rerun: rerun.run())
-        product.sum().backward()
-        return [hidden.grad, weight.grad]
-
-    assert_same_bits(train(again=True), train(again=False))
-
-
 def test_below_hooks_of_others_outputs_are_not_detached():
     open_reruns = OpenReruns()
     rerun, output = begin(normalize, leaf(6, 16) * 1)

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from support.attention import ReferenceAttention
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron import parallel
@@ -13,7 +12,7 @@ from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.forward_step import find_context_parallel_tokens
 from fgoffload.integrations.megatron.gradients import get_main_grad
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.microbatches import count_microbatches, find_length_multiple, iterate_microbatches
+from fgoffload.integrations.megatron.microbatches import iterate_microbatches
 from fgoffload.integrations.megatron.training import Trainer
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -79,23 +78,6 @@ def test_the_optimizer_is_adamw_over_the_sum_of_all_microbatches(text: TextData)
             assert parameter.grad is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"), [("", torch.bfloat16), ("--accumulate-allreduce-grads-in-fp32", torch.float32)], ids=["bf16", "fp32"]
-)
-def test_gradients_are_summed_in_the_type_that_the_flags_say(flags: str, dtype: torch.dtype, text: TextData) -> None:
-    with make_trainer(f"{DENSE} --bf16 {flags}", text) as trainer:
-        trainer.run_step()
-        assert {get_main_grad(parameter).dtype for parameter in trainer.parameters()} == {dtype}
-        assert {parameter.dtype for parameter in trainer.parameters()} == {torch.bfloat16}
-
-
-def test_each_evaluation_sees_another_part_of_the_text(text: TextData) -> None:
-    with make_trainer(DENSE.replace("--lr 1e-2", "--lr 0"), text) as trainer:
-        first, second = trainer.evaluate(), trainer.evaluate()
-    assert len(first) == len(second) == 2
-    assert set(first).isdisjoint(second)
-
-
 def test_nothing_of_a_training_stays_in_the_process(text: TextData) -> None:
     helper = load_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
     with make_trainer(f"{MOE} --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1", text) as trainer:
@@ -138,31 +120,6 @@ def test_lengths_differ_by_microbatch_and_not_by_rank(text: TextData) -> None:
     assert lengths != [tokens.shape[1] for tokens in take(flags, text, count=20, step=1)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "world_size", "multiple"),
-    [
-        ("", 1, 1),
-        ("--tensor-model-parallel-size 2", 2, 1),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 2),
-        ("--context-parallel-size 2", 2, 4),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4, 8),
-        ("--fp8-format hybrid", 1, 16),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --fp8-format hybrid", 2, 32),
-    ],
-)
-def test_lengths_are_multiples_of_what_ranks_cut_them_into(flags, world_size, multiple, text) -> None:
-    arguments = parse(f"{DENSE} {flags} --variable-seq-lengths --global-batch-size {2 * world_size}", world_size=world_size)
-    assert find_length_multiple(arguments) == multiple
-    found = list(iterate_microbatches(arguments, text, step=0, count=9, data_parallel_rank=0))
-    assert {microbatch.tokens.shape[1] % multiple for microbatch in found} == {0}
-
-
-def test_a_batch_that_ramps_up_counts_microbatches_of_this_rank() -> None:
-    arguments = parse(f"{DENSE} --global-batch-size 12 --rampup-batch-size 4 4 24", world_size=2)
-    counts = [count_microbatches(arguments, consumed_samples=samples) for samples in (0, 11, 12, 23, 24, 25, 1000)]
-    assert counts == [2, 2, 4, 4, 6, 6, 6]
-
-
 # Sequences that are packed, and sequences that ranks share.
 
 
@@ -187,18 +144,6 @@ def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: i
         ]
         taken.append(packed)
     assert torch.cat(taken).sort().values.tolist() == list(range(64))
-
-
-def test_the_reference_attention_computes_what_torchs_does() -> None:
-    config = type("Config", (), {"kv_channels": 8, "attention_dropout": 0.0})
-    attention = ReferenceAttention(config, 1, None, "self")
-    query, key, value = (torch.randn(10, 2, heads, 8) for heads in (4, 2, 2))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3),
-        *(tensor.repeat_interleave(2, dim=2).permute(1, 2, 0, 3) for tensor in (key, value)),
-        is_causal=True,
-    )
-    torch.testing.assert_close(attention(query, key, value, None), expected.permute(2, 0, 1, 3).flatten(2))
 
 
 # What cannot be.
@@ -233,11 +178,3 @@ def test_the_reference_attention_computes_what_torchs_does() -> None:
 def test_sizes_that_do_not_fit_are_refused(flags: str, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"x\.sh: .*{message}"):
         parse(f"{MOE} {flags}", world_size=world_size)
-
-
-def test_a_model_fits_on_as_many_processes_as_its_layers_and_its_experts_need() -> None:
-    assert parse(f"{MOE} --expert-model-parallel-size 2").world_size == 2
-    assert parse(f"{MOE} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --global-batch-size 4").world_size == 8
-    assert parse(f"{MOE} --tensor-model-parallel-size 2 --expert-model-parallel-size 2").world_size == 4
-    split = parse(f"{MOE} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1")
-    assert (split.world_size, split.data_parallel_size) == (2, 1)
