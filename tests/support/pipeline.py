@@ -148,13 +148,13 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     text = TextData.load()
-    gc.freeze()  # as in the tests' own process: a closed trainer collects garbage
     results = []
     for request in json.loads((folder / "request.json").read_text()):
         training = Training(**request)
         arguments = parse_arguments(training.argv, source="test", world_size=processes)
         with reference_attention() if training.has_reference_attention else contextlib.nullcontext():
             Trainer.initialize_parallel(arguments)
+            gc.freeze()  # a closed trainer collects garbage, which need not look through what was imported
             results.append(dataclasses.asdict(train(training, text=text, processes=processes)))
         load_module("megatron.core.parallel_state").destroy_model_parallel()
     (folder / f"result-{rank}.json").write_text(json.dumps(results))

@@ -178,19 +178,6 @@ def test_what_auto_cannot_do_is_refused(flags, budget, error, says, static_bytes
         run(f"{MIXED} {flags}", make_auto(budget(static_bytes)), steps=2)
 
 
-def test_remove_ends_recompute(monkeypatch):
-    choose(monkeypatch, lambda layer: {"core_attn": Action.RECOMPUTE})
-    with make_trainer(MIXED, make_auto(2**40)) as trainer:
-        attention = trainer.chunks[0].decoder.layers[0].self_attention
-        trainer.run_step()
-        assert not attention.checkpoint_core_attention
-        trainer.run_step()
-        assert attention.checkpoint_core_attention
-        trainer.integration.remove()
-        assert not attention.checkpoint_core_attention
-        assert not attention.core_attention._forward_pre_hooks
-
-
 class CountedMemory:
     """Replaces the allocator: a step takes its predicted bytes and some more."""
 

@@ -1,18 +1,15 @@
 """What runs again through Megatron's checkpoints without output: what they keep leaves, and is gone until backward."""
 
-import contextlib
 import types
 
 import pytest
 import torch
-from support.grouped_experts import make_experts
 from support.tensors import assert_same_bits, leaf
 from support.trainings import HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action
 from fgoffload.engine import is_in_backward
 from fgoffload.engine.identity import StorageRef
-from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.checkpoints import follow_checkpoints, save_inputs
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
 from fgoffload.integrations.megatron.handing_on import OpenReruns
@@ -78,45 +75,6 @@ def test_so_it_is_where_megatrons_own_flag_lets_norms_run_again():
     assert found == expected
     assert {tag: numbers.held_elsewhere_bytes for tag, numbers in stats.items()} == dict.fromkeys(NORMS, 0)
     assert gone == {tag: [True] * RUNS for tag in NORMS}
-
-
-def run_grouped_experts(offload=None):
-    """Let the activation of Megatron's grouped experts run again.
-
-    Returns:
-        The gradients, and for the activation's input whether backward began without it.
-    """
-    forward = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP.forward
-    tokens, weight, probabilities = leaf(240, 16), leaf(16, 40, seed=1), leaf(240, seed=2)
-    inputs, gone = [], []
-
-    def run_fc1(hidden, _):
-        product = hidden @ weight
-        inputs.append(StorageRef(product))
-        return product, None
-
-    experts = make_experts(run_fc1, is_fused=False, is_recomputed=True, offloads_activation=offload is not None)
-    with contextlib.nullcontext() if offload is None else offload.watch():
-        output, _ = forward(experts, tokens, torch.tensor([240]), probabilities * 1)
-    output.register_hook(lambda gradient: gone.extend(reference.is_freed for reference in inputs))
-    output.sum().backward()
-    return [tokens.grad, weight.grad, probabilities.grad], gone
-
-
-def test_the_input_of_the_experts_activation_that_runs_again_is_gone_after_forward_where_it_leaves():
-    with apply_cpu_support():
-        expected, _ = run_grouped_experts()
-        offload = megatron.apply(make_config("moe_act"))
-        try:
-            offload.begin_microbatch(0)
-            found, gone = run_grouped_experts(offload)
-            stats = offload.engine.finish_step().tags["moe_act"]
-        finally:
-            offload.remove()
-    assert_same_bits(expected, found)
-    assert stats.d2h_bytes == (240 * 40 + 240) * 4  # gate and up, and the probabilities
-    assert stats.held_elsewhere_bytes == 0
-    assert gone == [True]
 
 
 class Saved0161(torch.autograd.Function):

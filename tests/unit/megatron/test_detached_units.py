@@ -10,14 +10,12 @@ from support.attention import reference_attention
 from support.grouped_experts import grouped_experts
 from support.trainings import DENSE, HIDDEN_BYTES, SHARED, make_config, make_trainer, write_plan
 
-from fgoffload import Action, OffloadConfig, OffloadPlan, Site, StateError
-from fgoffload.engine import ActivationLedger, CpuDevice, region
+from fgoffload import Action, StateError
+from fgoffload.engine import ActivationLedger, region
 from fgoffload.engine.identity import StorageRef
 from fgoffload.integrations.megatron import permutations, reruns, training
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
-from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.recompute import find_units
-from fgoffload.units import GIB
 
 pytest.importorskip("megatron.core.transformer.moe.experts")
 
@@ -36,7 +34,6 @@ FLAGS = {
     "latent": f"{LATENT} --q-lora-rank 16",
     "latent, plain query": LATENT,
 }
-AUTO = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=GIB, min_offloaded_tensor_size=64)
 MICROBATCHES = TOP_K = 2
 
 
@@ -114,22 +111,6 @@ def test_nothing_is_copied_and_bits_are_the_same(name, actions, count, compute_e
     assert given_back == [False] * count * MICROBATCHES
 
 
-def test_a_plan_of_a_measured_step_copies_nothing_either(compute_expected, given_back):
-    # Sites are in the layer before the plan says what recomputes.
-    units, expected = ("attn_norm", "qkv_linear", "mlp_norm", "moe_act"), compute_expected("grouped")
-    with stand_ins("grouped"), make_trainer(GROUPED, AUTO) as trainer:
-        integration = trainer.integration
-        measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64, use_plan=integration.use_plan)
-        integration.measurement = measurement
-        measurement.request()
-        assert get_bits(trainer.run_step()) == expected
-        measurement.stop_watching()
-        assert not given_back
-        measurement.apply(OffloadPlan(actions={Site(chunk=0, layer=0, tag=unit): R for unit in units}))
-        trainer.run_step()
-    assert given_back == [False] * 6 * MICROBATCHES
-
-
 USERS = {
     "attn_norm": ("dense", "self_attention.linear_qkv"),
     "qkv_linear": ("dense", "self_attention.core_attention"),
@@ -170,17 +151,6 @@ def test_an_output_that_a_hook_changes_in_place_before_its_use_stays(unit, tmp_p
             return get_bits(trainer.run_step())
 
     assert train({unit: R}) == train({})
-
-
-def test_after_removal_the_users_are_as_they_were(tmp_path):
-    with make_planned_trainer("grouped", {"mlp_norm": R, "moe_act": R, "dispatch": R, "router": O}, tmp_path) as trainer:
-        layer = trainer.chunks[0].decoder.layers[0]
-        trainer.run_step()
-        linears = [layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2]
-        assert all("forward" in vars(user) and user.save_original_input for user in linears)
-        trainer.integration.remove()
-        assert not any("forward" in vars(user) or user.save_original_input for user in linears)
-        assert not {"gating", "forward"} & vars(layer.mlp.router).keys()
 
 
 # Tokens that are permuted again.
@@ -273,15 +243,6 @@ def test_the_peak_is_lower_by_the_input_of_the_first_linear(tmp_path):
                 trainer.run_step()
             peaks.append(ledger.peak_bytes)
     assert peaks[0] - peaks[1] == TOP_K * HIDDEN_BYTES
-
-
-def test_a_profile_offers_the_permutation_with_what_it_drops():
-    with stand_ins("grouped"), make_trainer(GROUPED, AUTO) as trainer:
-        trainer.run_step()
-        layer = trainer.integration.measurement.take_profile().layers[0].model
-    unit, tensors = layer.find_unit("dispatch"), {one.name: one for one in layer.tensors}
-    assert [(tensors[name].tags, tensors[name].size_bytes) for name in unit.drops] == [(("expert_fc1",), TOP_K * HIDDEN_BYTES)]
-    assert (unit.segments, unit.before, unit.keeps, unit.extra_bytes) == (("after router",), "expert_fc1", (), 0)
 
 
 @pytest.mark.parametrize(

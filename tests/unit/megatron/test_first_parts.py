@@ -30,21 +30,6 @@ def make_planned_trainer(flags, plan, tmp_path):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_first_part_runs_twice_and_what_is_behind_it_once(unit, tmp_path):
-    calls = []
-    owner, first, behind = UNITS[unit]
-    with make_planned_trainer(DENSE, {(0, unit): R}, tmp_path) as trainer:
-        for number, layer in enumerate(trainer.chunks[0].decoder.layers):
-            for name in (first, behind):
-                module = getattr(getattr(layer, owner), name)
-                module.register_forward_hook(lambda *_, call=(number, name): calls.append(call))
-        trainer.run_step()
-    microbatches = 2
-    assert calls.count((0, first)) == 2 * microbatches
-    assert calls.count((0, behind)) == calls.count((1, first)) == calls.count((1, behind)) == microbatches
-
-
-@pytest.mark.parametrize("unit", UNITS)
 def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
     expected, _ = train(DENSE, steps=1)
     with make_planned_trainer(DENSE, {(0, unit): B, (1, unit): R}, tmp_path) as trainer:

@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from gpu.megatron_results import is_failure, judge_row, make_line
 from gpu.megatron_rows import IMPOSSIBLE, METHODS, MODULES, ROWS
 from packaging.version import Version
 
@@ -76,17 +75,3 @@ def test_every_tag_has_a_row_beside_every_recompute_or_a_reason_why_it_cannot():
     refused = {(tag, module) for tag, module in itertools.product(TAGS, MODULES) if is_refused(tag, module)}
     assert {pair for pair in impossible if pair[1] in MODULES and pair[0] != "layer_input"} == refused
     assert all(entry.reason for entry in IMPOSSIBLE)
-
-
-def test_a_row_fails_with_all_its_faults():
-    log = "[INFO     | DotProductAttention]: Running with UnfusedDotProductAttention backend\n"
-    right = {"reproduces": True, "equal": True, "differ": "", "tags": ["core_attn", "router"], "moved": {"core_attn": 64}}
-    wrong = right | {"reproduces": False, "equal": False, "differ": "1 of 9 | ['a']"}
-    found = judge_row("row", [right, wrong], expected_kernel="FusedAttention", log=log)
-    for said in ("does not reproduce", "1 of 9 / ['a']", "ran with UnfusedDotProductAttention, not"):
-        assert said in found["equal"]
-    good = judge_row("row", [right, right | {"moved": {"router": 1}}], expected_kernel="UnfusedDotProductAttention", log=log)
-    still = judge_row("row", [right], expected_kernel="UnfusedDotProductAttention", log=log)
-    assert still["equal"] == "no: nothing moved of router"
-    lines = [found, good, make_line("other", "refused: no such dispatcher"), make_line("third", "failed: a")]
-    assert [is_failure(line) for line in lines] == [True, False, False, True]

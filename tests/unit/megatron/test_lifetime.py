@@ -91,22 +91,6 @@ def test_a_config_that_was_made_before_apply_is_refused_at_the_first_forward_eac
             offload.remove()
 
 
-def test_a_users_own_wrapper_around_ours_survives_remove():
-    with make_trainer(DENSE, make_config("mlp_act")) as trainer:
-        trainer.run_step()
-        mlp = trainer.chunks[0].decoder.layers[0].mlp
-        inner, calls = mlp.forward, []
-
-        def forward(*args, **kwargs):
-            calls.append(1)
-            return inner(*args, **kwargs)
-
-        mlp.forward = forward
-        trainer.integration.remove()
-        trainer.run_step()
-    assert len(calls) == 2  # microbatches
-
-
 @pytest.mark.parametrize("flags", [MIXED, f"{MIXED} --moe-token-dispatcher-type alltoall", f"{DENSE} --mtp-num-layers 1"])
 @pytest.mark.parametrize("tags", [(), ("core_attn",)])
 def test_a_closed_training_leaves_no_model(flags, tags):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from support.attention import reference_attention
 from support.grouped_experts import grouped_experts
-from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train
+from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, train
 
 from fgoffload import ConfigError, default_tags
 from fgoffload.integrations.megatron import training
@@ -98,11 +98,3 @@ def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_b
         f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: what is recomputed is not saved, so "
         "nothing would leave. Leave one of them out."
     ) in str(refused.value)
-
-
-@pytest.mark.parametrize(("module", "tag"), [("core_attn", "core_attn"), ("mlp", "mlp_fc1")])
-def test_who_calls_apply_is_refused_at_the_first_forward(module, tag):
-    with make_trainer(f"{make_flags(module)} --global-batch-size 2", make_config(tag)) as trainer:
-        with pytest.raises(ConfigError, match=f"--recompute-modules '{module}' exclude each other"):
-            trainer.run_step()
-        assert trainer.integration.engine.arena.used_bytes == 0

@@ -260,27 +260,6 @@ def test_each_backward_of_a_graph_recomputes_also_after_one_that_raised(calls_ru
         assert_same_bits(gradients, [expected.grad, factor.grad])
 
 
-def test_a_leaf_of_the_function_stays_and_gets_its_gradient():
-    factor, expected = leaf(16, seed=3), leaf(16, seed=3)
-    hidden = leaf(6, 16) * 1
-    (hidden.detach() * expected.sin()).sum().backward()
-    _, output = begin(lambda one: one * factor.sin(), hidden)
-    output.sum().backward()
-    assert_same_bits([factor.grad], [expected.grad])
-
-
-def test_below_hooks_of_others_outputs_are_not_detached():
-    open_reruns = OpenReruns()
-    rerun, output = begin(normalize, leaf(6, 16) * 1)
-    open_reruns.open(rerun)
-    assert list(open_reruns.find_made()) == [one.key for one in rerun.made.values()]
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
-        assert not open_reruns.find_made()
-    with torch.no_grad():
-        assert not open_reruns.find_made()
-    del output
-
-
 # Refusals.
 
 

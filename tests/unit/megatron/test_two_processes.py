@@ -53,26 +53,26 @@ def run_all(trainings: Mapping[str, list[Training]], *, processes: int) -> Resul
     return {name: [next(found) for _ in group] for name, group in trainings.items()}
 
 
-def run_rows(rows: Mapping[str, Row], *, processes: int) -> Results:
-    return run_all({name: row.list_trainings() for name, row in rows.items()}, processes=processes)
+def list_rows(rows: Mapping[str, Row]) -> dict[str, list[Training]]:
+    return {name: row.list_trainings() for name, row in rows.items()}
 
 
 @pytest.fixture(scope="module")
-def rows() -> Results:
-    return run_rows(ROWS, processes=2)
+def found() -> Results:
+    return run_all(list_rows(ROWS) | {"balance": BALANCE}, processes=2)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_two_processes_compute_the_same_bits(name, rows):
-    check_row(ROWS[name], *rows[name])
+def test_two_processes_compute_the_same_bits(name, found):
+    check_row(ROWS[name], *found[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("group", "processes"), [(SLOW_ROWS, 2), (FOUR_PROCESSES, 4)], ids=["two", "four"])
 def test_more_layouts_compute_the_same_bits(group, processes):
-    for name, found in run_rows(group, processes=processes).items():
-        check_row(group[name], *found)
+    for name, results in run_all(list_rows(group), processes=processes).items():
+        check_row(group[name], *results)
 
 
 # What ranks share is reduced to the same gradients on all, and what they do not share differs.
@@ -84,18 +84,18 @@ def find_equal(ranks: list[StageResult]) -> set[str]:
     return {name for name in steps[0][0] if all(first[name] == second[name] for first, second in steps)}
 
 
-def test_ranks_agree_on_the_gradients_that_they_share_alone(rows):
-    first, second = rows["data_parallel"][0]
+def test_ranks_agree_on_the_gradients_that_they_share_alone(found):
+    first, second = found["data_parallel"][0]
     assert first.losses[0] != second.losses[0]
     assert [len(losses) for losses in first.losses] == [2, 2]  # half of the global batch
     assert find_equal([first, second]) == set(first.gradient_digests[0])
 
-    first, second = rows["expert_parallel_all_to_all"][0]
+    first, second = found["expert_parallel_all_to_all"][0]
     names = set(first.gradient_digests[0])
     assert first.losses[0] != second.losses[0]
     assert names - find_equal([first, second]) == {name for name in names if ".experts.local_experts." in name}
 
-    first, second = rows["tensor_and_sequence_parallel"][0]
+    first, second = found["tensor_and_sequence_parallel"][0]
     assert first.losses == second.losses
     assert find_equal([first, second]) == {name for name in first.gradient_digests[0] if "norm" in name or "router" in name}
 
@@ -120,20 +120,20 @@ def list_variants(flags: str, *more: str) -> list[Training]:
     return [baseline, with_offload, *(dataclasses.replace(with_offload, argv=(*baseline.argv, *one.split())) for one in more)]
 
 
-@pytest.fixture(scope="module")
-def balanced() -> Results:
-    alike = f"{STAGES} --min-offloaded-tensor-size 64 {OFFLOAD} {' '.join(ATTENTION_TAGS)}"
-    return run_all({"balance": list_variants(alike, f"--delta-offload-bytes-across-pp-ranks {LESS_BYTES}")}, processes=2)
+BALANCE = list_variants(
+    f"{STAGES} --min-offloaded-tensor-size 64 {OFFLOAD} {' '.join(ATTENTION_TAGS)}",
+    f"--delta-offload-bytes-across-pp-ranks {LESS_BYTES}",
+)
 
 
-def check_bits(found: list[list[StageResult]]) -> None:
-    expected, *variants = ([(rank.losses, rank.gradient_digests) for rank in ranks] for ranks in found)
+def check_bits(results: list[list[StageResult]]) -> None:
+    expected, *variants = ([(rank.losses, rank.gradient_digests) for rank in ranks] for ranks in results)
     assert all(variant == expected for variant in variants)
 
 
-def test_each_pipeline_rank_offloads_less_than_the_one_before(balanced):
-    check_bits(balanced["balance"])
-    _, alike, less = balanced["balance"]
+def test_each_pipeline_rank_offloads_less_than_the_one_before(found):
+    check_bits(found["balance"])
+    _, alike, less = found["balance"]
     first, second = (
         sum(one.transfers.values()) - sum(other.transfers.values()) for one, other in zip(alike, less, strict=True)
     )
@@ -144,7 +144,8 @@ def test_each_pipeline_rank_offloads_less_than_the_one_before(balanced):
 
 @pytest.mark.slow
 def test_processes_plan_together_within_a_budget():
-    for found in run_all({name: list_variants(f"{flags} {AUTO}") for name, flags in BUDGETS.items()}, processes=2).values():
-        check_bits(found)
+    trainings = {name: list_variants(f"{flags} {AUTO}") for name, flags in BUDGETS.items()}
+    for results in run_all(trainings, processes=2).values():
+        check_bits(results)
         # The first stage has two microbatches in flight, and needs the room more.
-        assert sum(found[1][0].transfers.values()) > 0
+        assert sum(results[1][0].transfers.values()) > 0

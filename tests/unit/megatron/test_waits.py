@@ -11,7 +11,6 @@ from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_conf
 
 from fgoffload.integrations.megatron import host_writes, waits
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.stage_exchanges import exchange_shapes
 from fgoffload.integrations.megatron.waits import DISPATCHERS
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -140,42 +139,6 @@ def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_an
     assert exchange.config.batch_p2p_sync == batch_p2p_sync
 
 
-class Wire:
-    """What a stage sends and receives, in place of torch.distributed: each message that comes has the shape of its sender."""
-
-    def __init__(self, monkeypatch):
-        self.happened = []
-        for name, value in (("P2POp", lambda *operation: operation), ("batch_isend_irecv", self.run)):
-            monkeypatch.setattr(torch.distributed, name, value)
-
-    def run(self, operations):
-        for operation, shape, rank, group in operations:
-            if operation is torch.distributed.irecv:
-                shape.copy_(torch.tensor([rank, 2, 3]))
-            self.happened.append((operation.__name__, shape.tolist(), rank, group))
-        return [types.SimpleNamespace(wait=lambda: self.happened.append("request"))]
-
-
-@pytest.mark.parametrize(
-    ("sends_next", "sends_previous", "receives_previous", "receives_next"), list(itertools.product([False, True], repeat=4))
-)
-def test_shapes_go_over_the_wire_as_by_megatron(sends_next, sends_previous, receives_previous, receives_next, monkeypatch):
-    communicator = Exchange(monkeypatch, batch_p2p_sync=True).communicator
-    communicator.__dict__.update(pp_group="group", next_rank=11, prev_rank=10)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    wire = Wire(monkeypatch)
-    following = torch.empty(5, 6, 7) if sends_next else None
-    previous = torch.empty(8, 9, 10) if sends_previous else None
-    expected = communicator._communicate_shapes(following, previous, receives_previous, receives_next)
-    by_megatron = wire.happened
-    wire.happened = []
-    found = exchange_shapes(communicator, following, previous, receives_previous, receives_next, device=torch.device("cpu"))
-    assert [list(shape) for shape in found] == [list(shape) for shape in expected]
-    assert wire.happened == by_megatron
-    assert bool(by_megatron) == any((sends_next, sends_previous, receives_previous, receives_next))
-
-
 class Pages:
     """Stands in for pages that a GPU writes."""
 
@@ -232,6 +195,6 @@ def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(pos
 def test_a_loss_that_is_not_finite_is_refused_as_without_offload(loss, is_refused):
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
-    with make_trainer(DENSE, make_config("core_attn")):  # which wraps the waits
-        with pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext():
-            machine.validate_result(result=torch.tensor(loss), rejection_func=torch.isnan, message="found NaN")
+    refusal = pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext()
+    with make_trainer(DENSE, make_config("core_attn")), refusal:  # which wraps the waits
+        machine.validate_result(result=torch.tensor(loss), rejection_func=torch.isnan, message="found NaN")
