@@ -41,19 +41,6 @@ def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
     assert tags[unit].held_elsewhere_bytes == 0
 
 
-def test_a_layer_whose_input_needs_no_gradient_runs_once_and_trains(tmp_path):
-    def train_frozen(plan):
-        with make_planned_trainer(DENSE, plan, tmp_path) if plan else make_trainer(DENSE, None) as trainer:
-            model = trainer.chunks[0]
-            model.embedding.requires_grad_(requires_grad=False)
-            # Of the norm in front too: else its output needs a gradient.
-            model.decoder.layers[0].input_layernorm.requires_grad_(requires_grad=False)
-            result = trainer.run_step()
-        return result.losses, result.gradient_digests
-
-    assert train_frozen({(0, "qkv_linear"): R, (1, "qkv_linear"): R}) == train_frozen({})
-
-
 class GroupedLinear(torch.nn.Module):
     def __init__(self, experts, inputs, outputs):
         super().__init__()
