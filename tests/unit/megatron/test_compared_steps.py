@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.trainings import MOE, make_trainer, train
 
-from fgoffload import OffloadConfig, OffloadError, OffloadPlan
+from fgoffload import Action, BudgetError, OffloadConfig, OffloadError, OffloadPlan, Site
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.megatron import collectives, compared_steps
 from fgoffload.integrations.megatron.compared_steps import TIMED_STEPS, choose_plans, compare_steps
@@ -17,6 +17,12 @@ pytestmark = pytest.mark.usefixtures("parallel")
 AUTO = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=2**50, min_offloaded_tensor_size=64)
 RATE = CopyRate(size_bytes=2**20, d2h_bytes_per_s=50e9, h2d_bytes_per_s=50e9, duplex_bytes_per_s=33e9)
 FLAGS = f"{MOE} --num-layers 3"
+MIXES = OffloadPlan(
+    actions={
+        Site(chunk=0, layer=0, tag="layer"): Action.RECOMPUTE,
+        Site(chunk=0, layer=1, tag="core_attn"): Action.OFFLOAD,
+    }
+)
 
 
 def start(trainer):
@@ -31,6 +37,10 @@ def start(trainer):
 
 
 def test_plans_take_turns_with_the_baseline_and_change_no_bit(monkeypatch):
+    def solve(ranks, **options):
+        raise BudgetError("a plan for a budget in the middle takes seconds to find", least_bytes=1)
+
+    monkeypatch.setattr("fgoffload.planner.solving.solver.solve", solve)
     monkeypatch.setattr(compared_steps, "MOST_ROUNDS", 1)
     steps, plan_in_use = [], [None]
     with make_trainer(FLAGS, AUTO) as trainer:
@@ -49,14 +59,15 @@ def test_plans_take_turns_with_the_baseline_and_change_no_bit(monkeypatch):
 
         monkeypatch.setattr(trainer, "run_step", note_step)
         monkeypatch.setattr(measurement, "apply", note_plan)
-        plans = choose_plans(profile, 2**40)
-        found = compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)
+        plans = (*choose_plans(profile, 2**40), MIXES)
         assert choose_plans(profile, 0) == ()  # without host memory nothing can be offloaded
+        monkeypatch.setattr(compared_steps, "choose_plans", lambda *args: plans)
+        found = compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)
         measurement.close()
     assert [plan for plan, _, _ in steps] == [one for one in (OffloadPlan(actions={}), *plans) for _ in range(1 + TIMED_STEPS)]
     assert all((moved_bytes > 0) == bool(plan.offloaded_tags) for plan, moved_bytes, _ in steps)
     assert [bits for _, _, bits in steps] == train(FLAGS, steps=1 + len(steps))[0][1:]
-    assert len(found) == len(plans) > 0
+    assert len(found) == len(plans) == 2
     assert all(0 < step.step_s < 60 and 0 < step.keeping_step_s < 60 for step in found)
 
 

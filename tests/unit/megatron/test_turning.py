@@ -65,7 +65,7 @@ def test_a_plan_that_was_made_for_another_training_is_refused_with_what_differs(
     with make_trainer(DENSE, config) as trainer:
         trainer.run_step()
         assert trainer.integration.last_step.d2h_bytes > 0
-    planned = "delayed" if name == "fp8_recipe" else 7
+    planned = {"fp8_recipe": "delayed", "microbatches": 1}.get(name, 7)
     config.offload_plan.write_text(OffloadPlan(actions=actions, made_for={**facts, name: planned}).to_json(), encoding="utf-8")
     said = f"^--offload-plan .*: The plan was made for {name} {planned}, and this training has {facts[name]}\\."
     with make_trainer(DENSE, config) as trainer, pytest.raises(PlanError, match=said):
