@@ -113,9 +113,9 @@ AUTO = f"{OFFLOAD} auto --min-offloaded-tensor-size 16 --offload-window 16KiB --
 LESS_BYTES = 200 * 1024
 
 
-def list_variants(flags: str, *more: str) -> list[Training]:
+def list_variants(flags: str, *more: str, steps: int) -> list[Training]:
     """Return a baseline, and the same with offload: by `flags`, and by these with each of `more`."""
-    baseline = Training(tuple(flags.split()), steps=3, sets_weights=True)
+    baseline = Training(tuple(flags.split()), steps=steps, sets_weights=True)
     with_offload = dataclasses.replace(baseline, offload=True)
     return [baseline, with_offload, *(dataclasses.replace(with_offload, argv=(*baseline.argv, *one.split())) for one in more)]
 
@@ -123,6 +123,7 @@ def list_variants(flags: str, *more: str) -> list[Training]:
 BALANCE = list_variants(
     f"{STAGES} --min-offloaded-tensor-size 64 {OFFLOAD} {' '.join(ATTENTION_TAGS)}",
     f"--delta-offload-bytes-across-pp-ranks {LESS_BYTES}",
+    steps=2,
 )
 
 
@@ -144,7 +145,7 @@ def test_each_pipeline_rank_offloads_less_than_the_one_before(found):
 
 @pytest.mark.slow
 def test_processes_plan_together_within_a_budget():
-    trainings = {name: list_variants(f"{flags} {AUTO}") for name, flags in BUDGETS.items()}
+    trainings = {name: list_variants(f"{flags} {AUTO}", steps=3) for name, flags in BUDGETS.items()}
     for results in run_all(trainings, processes=2).values():
         check_bits(results)
         # The first stage has two microbatches in flight, and needs the room more.
