@@ -13,8 +13,8 @@ from support.trainings import DENSE, HIDDEN_BYTES, SHARED, make_config, make_tra
 from fgoffload import Action, StateError
 from fgoffload.engine import ActivationLedger, region
 from fgoffload.engine.identity import StorageRef
-from fgoffload.integrations.megatron import permutations, reruns, training
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
+from fgoffload.integrations.megatron import reruns, training
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings
 from fgoffload.integrations.megatron.recompute import find_units
 
 pytest.importorskip("megatron.core.transformer.moe.experts")
@@ -215,21 +215,6 @@ def test_hidden_states_that_are_changed_in_place_before_they_are_permuted_again_
 
     with pytest.raises((StateError, RuntimeError), match=r"in.?place"):
         train_apart({"dispatch": R}, tmp_path, change)
-
-
-def test_a_fused_permutation_uses_the_map_of_its_forward(monkeypatch):
-    calls = []
-
-    def permute(tokens, routing_map, *, num_out_tokens, fused):
-        calls.append((routing_map, num_out_tokens, fused))
-        return tokens + 1, "probabilities", "mapping"
-
-    monkeypatch.setattr(load_module("megatron.core.transformer.moe.token_dispatcher"), "permute", permute)
-    dispatcher = mock.Mock(config=mock.Mock(moe_permute_fusion=True), routing_map="the map of forward", num_out_tokens=7)
-    again = permutations._find_permutation(dispatcher)
-    dispatcher.routing_map, dispatcher.num_out_tokens = "that of another", 8
-    assert again(torch.zeros(2)).tolist() == [1, 1]
-    assert calls == [("the map of forward", 7, True)]
 
 
 def test_the_peak_is_lower_by_the_input_of_the_first_linear(tmp_path):
