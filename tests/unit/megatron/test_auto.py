@@ -6,16 +6,15 @@ import logging
 import re
 
 import pytest
-from support.trainings import HIDDEN_BYTES, MIXED, MOE, make_trainer, train
+from support.trainings import HIDDEN_BYTES, MIXED, make_trainer, train
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
-from fgoffload.engine.device import CpuDevice
 from fgoffload.integrations.megatron import auto, profiling
 from fgoffload.integrations.megatron.device_memory import MemoryReading
 from fgoffload.planner import host_slowdown
 from fgoffload.planner.solving import solver
-from fgoffload.units import GIB, format_bytes
+from fgoffload.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -338,24 +337,3 @@ def test_a_second_plan_that_cannot_be_used_leaves_the_first(run_beside_host, opt
     assert found.planned[7] is found.planned[8] is found.planned[1]
     assert len(lines) == 1
     assert re.match(says, lines[0])
-
-
-def test_a_measured_layer_that_offloads_is_timed_without_its_copies(monkeypatch):
-    now_s = [0.0]
-    copy_bytes = CpuDevice.copy_bytes
-
-    def copy_slowly(device, **options):
-        """Only copies take time."""
-        now_s[0] += 1.0
-        copy_bytes(device, **options)
-
-    monkeypatch.setattr(CpuDevice, "record_event", lambda device, stream, *, is_timed=False: now_s[0])
-    monkeypatch.setattr(CpuDevice, "copy_bytes", copy_slowly)
-    with make_trainer(f"{MOE} --num-layers 3", make_auto(GIB)) as trainer:
-        measurement = trainer.integration.measurement
-        measurement._measure(frozenset())
-        trainer.run_step()
-        (chunk,) = measurement.take_profile().chunks
-    assert now_s[0] > 3 * len(chunk.layers)
-    segments = [*chunk.first, *chunk.last, *(one for layer in chunk.layers for one in layer.model.segments)]
-    assert {(one.forward_s, one.backward_s) for one in segments} == {(0.0, 0.0)}

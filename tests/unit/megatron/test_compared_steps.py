@@ -1,7 +1,6 @@
 """Steps with plans that a profile compares with baseline steps: each step runs its own plan, with the same bits."""
 
 import pytest
-import torch
 from support.trainings import MOE, make_trainer, train
 
 from fgoffload import Action, BudgetError, OffloadConfig, OffloadError, OffloadPlan, Site
@@ -69,23 +68,6 @@ def test_plans_take_turns_with_the_baseline_and_change_no_bit(monkeypatch):
     assert [bits for _, _, bits in steps] == train(FLAGS, steps=1 + len(steps))[0][1:]
     assert len(found) == len(plans) == 2
     assert all(0 < step.step_s < 60 and 0 < step.keeping_step_s < 60 for step in found)
-
-
-def test_a_compared_step_without_room_on_the_device_is_left_out(monkeypatch, caplog):
-    def fail(*args):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(compared_steps, "choose_plans", lambda *args: (OffloadPlan(actions={}),))
-    monkeypatch.setattr(compared_steps, "_take_turns", fail)
-    with make_trainer(FLAGS, AUTO) as trainer:
-        measurement, profile = start(trainer)
-        assert compare_steps(trainer, measurement, profile, host_budget_bytes=2**40) == ()
-        # Other processes may be in the middle of the step.
-        monkeypatch.setattr(compared_steps, "is_alone", lambda: False)
-        with pytest.raises(torch.OutOfMemoryError):
-            compare_steps(trainer, measurement, profile, host_budget_bytes=2**40)
-        measurement.close()
-    assert "since one had no room on the device: no room" in caplog.text
 
 
 def test_an_error_of_the_first_process_is_raised_on_all(monkeypatch):

@@ -8,11 +8,7 @@ from fgoffload import OffloadConfig
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.measured_units import (
-    UnitForm,
-    WatchedUnit,
-    keeps_bits,
-)
+from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, count_edges, keeps_bits
 from fgoffload.integrations.megatron.profiling import StepMeasurement
 from fgoffload.integrations.megatron.step_records import ModuleRecord
 from fgoffload.planner.ranks.layer_model import HostWait
@@ -155,6 +151,11 @@ def test_a_recompute_that_sums_gradients_is_offered_where_the_sum_is_the_same(
 ):
     unit = WatchedUnit("unit", torch.nn.Identity(), UnitForm.REFILL, has_shared_input, sums_gradients)
     assert keeps_bits(unit, ModuleRecord(input_edges=input_edges)) is is_kept
+
+
+def test_edges_into_an_input_are_counted_through_the_graph_of_a_module():
+    x = torch.ones(3, requires_grad=True) * 2
+    assert [count_edges([y], [x]) for y in (torch.ones(3), x.exp(), x * x.sum())] == [0, 1, 2]
 
 
 def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):

@@ -11,6 +11,7 @@ from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_conf
 
 from fgoffload.integrations.megatron import host_writes, waits
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.stage_exchanges import exchange_shapes
 from fgoffload.integrations.megatron.waits import DISPATCHERS
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -137,6 +138,33 @@ def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_an
         exchange.run()
     assert exchange.happened == expected
     assert exchange.config.batch_p2p_sync == batch_p2p_sync
+
+
+@pytest.mark.parametrize("comes_and_goes", list(itertools.product([False, True], repeat=4)))
+def test_stages_exchange_shapes_as_by_megatron(comes_and_goes, monkeypatch):
+    happened = []
+
+    def exchange(operations):
+        for operation, shape, rank, group in operations:
+            if operation is torch.distributed.irecv:
+                shape.copy_(torch.tensor([rank, 2, 3]))  # of the sender
+            happened.append((operation.__name__, shape.tolist(), rank, group))
+        return [types.SimpleNamespace(wait=lambda: happened.append("request"))]
+
+    communicator = Exchange(monkeypatch, batch_p2p_sync=True).communicator
+    communicator.__dict__.update(pp_group="group", next_rank=11, prev_rank=10)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.distributed, "P2POp", lambda *operation: operation)
+    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", exchange)
+    sends_next, sends_previous, *receives = comes_and_goes
+    sent = (torch.empty(5, 6, 7) if sends_next else None, torch.empty(8, 9, 10) if sends_previous else None)
+    expected, by_megatron = communicator._communicate_shapes(*sent, *receives), happened.copy()
+    happened.clear()
+    found = exchange_shapes(communicator, *sent, *receives, device=torch.device("cpu"))
+    assert [list(shape) for shape in found] == [list(shape) for shape in expected]
+    assert happened == by_megatron
+    assert bool(happened) == any(comes_and_goes)
 
 
 class Pages:
