@@ -39,6 +39,11 @@ METHODS = ("block", "uniform")
 """Of full recompute: `--recompute-method`. In rows of `block` one layer runs again, and the others do not."""
 
 
+Plan = tuple[tuple[int, str, str], ...]
+"""Layer, tag, action."""
+_ACTIONS = {"K": "keep", "R": "recompute", "O": "offload", "B": "recompute+offload"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One training."""
@@ -47,8 +52,7 @@ class Row:
     flags: str
     tags: str
     gpus: int = 1
-    plan: tuple[tuple[int, str, str], ...] = ()
-    """Layer, tag, action."""
+    plan: Plan = ()
     options: tuple[tuple[str, float], ...] = ()
     """Fields of `OffloadConfig`, and their values."""
     layers_by_chunk: int | None = None
@@ -94,98 +98,53 @@ IMPOSSIBLE = (
 )
 
 
-PLAN_MIX = (
-    *((0, tag, "offload") for tag in DENSE_TAGS.split()),
-    (1, "attn_norm", "keep"),
-    (1, "core_attn", "recompute"),
-    (1, "mlp_norm", "recompute+offload"),
-    (1, "moe_act", "recompute+offload"),
-    (1, "expert_fc1", "offload"),
-    (2, "layer", "recompute"),
-    (2, "layer_input", "offload"),
-)
-PLAN_UNITS = (
-    (0, "mlp", "recompute"),
-    (0, "core_attn", "offload"),
-    (1, "moe", "recompute"),
-    (1, "qkv_linear", "offload"),
-    (2, "shared_expert", "recompute"),
-    (2, "mlp_norm", "recompute"),
-    (2, "expert_fc1", "offload"),
-)
+def make_plan(*layers: str) -> Plan:
+    """Return a plan of these layers, from 0 on: `core_attn=R mlp_norm=B` recomputes one and offloads the input of the other."""
+    cells = [(number, *cell.split("=")) for number, layer in enumerate(layers) for cell in layer.split()]
+    return tuple((number, tag, _ACTIONS[action]) for number, tag, action in cells)
 
-PLAN_PERMUTATION = (
-    (0, "mlp_fc1", "recompute"),
-    (1, "dispatch", "recompute"),
-    (1, "mlp_norm", "recompute+offload"),
-    (1, "moe_act", "recompute+offload"),
-    (2, "dispatch", "recompute"),
-    (2, "router", "offload"),
-    (2, "moe_act", "offload"),
-    (2, "expert_fc2", "offload"),
-)
-PLAN_FIRST_LINEARS = (
-    (0, "qkv_linear", "recompute"),
-    (0, "mlp_fc1", "recompute+offload"),
-    (1, "qkv_linear", "recompute+offload"),
-    (1, "core_attn", "offload"),
-    (1, "attn_proj", "offload"),
-    (1, "mlp_norm", "recompute"),
-    (1, "expert_fc1", "recompute+offload"),
-    (2, "qkv_linear", "recompute"),
-    (2, "mlp_norm", "recompute+offload"),
-    (2, "expert_fc1", "recompute"),
-    (2, "shared_expert", "offload"),
-)
 
-PLAN_DELAYED = tuple(
-    row for row in PLAN_MIX if row[1:] not in (("mlp_norm", "recompute+offload"), ("moe_act", "recompute+offload"))
+PLAN_MIX = make_plan(
+    "qkv_linear=O core_attn=O attn_proj=O mlp_fc1=O mlp_act=O mlp_fc2=O",
+    "attn_norm=K core_attn=R mlp_norm=B moe_act=B expert_fc1=O",
+    "layer=R layer_input=O",
 )
-"""Delayed scaling refuses linears that keep their original input, which these two need."""
-
-PLAN_LATENT = (
-    (0, "attn_norm", "offload"),
-    (0, "mla_up_proj", "recompute"),
-    (0, "mlp_act", "offload"),
-    (1, "attn_norm", "offload"),
-    (1, "qkv_linear", "offload"),
-    (1, "mla_up_proj", "recompute"),
-    (1, "core_attn", "offload"),
-    (1, "attn_proj", "offload"),
-    (1, "expert_fc1", "offload"),
-    (2, "attn_norm", "recompute+offload"),
-    (2, "mla_up_proj", "recompute"),
-    (2, "core_attn", "recompute"),
-    (2, "mlp_norm", "offload"),
+PLAN_UNITS = make_plan("mlp=R core_attn=O", "moe=R qkv_linear=O", "shared_expert=R mlp_norm=R expert_fc1=O")
+PLAN_PERMUTATION = make_plan("mlp_fc1=R", "dispatch=R mlp_norm=B moe_act=B", "dispatch=R router=O moe_act=O expert_fc2=O")
+PLAN_FIRST_LINEARS = make_plan(
+    "qkv_linear=R mlp_fc1=B",
+    "qkv_linear=B core_attn=O attn_proj=O mlp_norm=R expert_fc1=B",
+    "qkv_linear=R mlp_norm=B expert_fc1=R shared_expert=O",
 )
-PLAN_OFFLOADS = (
-    *((0, tag, "offload") for tag in DENSE_TAGS.split()),
-    (1, "qkv_linear", "keep"),
-    (1, "core_attn", "offload"),
-    (1, "attn_proj", "keep"),
-    (1, "mlp_norm", "offload"),
-    (1, "shared_expert", "offload"),
-    (1, "router", "keep"),
-    (1, "expert_fc1", "offload"),
-    (1, "moe_act", "keep"),
-    (1, "expert_fc2", "offload"),
-    (2, "qkv_linear", "offload"),
-    (2, "core_attn", "keep"),
-    (2, "mlp_norm", "keep"),
-    (2, "shared_expert", "keep"),
-    (2, "router", "offload"),
-    (2, "expert_fc1", "keep"),
-    (2, "moe_act", "offload"),
+PLAN_DELAYED = make_plan(
+    "qkv_linear=O core_attn=O attn_proj=O mlp_fc1=O mlp_act=O mlp_fc2=O",
+    "attn_norm=K core_attn=R expert_fc1=O",
+    "layer=R layer_input=O",
 )
-"""Nothing runs again, as combined 1F1B needs it."""
-
+"""Delayed scaling refuses linears that keep their original input, which two of the other mix need."""
+PLAN_LATENT = make_plan(
+    "attn_norm=O mla_up_proj=R mlp_act=O",
+    "attn_norm=O qkv_linear=O mla_up_proj=R core_attn=O attn_proj=O expert_fc1=O",
+    "attn_norm=B mla_up_proj=R core_attn=R mlp_norm=O",
+)
+PLAN_OFFLOADS = make_plan(
+    "qkv_linear=O core_attn=O attn_proj=O mlp_fc1=O mlp_act=O mlp_fc2=O",
+    "qkv_linear=K core_attn=O attn_proj=K mlp_norm=O shared_expert=O router=K expert_fc1=O moe_act=K expert_fc2=O",
+    "qkv_linear=O core_attn=K mlp_norm=K shared_expert=K router=O expert_fc1=K moe_act=O",
+)
+"""Nothing recomputes, as combined 1F1B needs it."""
 # For four layers, of which an interleaved pipeline of two stages has the first two in its first chunks.
-PLAN_MIX_FOUR = (*PLAN_MIX, (3, "moe", "recompute"), (3, "core_attn", "offload"), (3, "mlp_norm", "offload"))
-PLAN_FIRST_LINEARS_FOUR = (
-    *PLAN_FIRST_LINEARS,
-    (3, "qkv_linear", "recompute+offload"),
-    (3, "core_attn", "offload"),
-    (3, "expert_fc1", "recompute+offload"),
+PLAN_MIX_FOUR = make_plan(
+    "qkv_linear=O core_attn=O attn_proj=O mlp_fc1=O mlp_act=O mlp_fc2=O",
+    "attn_norm=K core_attn=R mlp_norm=B moe_act=B expert_fc1=O",
+    "layer=R layer_input=O",
+    "moe=R core_attn=O mlp_norm=O",
+)
+PLAN_FIRST_LINEARS_FOUR = make_plan(
+    "qkv_linear=R mlp_fc1=B",
+    "qkv_linear=B core_attn=O attn_proj=O mlp_norm=R expert_fc1=B",
+    "qkv_linear=R mlp_norm=B expert_fc1=R shared_expert=O",
+    "qkv_linear=B core_attn=O expert_fc1=B",
 )
 
 ROWS = (
@@ -284,12 +243,7 @@ ROWS = (
     Row("eval before, between, after", MIXED, MIXED_TAGS, evaluates_after=(0, 1, 2)),
     Row("forward-only first", MIXED, MIXED_TAGS, evaluates_after=(0,)),
     Row("batch ramp-up", f"{MIXED} --rampup-batch-size 2 2 4", MIXED_TAGS),
-    Row(
-        "1F1B",
-        f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE}",
-        MIXED_TAGS,
-        gpus=2,
-    ),
+    Row("1F1B", f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE}", MIXED_TAGS, gpus=2),
     Row(
         "1F1B, fewer bytes on later stages",
         f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE}",
@@ -298,19 +252,9 @@ ROWS = (
         options=(("delta_offload_bytes_across_pp_ranks", 1 << 20),),
     ),
     Row("1F1B, variable sequence length", f"{MIXED} {TWO} {FOUR_LAYERS} {PIPELINE} --variable-seq-lengths", MIXED_TAGS, gpus=2),
-    Row(
-        "interleaved",
-        f"{MOE} {TWO} --num-layers 4 {VIRTUAL}",
-        MOE_TAGS,
-        gpus=2,
-    ),
+    Row("interleaved", f"{MOE} {TWO} --num-layers 4 {VIRTUAL}", MOE_TAGS, gpus=2),
     Row("uneven stages", f"{MOE} {TWO} {PIPELINE} --decoder-first-pipeline-num-layers 1", MOE_TAGS, gpus=2),
-    Row(
-        "fewer microbatches than stages",
-        f"{MOE} --num-layers 4 --global-batch-size 2 {PIPELINE}",
-        MOE_TAGS,
-        gpus=2,
-    ),
+    Row("fewer microbatches than stages", f"{MOE} --num-layers 4 --global-batch-size 2 {PIPELINE}", MOE_TAGS, gpus=2),
     Row(
         "tensor and sequence parallel", f"{MIXED} {TWO} --tensor-model-parallel-size 2 --sequence-parallel", MIXED_TAGS, gpus=2
     ),
@@ -321,12 +265,7 @@ ROWS = (
         MIXED_TAGS,
         gpus=2,
     ),
-    Row(
-        "expert-parallel overlap (combined 1F1B)",
-        f"{MOE} {TWO} {OVERLAP}",
-        MOE_TAGS.replace(" moe_combine", ""),
-        gpus=2,
-    ),
+    Row("expert-parallel overlap (combined 1F1B)", f"{MOE} {TWO} {OVERLAP}", MOE_TAGS.replace(" moe_combine", ""), gpus=2),
     Row(
         "expert-parallel overlap (combined 1F1B), mixed dense and MoE, shared experts",
         f"{MIXED} {TWO} {OVERLAP}",
@@ -336,20 +275,8 @@ ROWS = (
     Row("expert-parallel overlap (combined 1F1B), plan", f"{MIXED} {TWO} {OVERLAP}", "", gpus=2, plan=PLAN_OFFLOADS),
     Row("context parallel", f"{MOE} {TWO} --context-parallel-size 2", MOE_TAGS, gpus=2),
     Row("data parallel", f"{MIXED} {TWO}", MIXED_TAGS, gpus=2),
-    Row(
-        "1F1B, plan",
-        f"{MIXED} {TWO} {UNEVEN}",
-        "",
-        gpus=2,
-        plan=PLAN_MIX,
-    ),
-    Row(
-        "1F1B, first linears",
-        f"{MIXED} {TWO} {UNEVEN}",
-        "",
-        gpus=2,
-        plan=PLAN_FIRST_LINEARS,
-    ),
+    Row("1F1B, plan", f"{MIXED} {TWO} {UNEVEN}", "", gpus=2, plan=PLAN_MIX),
+    Row("1F1B, first linears", f"{MIXED} {TWO} {UNEVEN}", "", gpus=2, plan=PLAN_FIRST_LINEARS),
     Row("1F1B, permutation", f"{MIXED} {TWO} {UNEVEN}", "", gpus=2, plan=PLAN_PERMUTATION),
     Row("1F1B, plan: other units", f"{MIXED} {TWO} {UNEVEN}", "", gpus=2, plan=PLAN_UNITS),
     Row("1F1B, plan, FP8 blockwise", f"{MIXED} {TWO} {UNEVEN} {BLOCKWISE}", "", gpus=2, plan=PLAN_MIX),
@@ -370,12 +297,7 @@ ROWS = (
         gpus=2,
         plan=PLAN_FIRST_LINEARS,
     ),
-    Row(
-        "1F1B, FP8 blockwise",
-        f"{MOE} {TWO} --num-layers 4 {PIPELINE} {BLOCKWISE}",
-        MOE_TAGS,
-        gpus=2,
-    ),
+    Row("1F1B, FP8 blockwise", f"{MOE} {TWO} --num-layers 4 {PIPELINE} {BLOCKWISE}", MOE_TAGS, gpus=2),
     Row("expert parallel, all-to-all, four GPUs", f"{MIXED} {TWO} --expert-model-parallel-size 4", MIXED_TAGS, gpus=4),
     Row(
         "expert parallel, all-gather, four GPUs",

@@ -3,17 +3,12 @@
 Of the layers of each file of `arguments/`, and of others that differ in a flag. No size is another's by chance: the heads
 together are not as wide as the hidden states, nor is an expert. A step is one microbatch: what all layers share is known to
 stay alive after it, and stays on the device from then on.
-
-With `MEGATRON_BYTES_OUT=FOLDER` all numbers are written there, one JSON file for each run of `measure_megatron_bytes.py`: of
-each training and rank the bytes of each tag, measured and predicted, and each storage that the tag saves.
 """
 
 import dataclasses
 import functools
 import importlib.util
 import json
-import os
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -278,8 +273,8 @@ class Run(NamedTuple):
     results: list[dict]
 
 
-def measure(trainings, run, ranks, tmp_path_factory, *, is_deterministic):
-    """Train all of `trainings`, whose layers are for as many ranks. `run` is for people."""
+def measure(trainings, ranks, tmp_path_factory, *, is_deterministic):
+    """Train all of `trainings`, whose layers are for as many ranks."""
     # Asked here too: fixtures of a module come before the one of the folder.
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA GPU(s), and there are {torch.cuda.device_count()}")
@@ -291,42 +286,22 @@ def measure(trainings, run, ranks, tmp_path_factory, *, is_deterministic):
     (folder / "request.json").write_text(json.dumps({"trainings": request, "is_deterministic": is_deterministic}))
     script = __file__.replace("test_megatron_bytes", "measure_megatron_bytes")
     run_processes(script, folder, processes=ranks, timeout_seconds=400)
-    measured = Run(trainings, [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)])
-    if "MEGATRON_BYTES_OUT" in os.environ:
-        name = f"{run}-{'deterministic' if is_deterministic else 'any'}.json"
-        write_results(Path(os.environ["MEGATRON_BYTES_OUT"]) / name, measured)
-    return measured
+    return Run(trainings, [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)])
 
 
-def measure_shared(trainings, kind, request, tmp_path_factory):
+def measure_shared(trainings, request, tmp_path_factory):
     """Train all of `trainings` on the ranks that `request` says, which share each layer."""
     ranks, is_deterministic = request.param
     if ranks > 1:
         trainings = {
             name: change_layers(training, TENSOR_PARALLEL, tensor_parallel_size=ranks) for name, training in trainings.items()
         }
-    return measure(trainings, f"{kind}-{ranks}", ranks, tmp_path_factory, is_deterministic=is_deterministic)
+    return measure(trainings, ranks, tmp_path_factory, is_deterministic=is_deterministic)
 
 
 def predict(training, found):
     """Return the bytes of each tag that the formulas say for what a rank has measured."""
     return count_step(training, found["rows"] if training.layers[0].fp8_recipe is not None else ())
-
-
-def write_results(path, run):
-    """Write the bytes of each tag, `[measured, predicted]`, and what each tag saved, by training and rank."""
-    written = {}
-    for name, training in run.trainings.items():
-        written[name] = found = []
-        for result in run.results:
-            if isinstance(result[name], str):
-                found.append({"error": result[name]})
-                continue
-            measured, predicted = result[name]["bytes"], predict(training, result[name])
-            tags = {tag: [measured.get(tag, 0), predicted.get(tag, 0)] for tag in predicted | measured}
-            found.append({"bytes": tags, "rows": result[name]["rows"], "storages": result[name]["storages"]})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(written, indent=1))
 
 
 def compare(name, run):
@@ -353,12 +328,12 @@ def compare(name, run):
 
 @pytest.fixture(scope="module", params=[(1, True), (1, False), (2, False)], ids=str)
 def measured(request, tmp_path_factory):
-    return measure_shared(TRAININGS, "bf16", request, tmp_path_factory)
+    return measure_shared(TRAININGS, request, tmp_path_factory)
 
 
 @pytest.fixture(scope="module", params=[(1, True), (1, False), (2, False)], ids=str)
 def measured_in_fp8(request, tmp_path_factory):
-    return measure_shared(FP8_TRAININGS, "fp8", request, tmp_path_factory)
+    return measure_shared(FP8_TRAININGS, request, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +342,7 @@ def measured_whole(tmp_path_factory):
         name: change_layers(training, WHOLE_SEQUENCE, tensor_parallel_size=2, has_sequence_parallel=False)
         for name, training in DENSE_TRAININGS.items()
     }
-    return measure(trainings, "whole-2", 2, tmp_path_factory, is_deterministic=False)
+    return measure(trainings, 2, tmp_path_factory, is_deterministic=False)
 
 
 @pytest.fixture(scope="module")
@@ -377,8 +352,7 @@ def measure_files(tmp_path_factory):
     @functools.cache
     def measure_run(layout, is_deterministic):
         trainings = {name: Training(*shrink(name, layout)) for run, name in FILE_RUNS if run == (layout, is_deterministic)}
-        kind = f"files-{layout.tensor}x{layout.expert}"
-        return measure(trainings, kind, layout.ranks, tmp_path_factory, is_deterministic=is_deterministic)
+        return measure(trainings, layout.ranks, tmp_path_factory, is_deterministic=is_deterministic)
 
     return measure_run
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.engine import AcceleratorDevice, DelayedCpuDevice, Device, Hazard, HostBlock, HostSlab, OffloadEngine
+from fgoffload.engine import AcceleratorDevice, Device, Hazard, HostBlock, HostSlab, OffloadEngine
 from fgoffload.engine.geometry import View, get_bytes
 
 POISON = 0xFF
@@ -102,10 +102,6 @@ class Hostile(Device):
         slab = super().allocate_host(size_bytes)
         slab.buffer.fill_(POISON)
         return slab
-
-
-class HostileCpuDevice(Hostile, DelayedCpuDevice):
-    """The delayed CPU, whose copies are as late as can be; sleeps add nothing."""
 
 
 class HostileGpu(Hostile, AcceleratorDevice):

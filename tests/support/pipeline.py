@@ -7,6 +7,7 @@ Starting takes most of the time, so one start runs many trainings.
 
 import contextlib
 import dataclasses
+import gc
 import json
 import re
 import sys
@@ -17,6 +18,17 @@ from typing import Any
 
 TIMEOUT_SECONDS = 90
 """Of a whole run of one training. Two processes need ten seconds, most of them for imports."""
+
+
+SIZES = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+)
+"""Trainings that differ in none of these have the same process groups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +159,18 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     text = TextData.load()
-    results = []
+    results, former = [], None
     for request in json.loads((folder / "request.json").read_text()):
         training = Training(**request)
         arguments = parse_arguments(training.argv, source="test", world_size=processes)
-        with reference_attention() if training.has_reference_attention else contextlib.nullcontext():
+        sizes = [getattr(arguments, f"{name}_size") for name in SIZES]
+        if sizes != former:
+            load_module("megatron.core.parallel_state").destroy_model_parallel()
             Trainer.initialize_parallel(arguments)
+            gc.freeze()  # a closed trainer collects garbage, which need not look through what was imported
+            former = sizes
+        with reference_attention() if training.has_reference_attention else contextlib.nullcontext():
             results.append(dataclasses.asdict(train(training, text=text, processes=processes)))
-        load_module("megatron.core.parallel_state").destroy_model_parallel()
     (folder / f"result-{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 

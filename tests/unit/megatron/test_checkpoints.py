@@ -1,22 +1,22 @@
 """What runs again through Megatron's checkpoints without output: what they keep leaves, and is gone until backward."""
 
-import contextlib
+import types
 
 import pytest
 import torch
-from support.grouped_experts import make_experts
 from support.tensors import assert_same_bits, leaf
 from support.trainings import HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action
 from fgoffload.engine import is_in_backward
 from fgoffload.engine.identity import StorageRef
-from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.checkpoints import save_inputs
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.checkpoints import follow_checkpoints, save_inputs
+from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
+from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patches import Patches
 
-pytest.importorskip("megatron.core")
+random = pytest.importorskip("megatron.core.tensor_parallel.random")
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -57,7 +57,7 @@ def expected(parallel):
     return train(MIXED, steps=1)[0]
 
 
-@pytest.mark.parametrize("tags", [("attn_norm",), ("mlp_norm",), ("attn_norm", "mlp_norm")], ids=" ".join)
+@pytest.mark.parametrize("tags", [("mlp_norm",), ("attn_norm", "mlp_norm")], ids=" ".join)
 def test_the_input_of_a_norm_that_runs_again_is_gone_after_forward_where_it_leaves(tags, expected, tmp_path):
     plan = {(layer, tag): Action.RECOMPUTE_AND_OFFLOAD for layer in range(2) for tag in tags}
     config = make_config(*tags, offload_plan=write_plan(tmp_path / "plan.json", plan))
@@ -77,46 +77,6 @@ def test_so_it_is_where_megatrons_own_flag_lets_norms_run_again():
     assert gone == {tag: [True] * RUNS for tag in NORMS}
 
 
-def run_grouped_experts(offload=None):
-    """Let the activation of Megatron's grouped experts run again.
-
-    Returns:
-        The gradients, and for the activation's input whether backward began without it.
-    """
-    forward = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP.forward
-    tokens, weight, probabilities = leaf(240, 16), leaf(16, 40, seed=1), leaf(240, seed=2)
-    inputs, gone = [], []
-
-    def run_fc1(hidden, _):
-        product = hidden @ weight
-        inputs.append(StorageRef(product))
-        return product, None
-
-    experts = make_experts(run_fc1, is_fused=False, is_recomputed=True, offloads_activation=offload is not None)
-    with contextlib.nullcontext() if offload is None else offload.watch():
-        output, _ = forward(experts, tokens, torch.tensor([240]), probabilities * 1)
-    output.register_hook(lambda gradient: gone.extend(reference.is_freed for reference in inputs))
-    output.sum().backward()
-    return [tokens.grad, weight.grad, probabilities.grad], gone
-
-
-@pytest.mark.skipif(not needs_cpu_support(), reason="on the CPU")
-def test_the_input_of_the_experts_activation_that_runs_again_is_gone_after_forward_where_it_leaves():
-    with apply_cpu_support():
-        expected, _ = run_grouped_experts()
-        offload = megatron.apply(make_config("moe_act"))
-        try:
-            offload.begin_microbatch(0)
-            found, gone = run_grouped_experts(offload)
-            stats = offload.engine.finish_step().tags["moe_act"]
-        finally:
-            offload.remove()
-    assert_same_bits(expected, found)
-    assert stats.d2h_bytes == (240 * 40 + 240) * 4  # gate and up, and the probabilities
-    assert stats.held_elsewhere_bytes == 0
-    assert gone == [True]
-
-
 class Saved0161(torch.autograd.Function):
     """Saves what megatron-core 0.16.1 does: detached copies, and None where it is given None."""
 
@@ -129,30 +89,16 @@ class Saved0161(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        inputs = [saved if saved is None else detach(saved) for saved in ctx.saved_tensors]
+        inputs = [saved if saved is None else detach(saved) for saved in ctx.saved_tensors[:3]]
         with torch.enable_grad():
             output = ctx.run_function(*inputs)
         torch.autograd.backward(output, gradient)
-        return None, None, *(None if one is None else one.grad for one in inputs)
+        found = [None if one is None else one.grad for one in inputs]
+        return None, None, found[0], None, found[-1]
 
 
-class SavedBetween(Saved0161):
-    """Saves what the development branch did for a day in August 2026: detached copies, and what is no tensor elsewhere."""
-
-    @staticmethod
-    def forward(ctx, run_function, checkpoint, *args):
-        output = Saved0161.forward(ctx, run_function, checkpoint, *args)
-        ctx.save_for_backward(*(detach(arg) for arg in args if arg is not None))
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient):
-        first, second = Saved0161.backward(ctx, gradient)[2:]
-        return None, None, first, None, second
-
-
-class SavedSince(SavedBetween):
-    """Saves what the development branch does since: the inputs."""
+class SavedSince(Saved0161):
+    """Saves what the development branch does: the inputs, and what is no tensor elsewhere."""
 
     @staticmethod
     def forward(ctx, run_function, checkpoint, *args):
@@ -170,18 +116,9 @@ class SavesMore(Saved0161):
         ctx.save_for_backward(*ctx.to_save, output)
         return output
 
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.run_function = lambda *args, run=ctx.run_function: run(*args[:-1])
-        return Saved0161.backward(ctx, gradient)[:-1]
-
 
 def detach(tensor):
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def run_function(tensor, *others):
-    return tensor.sin() * others[-1]
 
 
 def run_checkpoint(function):
@@ -190,7 +127,7 @@ def run_checkpoint(function):
     hidden = x * 2
     reference = StorageRef(hidden)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
-        output = function.apply(run_function, None, hidden, None, parameter)
+        output = function.apply(lambda tensor, *others: tensor.sin() * others[-1], None, hidden, None, parameter)
     del hidden
     is_gone = reference.is_freed
     output.sum().backward()
@@ -198,12 +135,66 @@ def run_checkpoint(function):
 
 
 @pytest.mark.parametrize(
-    ("function", "was_gone", "is_gone"),
-    [(Saved0161, False, True), (SavedBetween, False, True), (SavedSince, True, True), (SavesMore, False, False)],
+    ("function", "was_gone", "is_gone"), [(Saved0161, False, True), (SavedSince, True, True), (SavesMore, False, False)]
 )
-def test_whatever_a_version_saves_of_the_inputs_they_may_go_and_what_is_unknown_is_left_alone(function, was_gone, is_gone):
+def test_in_each_version_inputs_can_be_freed_and_unknown_saves_are_left_alone(function, was_gone, is_gone):
     mended = type("Mended", (function,), {"forward": staticmethod(save_inputs(function.forward))})
     expected, found_before = run_checkpoint(function)
     found, found_after = run_checkpoint(mended)
     assert_same_bits(expected, found)
     assert (found_before, found_after) == (was_gone, is_gone)
+
+
+# Which of Megatron's checkpoints run so.
+
+
+def make_offload(*, recomputes):
+    """Return what checkpoints ask of the integration."""
+    actions = types.SimpleNamespace(recomputes=recomputes)
+    return types.SimpleNamespace(actions=actions, keep_recomputed=list, open_reruns=OpenReruns())
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "fp8_is_on", "attributes", "is_ours"),
+    [
+        (True, False, {}, True),
+        (False, False, {}, False),
+        (True, True, {}, False),
+        (True, True, {"fp8": False}, True),
+        (True, False, {"ckpt_manager": types.SimpleNamespace(add_checkpoint=lambda one: None)}, False),
+    ],
+    ids=["a plan", "no plan", "FP8", "FP8 elsewhere", "several together"],
+)
+def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours, monkeypatch):
+    checkpoint = random.CheckpointWithoutOutput()
+    vars(checkpoint).update(attributes)
+    offload = make_offload(recomputes=recomputes)
+    with apply_cpu_support(), Patches() as patches:
+        follow_checkpoints(patches, lambda: offload)
+        if fp8_is_on:
+            state = types.SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: None)
+            monkeypatch.setattr(random, "FP8GlobalStateManager", state)
+        output = checkpoint.checkpoint(torch.sin, leaf(3) * 1)
+    assert type(output.grad_fn).__name__ == ("SinBackward0" if is_ours else "CheckpointWithoutOutputFunctionBackward")
+
+
+@pytest.mark.parametrize("where", ["below a checkpoint", "without gradients", "in a CUDA graph's warm-up"])
+def test_elsewhere_megatrons_own_checkpoint_runs(where, monkeypatch):
+    offload, checkpoints = make_offload(recomputes=True), []
+
+    def run_below(hidden):
+        checkpoints.append(random.CheckpointWithoutOutput())
+        return checkpoints[-1].checkpoint(torch.sin, hidden)
+
+    with apply_cpu_support(), Patches() as patches:
+        follow_checkpoints(patches, lambda: offload)
+        if where == "without gradients":
+            with torch.no_grad():
+                run_below(leaf(3))
+        elif where == "below a checkpoint":
+            torch.utils.checkpoint.checkpoint(run_below, leaf(3) * 1, use_reentrant=False)
+        else:
+            monkeypatch.setattr(load_module("megatron.core.transformer.cuda_graphs"), "is_graph_warmup", lambda: True)
+            run_below(leaf(3) * 1)
+    assert checkpoints
+    assert all("_fgoffload_rerun" not in vars(one) for one in checkpoints)

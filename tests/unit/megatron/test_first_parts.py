@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from support.grouped_experts import make_experts
+from support.tensors import assert_same_bits
 from support.trainings import DENSE, HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action, StateError
@@ -15,7 +16,6 @@ from fgoffload.integrations.megatron.first_parts import FirstPart, find_first_pa
 from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.patches import Patches
 
-utils = pytest.importorskip("megatron.core.utils")
 grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -30,42 +30,6 @@ def make_planned_trainer(flags, plan, tmp_path):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_first_part_runs_twice_and_what_is_behind_it_once(unit, tmp_path):
-    calls = []
-    owner, first, behind = UNITS[unit]
-    with make_planned_trainer(DENSE, {(0, unit): R}, tmp_path) as trainer:
-        for number, layer in enumerate(trainer.chunks[0].decoder.layers):
-            for name in (first, behind):
-                module = getattr(getattr(layer, owner), name)
-                module.register_forward_hook(lambda *_, call=(number, name): calls.append(call))
-        trainer.run_step()
-    microbatches = 2
-    assert calls.count((0, first)) == 2 * microbatches
-    assert calls.count((0, behind)) == calls.count((1, first)) == calls.count((1, behind)) == microbatches
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_what_the_first_part_made_is_empty_until_backward(unit, tmp_path):
-    owner, _, behind = UNITS[unit]
-    made, sizes = [], []
-    with make_planned_trainer(DENSE, {(0, unit): R}, tmp_path) as trainer:
-        model = trainer.chunks[0]
-        module = getattr(getattr(model.decoder.layers[0], owner), behind)
-
-        def note(_, args):
-            made.extend(one.untyped_storage() for one in args if isinstance(one, torch.Tensor) and one.is_floating_point())
-            sizes.append([one.nbytes() for one in made])
-
-        module.register_forward_pre_hook(note)
-        model.output_layer.register_forward_pre_hook(lambda *_: sizes.append([one.nbytes() for one in made]))
-        trainer.run_step()
-    before_it, behind_it = sizes[:2]
-    assert before_it
-    assert all(before_it)
-    assert behind_it == [0] * len(before_it)
-
-
-@pytest.mark.parametrize("unit", UNITS)
 def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
     expected, _ = train(DENSE, steps=1)
     with make_planned_trainer(DENSE, {(0, unit): B, (1, unit): R}, tmp_path) as trainer:
@@ -75,63 +39,6 @@ def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
     assert {tag: numbers.d2h_bytes for tag, numbers in tags.items()} == {unit: 2 * HIDDEN_BYTES}
     # And it is gone: nobody else holds it, not even what is to run again.
     assert tags[unit].held_elsewhere_bytes == 0
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_the_input_of_the_first_part_is_one_group(unit, tmp_path):
-    with make_planned_trainer(DENSE, {(0, unit): B, (1, unit): B}, tmp_path) as trainer:
-        trainer.run_step()  # what is to be wrapped is known from the first forward on
-        engine, opened = trainer.integration.engine, []
-        open_group = engine.open_group
-        engine.open_group = lambda site, lane: opened.append(site.layer) or open_group(site, lane)
-        trainer.run_step()
-    assert opened == [0, 1] * 2
-
-
-def test_attention_that_leaves_takes_only_what_it_made_itself(tmp_path):
-    # Query, key and value run again: what is left of the tag is the output, and what the softmax keeps.
-    expected, whole = train(DENSE, make_config("core_attn", "qkv_linear"), steps=1)
-    plan = {(layer, tag): action for layer in (0, 1) for tag, action in (("qkv_linear", B), ("core_attn", Action.OFFLOAD))}
-    with make_planned_trainer(DENSE, plan, tmp_path) as trainer:
-        result = trainer.run_step()
-        moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
-    assert [(result.losses, result.gradient_digests)] == expected
-    assert moved["qkv_linear"] == whole["qkv_linear"] == 2 * 2 * HIDDEN_BYTES
-    assert 0 < moved["core_attn"] <= whole["core_attn"] - 2 * 2 * 2 * HIDDEN_BYTES
-
-
-def test_biases_of_the_first_linear_get_their_gradients(tmp_path):
-    flags = DENSE.replace("--disable-bias-linear", "")
-    expected, _ = train(flags, steps=1)
-    with make_planned_trainer(flags, {(0, "mlp_fc1"): R, (1, "qkv_linear"): R}, tmp_path) as trainer:
-        result = trainer.run_step()
-    assert [(result.losses, result.gradient_digests)] == expected
-
-
-def test_a_layer_whose_input_needs_no_gradient_runs_once_and_trains(tmp_path):
-    def train_frozen(plan):
-        with make_planned_trainer(DENSE, plan, tmp_path) if plan else make_trainer(DENSE, None) as trainer:
-            model = trainer.chunks[0]
-            model.embedding.requires_grad_(requires_grad=False)
-            # Of the norm in front too: else its output needs a gradient.
-            model.decoder.layers[0].input_layernorm.requires_grad_(requires_grad=False)
-            result = trainer.run_step()
-        return result.losses, result.gradient_digests
-
-    assert train_frozen({(0, "qkv_linear"): R, (1, "qkv_linear"): R}) == train_frozen({})
-
-
-def test_ranges_of_the_profiler_are_closed_where_forward_is_left_early(monkeypatch, tmp_path):
-    open_ranges = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", open_ranges.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: open_ranges.pop())
-    monkeypatch.setattr(utils, "_nvtx_enabled", True)
-    with make_planned_trainer(DENSE, {(0, "qkv_linear"): R, (1, "mlp_fc1"): R}, tmp_path) as trainer:
-        trainer.run_step()
-    assert open_ranges == utils._nvtx_range_messages == []
-
-
-# Megatron's grouped experts, with stand-ins for the linears of Transformer Engine, which need a GPU.
 
 
 class GroupedLinear(torch.nn.Module):
@@ -162,57 +69,8 @@ class Experts(torch.nn.Module):
 NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())
 
 
-def run_experts(experts, tokens=(5, 11)):
-    """Return the bits of an output, and of all gradients."""
-    generator = torch.Generator().manual_seed(2)
-    tokens_per_expert = torch.tensor(tokens)
-    rows = int(tokens_per_expert.sum())
-    hidden = torch.randn(rows, 8, generator=generator, requires_grad=True)
-    probabilities = torch.rand(rows, generator=generator, requires_grad=True)
-    support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
-    with support:
-        output, _ = experts(hidden * 1, tokens_per_expert, probabilities * 1)
-        output.sin().sum().backward()
-    parameters = [parameter.grad for parameter in experts.parameters()]
-    for parameter in experts.parameters():
-        parameter.grad = None
-    return [output.detach(), hidden.grad, probabilities.grad, *parameters]
-
-
-@pytest.mark.parametrize("tokens", [(5, 11), (16, 0), (0, 0)], ids=str)
-def test_grouped_experts_compute_the_same_bits(tokens):
-    expected = run_experts(Experts(), tokens)
-    experts, calls = Experts(), []
-    experts.linear_fc1.register_forward_hook(lambda *_: calls.append("fc1"))
-    experts.linear_fc2.register_forward_hook(lambda *_: calls.append("fc2"))
-    with Patches() as patches:
-        run_again(patches, lambda: NOBODY, FirstPart(unit="expert_fc1", module=experts, until="linear_fc2"))
-        found = run_experts(experts, tokens)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert calls == ["fc1", "fc2", "fc1"]
-
-
-def run_modules(*, is_copied, is_removed):
-    """Return the bits of an output and of the gradients, of a module or a copy of it, with backward before removal or after."""
-    module = Halves()
-    hidden = torch.ones(3, 4, requires_grad=True)
-    support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
-    with support, contextlib.ExitStack() as stack:
-        patches = stack.enter_context(Patches())
-        run_again(patches, lambda: NOBODY, FirstPart(unit="mlp_fc1", module=module, until="linear_fc2"))
-        run = copy.deepcopy(module) if is_copied else module
-        if is_copied:
-            run.linear_fc2.weight.data.mul_(2)
-        torch.manual_seed(5)
-        output = run(hidden * 1)
-        if is_removed:
-            patches.remove()
-        output.sum().backward()
-    return [output.detach(), hidden.grad, *(parameter.grad for parameter in run.parameters())]
-
-
 class Halves(torch.nn.Module):
-    """Whose first part draws random numbers, as an adapter of the first linear may."""
+    """Draws random numbers in both parts, as an adapter of a linear may."""
 
     def __init__(self):
         super().__init__()
@@ -224,39 +82,25 @@ class Halves(torch.nn.Module):
         return torch.nn.functional.dropout(self.linear_fc2(inner), 0.5)
 
 
-def compute_expected(*, factor=1):
-    module = Halves()
-    module.linear_fc2.weight.data.mul_(factor)
-    hidden = torch.ones(3, 4, requires_grad=True)
-    torch.manual_seed(5)
-    output = module(hidden * 1)
-    output.sum().backward()
-    return [output.detach(), hidden.grad, *(parameter.grad for parameter in module.parameters())]
-
-
-def test_random_numbers_of_the_first_part_are_drawn_again_as_they_were():
-    found = run_modules(is_copied=False, is_removed=False)
-    assert all(torch.equal(one, other) for one, other in zip(found, compute_expected(), strict=True))
-
-
-def test_what_ran_before_removal_has_its_backward_after_it():
-    found = run_modules(is_copied=False, is_removed=True)
-    assert all(torch.equal(one, other) for one, other in zip(found, compute_expected(), strict=True))
-
-
+@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_copy_of_a_module_runs_its_own_submodule(is_removed):
-    found = run_modules(is_copied=True, is_removed=is_removed)
-    assert all(torch.equal(one, other) for one, other in zip(found, compute_expected(factor=2), strict=True))
+def test_a_module_or_its_copy_has_the_same_bits_with_backward_before_removal_and_after(is_copied, is_removed):
+    def run(*, recomputes):
+        module, hidden = Halves(), torch.ones(3, 4, requires_grad=True)
+        with apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext(), Patches() as patches:
+            if recomputes:
+                run_again(patches, lambda: NOBODY, FirstPart(unit="mlp_fc1", module=module, until="linear_fc2"))
+            if is_copied:
+                module = copy.deepcopy(module)
+                module.linear_fc2.weight.data.mul_(2)
+            torch.manual_seed(5)
+            output = module(hidden * 1)
+            if is_removed:
+                patches.remove()
+            output.sum().backward()
+        return [output.detach(), hidden.grad, *(parameter.grad for parameter in module.parameters())]
 
-
-def test_after_removal_the_experts_run_once():
-    experts, calls = Experts(), []
-    experts.linear_fc1.register_forward_hook(lambda *_: calls.append("fc1"))
-    with Patches() as patches:
-        run_again(patches, lambda: NOBODY, FirstPart(unit="expert_fc1", module=experts, until="linear_fc2"))
-    run_experts(experts)
-    assert calls == ["fc1"]
+    assert_same_bits(run(recomputes=True), run(recomputes=False))
 
 
 def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
@@ -277,16 +121,6 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
         assert torch.is_grad_enabled()
         with torch.no_grad():
             assert module(torch.ones(2)).tolist() == [2.0, 2.0]
-
-
-def test_an_error_on_the_way_leaves_grad_mode_as_it_was(tmp_path):
-    with make_planned_trainer(DENSE, {(0, "qkv_linear"): R}, tmp_path) as trainer:
-        attention = trainer.chunks[0].decoder.layers[0].self_attention
-        handle = attention.linear_qkv.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.run_step()
-        assert torch.is_grad_enabled()
-        handle.remove()
 
 
 @pytest.mark.parametrize(

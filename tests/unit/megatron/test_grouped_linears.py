@@ -30,46 +30,34 @@ def get_choices(experts):
     return experts.linear_fc1.save_original_input, experts.linear_fc2.save_original_input
 
 
-@pytest.mark.parametrize("tag", ["expert_fc1", "moe_act", "expert_fc2"])
-def test_in_bf16_both_linears_save_one_tensor_while_something_of_the_experts_leaves(tag):
-    experts = build_experts(offload_expert_fc1=tag == "expert_fc1")
+@pytest.mark.parametrize(
+    ("options", "offloaded", "expected"),
+    [
+        # In bf16 both linears save one tensor while something of the experts is offloaded.
+        ({"offload_expert_fc1": True}, ["core_attn", "expert_fc1"], (True, True)),
+        ({}, ["core_attn", "moe_act"], (True, True)),
+        ({}, ["expert_fc2"], (True, True)),
+        ({}, ["core_attn", "router"], (False, False)),
+        # Quantized linears save what they quantized.
+        ({"fp8": "hybrid", "offload_expert_fc1": True}, ["expert_fc1", "expert_fc2"], (False, False)),
+        ({"fp8": "hybrid", "offload_expert_fc1": True}, [], (False, False)),
+    ],
+)
+def test_linears_save_one_tensor_where_that_takes_no_more_bytes(options, offloaded, expected):
+    experts = build_experts(**options)
     before = get_choices(experts)
     with Patches() as patches:
-        choose_saved_inputs(patches, experts, ["core_attn", tag])
-        assert get_choices(experts) == (True, True)
-    assert get_choices(experts) == before
-
-
-def test_experts_of_which_nothing_leaves_stay_as_they_are():
-    experts = build_experts()
-    with Patches() as patches:
-        choose_saved_inputs(patches, experts, ["core_attn", "router"])
-        assert get_choices(experts) == (False, False)
-
-
-@pytest.mark.parametrize("offloaded", [["expert_fc1", "expert_fc2"], []], ids=["leaving", "staying"])
-def test_quantized_linears_save_what_they_quantized_whatever_megatron_asks(offloaded):
-    experts = build_experts(fp8="hybrid", offload_expert_fc1=True)
-    with Patches() as patches:
         choose_saved_inputs(patches, experts, offloaded)
-        assert get_choices(experts) == (False, False)
-    assert get_choices(experts) == (False, False)
+        assert get_choices(experts) == expected
+    assert get_choices(experts) == (before if "fp8" not in options else (False, False))
 
 
-def test_a_recompute_of_quantized_experts_keeps_the_whole_input_that_it_asked_for():
+def test_recomputed_quantized_experts_save_the_whole_input_that_they_asked_for():
     experts = build_experts(fp8="hybrid")
     experts.linear_fc2.save_original_input = True
     with Patches() as patches:
         choose_saved_inputs(patches, experts, ["expert_fc1"])
         assert experts.linear_fc2.save_original_input is True
-
-
-def test_linears_that_have_no_such_choice_get_none():
-    experts = types.SimpleNamespace(linear_fc1=types.SimpleNamespace(), linear_fc2=types.SimpleNamespace())
-    with Patches() as patches:
-        choose_saved_inputs(patches, experts, ["expert_fc1"])
-    assert not vars(experts.linear_fc1)
-    assert not vars(experts.linear_fc2)
 
 
 def test_the_sites_of_a_layer_choose_it():

@@ -90,29 +90,6 @@ def test_the_host_waits_for_no_event_in_a_recompute_and_for_one_in_forward(monke
     assert len(waited) == 4
 
 
-def test_only_the_first_dispatcher_of_a_checkpoint_is_given_what_is_known():
-    counts, dispatcher = known_counts.KnownCounts(), type("Dispatcher", (), {"d2h_event": None})()
-    move = counts._wrap_move(lambda tensor: tensor)
-    wait = counts._wrap_wait(lambda dispatcher, point: move(torch.tensor([1, 2])))
-
-    def run_layers():
-        moved, events = [], []
-        for _ in range(2):
-            dispatcher.d2h_event = Event()
-            moved.append(wait(dispatcher, "before_permutation_1"))
-            events.append(dispatcher.d2h_event)
-        return moved, events
-
-    function = counts._remember(run_layers)
-    (first, second), events = function()
-    assert all(isinstance(event, Event) for event in events)
-    for _ in range(2):
-        (known, asked), events = function()
-        assert known is first
-        assert asked is not second
-        assert [isinstance(event, Event) for event in events] == [False, True]
-
-
 @pytest.mark.parametrize("when", ["as it comes", "later"])
 def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_counts_come(monkeypatch, when):
     counts = known_counts.KnownCounts()
@@ -132,15 +109,3 @@ def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_co
         event.has_passed = True
     with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, and its forward \[3, 5\]"):
         function()
-
-
-def test_evaluation_and_what_runs_without_a_checkpoint_remember_nothing(moved, tmp_path):
-    with make_trainer(ALLTOALL, make_config("core_attn")) as trainer:
-        trainer.run_step()
-    assert moved == []
-    with make_trainer(ALLTOALL, make_plan(tmp_path, "moe")) as trainer:
-        trainer.run_step()
-        assert moved != []
-        moved.clear()
-        trainer.evaluate()
-    assert moved == []

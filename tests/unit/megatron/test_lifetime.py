@@ -1,30 +1,19 @@
 """Models and configs before `apply`, after `remove`, copied, refused and partly frozen: the same bits, or an error at once."""
 
-import copy
 import gc
-import logging
 import weakref
 
 import pytest
 import torch
-from support.trainings import ATTENTION_TAGS, DENSE, MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train, write_plan
+from support.trainings import DENSE, MIXED, MIXED_TAGS, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action, IntegrationError
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
 R, O = Action.RECOMPUTE, Action.OFFLOAD  # noqa: E741 - as in the plans below
-
-
-def test_a_closed_training_leaves_no_rotary_embedding():
-    with make_trainer(f"{DENSE} --position-embedding-type rope", None) as trainer:
-        trainer.run_step()
-        rotary = weakref.ref(trainer.chunks[0].rotary_pos_emb)
-    gc.collect()
-    assert rotary() is None
 
 
 def freeze(trainer, *trained):
@@ -100,76 +89,6 @@ def test_a_config_that_was_made_before_apply_is_refused_at_the_first_forward_eac
                     trainer.run_step()
         finally:
             offload.remove()
-
-
-def test_a_config_with_megatrons_offload_of_layers_is_left_alone_and_one_with_other_tags_is_warned_about(caplog):
-    arguments = parse_arguments(DENSE.split(), source="test")
-    config_class = type(build_transformer_config(arguments, offload=None))
-    fields = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-    offload = megatron.apply(make_config("core_attn"))
-    try:
-        with ignore_expected_warnings():
-            other = config_class(**fields, cpu_offloading=True, cpu_offloading_num_layers=1)
-            assert not other.fine_grained_activation_offloading
-            config_class(**fields, fine_grained_activation_offloading=True, offload_modules=["moe_act"])
-        assert "offload_modules moe_act of a TransformerConfig has no effect" in caplog.text
-    finally:
-        offload.remove()
-
-
-def test_a_copy_of_a_module_with_our_sites_runs_on_its_own_weights():
-    with make_trainer(DENSE, make_config(*ATTENTION_TAGS, *MLP_TAGS)) as trainer:
-        trainer.run_step()
-        mlp = trainer.chunks[0].decoder.layers[0].mlp
-        groups = {id(value): value for value in vars(mlp).values() if isinstance(value, torch.distributed.ProcessGroup)}
-        for module in mlp.modules():
-            groups |= {id(v): v for v in vars(module).values() if isinstance(v, torch.distributed.ProcessGroup)}
-        twin = copy.deepcopy(mlp, {**groups, id(mlp.config): mlp.config})
-        for parameter in twin.parameters():
-            parameter.data.zero_()
-        hidden = torch.randn(4, 1, 32)
-        with ignore_expected_warnings():
-            assert twin(hidden)[0].abs().max().item() == 0
-            assert mlp(hidden)[0].abs().max().item() > 0
-
-
-def test_a_users_own_wrapper_around_ours_survives_remove():
-    with make_trainer(DENSE, make_config("mlp_act")) as trainer:
-        trainer.run_step()
-        mlp = trainer.chunks[0].decoder.layers[0].mlp
-        inner, calls = mlp.forward, []
-
-        def forward(*args, **kwargs):
-            calls.append(1)
-            return inner(*args, **kwargs)
-
-        mlp.forward = forward
-        trainer.integration.remove()
-        trainer.run_step()
-    assert len(calls) == 2  # microbatches
-
-
-def test_a_plan_decides_what_leaves_whatever_tags_a_file_of_flags_names(tmp_path, caplog):
-    path = write_plan(tmp_path / "plan.json", {(0, "core_attn"): O})
-    with caplog.at_level(logging.INFO), make_trainer(DENSE, make_config("core_attn", "mlp_act", offload_plan=path)) as trainer:
-        trainer.run_step()
-        assert set(trainer.integration.last_step.tags) == {"core_attn"}
-    assert f"--offload-plan {path} decides what leaves: nothing of mlp_act does" in caplog.text
-
-
-def test_a_layer_whose_attention_is_not_megatrons_runs():
-    with make_trainer(DENSE, make_config("mlp_act")) as trainer:
-        attention = type(trainer.chunks[0].decoder.layers[0].self_attention)
-        before = attention.set_for_recompute_input_layernorm
-        base = attention.__mro__[1].set_for_recompute_input_layernorm
-        try:
-            del attention.set_for_recompute_input_layernorm
-            del attention.__mro__[1].set_for_recompute_input_layernorm
-            trainer.run_step()
-        finally:
-            attention.set_for_recompute_input_layernorm = before
-            attention.__mro__[1].set_for_recompute_input_layernorm = base
-        assert trainer.integration.last_step.tags["mlp_act"].d2h_bytes > 0
 
 
 @pytest.mark.parametrize("flags", [MIXED, f"{MIXED} --moe-token-dispatcher-type alltoall", f"{DENSE} --mtp-num-layers 1"])

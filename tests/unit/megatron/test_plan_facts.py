@@ -11,11 +11,9 @@ from fgoffload import OffloadPlan, PlanError
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.model_config import read_facts
-from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
+from fgoffload.integrations.megatron.model_shapes import read_model_file
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, TOKENS
-from fgoffload.planner import ModelShape, Parallelism, get_hardware, plan
 from fgoffload.planner.plan_facts import list_facts
-from fgoffload.units import GIB
 
 ARGUMENTS = BENCHMARKS.parents[1] / "arguments"
 
@@ -34,21 +32,6 @@ def test_the_facts_of_each_argument_file_are_those_of_its_config(path):
     assert {name: found[name] for name in facts} == facts
 
 
-@pytest.mark.parametrize("flags", ["--fp16", "--q-lora-rank 24"])
-def test_types_and_ranks_of_latent_queries_are_facts_of_a_config(flags):
-    path = ARGUMENTS / "deepseek_v2_lite.sh"
-    typed = ("--no-moe-permute-fusion", *flags.split())
-    read, plain = [*read_argument_file(path, variables={}), *typed], read_model_file(path)
-    if "--fp16" in flags:
-        read.remove("--bf16")
-    facts = list_facts(*read_model(read, source=path.name, num_gpus=8))
-    found = read_facts(build_transformer_config(parse_arguments(read, source=path.name), offload=None))
-    assert {name: found[name] for name in facts if name not in (TOKENS, MICROBATCHES)} == {
-        name: value for name, value in facts.items() if name not in (TOKENS, MICROBATCHES)
-    }
-    assert (facts == list_facts(*plain)) == ("--fp16" in flags)
-
-
 @pytest.mark.parametrize("recipe", ["blockwise", enum.Enum("Recipe", {"BLOCKWISE": "blockwise"}).BLOCKWISE])
 def test_the_recipe_of_fp8_is_a_fact_by_its_name_and_only_with_fp8(recipe):
     # A config of it needs Transformer Engine.
@@ -58,22 +41,10 @@ def test_the_recipe_of_fp8_is_a_fact_by_its_name_and_only_with_fp8(recipe):
     assert read_facts(types.SimpleNamespace(fp8=None, fp8_recipe=recipe))[FP8_RECIPE] == "none"
 
 
-def test_a_plan_of_bf16_is_refused_in_fp32():
-    read = read_argument_file(ARGUMENTS / "deepseek_v2_lite.sh", variables={})
-    without = [flag for flag in read if flag != "--bf16"]
-    made_for = list_facts(*read_model(read, source="bf16", num_gpus=8))
-    config = build_transformer_config(parse_arguments(without, source="fp32", typed=("--no-moe-permute-fusion",)), offload=None)
-    with pytest.raises(PlanError, match=r"^The plan was made for params_dtype_bytes 2, and this training has 4\."):
-        OffloadPlan(actions={}, made_for=made_for).check_made_for(read_facts(config))
-
-
-@pytest.mark.parametrize(("ranks", "planned"), [({}, None), ({"pipeline_parallel_size": 4}, 3)], ids=["one", "pipeline"])
-def test_microbatches_are_a_fact_where_a_pipeline_is_not_full(ranks, planned):
-    model, parallelism = read_model_file(ARGUMENTS / "tiny_moe.sh")
-    few = dataclasses.replace(parallelism, **ranks, microbatches=3)
-    assert list_facts(model, few).get(MICROBATCHES) == planned
-    full = dataclasses.replace(few, microbatches=4)
-    assert MICROBATCHES not in list_facts(model, full)
+def check(facts, path):
+    """Check a plan that was made for `facts` against the training of `path`."""
+    arguments = parse_arguments(read_argument_file(path, variables={}), source=path.name)
+    OffloadPlan(actions={}, made_for=facts).check_made_for(read_facts(build_transformer_config(arguments, offload=None)))
 
 
 @pytest.mark.parametrize(
@@ -82,60 +53,25 @@ def test_microbatches_are_a_fact_where_a_pipeline_is_not_full(ranks, planned):
         ({"normalization": "LayerNorm"}, "normalization LayerNorm, and this training has RMSNorm"),
         ({"is_gated": False}, "gated_linear_unit 0, and this training has 1"),
         ({"has_qk_norm": True}, "qk_layernorm 1, and this training has 0"),
+        ({"topk": 4}, "moe_router_topk 4, and this training has 2"),
+        ({"ffn_hidden_size": 8}, "moe_ffn_hidden_size 8, and this training has 256"),
+        ({"shared_ffn_hidden_size": 8}, "moe_shared_expert_intermediate_size 8, and this training has 0"),
     ],
 )
-def test_a_plan_for_a_layer_that_saves_something_else_is_refused(changed, difference):
+def test_a_plan_for_layers_that_save_something_else_is_refused(changed, difference):
     path = ARGUMENTS / "tiny_moe.sh"
     model, parallelism = read_model_file(path)
-    other = OffloadPlan(actions={}, made_for=list_facts(dataclasses.replace(model, **changed), parallelism))
-    config = build_transformer_config(parse_arguments(read_argument_file(path, variables={}), source=path.name), offload=None)
+    experts = {name: value for name, value in changed.items() if name in ("topk", "ffn_hidden_size", "shared_ffn_hidden_size")}
+    changed = {"experts": dataclasses.replace(model.experts, **experts)} if experts else changed
+    check(list_facts(model, parallelism), path)
     with pytest.raises(PlanError, match=rf"^The plan was made for {difference}\."):
-        other.check_made_for(read_facts(config))
+        check(list_facts(dataclasses.replace(model, **changed), parallelism), path)
 
 
 def test_a_plan_for_ranks_that_share_the_sequence_is_refused_where_they_do_not():
     model, parallelism = read_model_file(ARGUMENTS / "llama3_8b.sh")
-    assert "sequence_parallel" not in list_facts(model, dataclasses.replace(parallelism, tensor_parallel_size=1))
     made_for = list_facts(model, dataclasses.replace(parallelism, tensor_parallel_size=2, has_sequence_parallel=True))
     plan = OffloadPlan(actions={}, made_for={"sequence_parallel": made_for["sequence_parallel"]})
-    config = types.SimpleNamespace(sequence_parallel=True, bf16=True)
-    plan.check_made_for(read_facts(config))
-    config.sequence_parallel = False
+    plan.check_made_for(read_facts(types.SimpleNamespace(sequence_parallel=True, bf16=True)))
     with pytest.raises(PlanError, match=r"^The plan was made for sequence_parallel 1, and this training has 0\."):
-        plan.check_made_for(read_facts(config))
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "difference"),
-    [
-        ("topk", 4, "moe_router_topk 4, and this training has 2"),
-        ("ffn_hidden_size", 8, "moe_ffn_hidden_size 8, and this training has 256"),
-        ("shared_ffn_hidden_size", 8, "moe_shared_expert_intermediate_size 8, and this training has 0"),
-    ],
-)
-def test_a_plan_for_other_experts_is_refused(field, value, difference):
-    path = ARGUMENTS / "tiny_moe.sh"
-    model, parallelism = read_model_file(path)
-    experts = dataclasses.replace(model.experts, **{field: value})
-    other = OffloadPlan(actions={}, made_for=list_facts(dataclasses.replace(model, experts=experts), parallelism))
-    config = build_transformer_config(parse_arguments(read_argument_file(path, variables={}), source=path.name), offload=None)
-    with pytest.raises(PlanError, match=rf"^The plan was made for {difference}\."):
-        other.check_made_for(read_facts(config))
-
-
-def test_a_plan_of_the_python_call_says_what_it_was_made_for():
-    model = ModelShape(
-        name="two layers",
-        num_layers=2,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_attention_heads=8,
-        num_query_groups=8,
-        kv_channels=128,
-        vocab_size=32000,
-        seq_length=512,
-    )
-    ranks = Parallelism()
-    report = plan(model, ranks, get_hardware("h100"), budget_bytes=70 * GIB)
-    assert report.solution.plan.made_for == list_facts(model, ranks)
-    assert report.solution.plan.made_for["ffn_hidden_size"] == 4096
+        plan.check_made_for(read_facts(types.SimpleNamespace(sequence_parallel=False, bf16=True)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,8 +33,6 @@ from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_config, mak
 
 from fgoffload import IntegrationError, PlanError
 from fgoffload.engine.identity import StorageRef
-from fgoffload.integrations.megatron.site_table import SITES
-from fgoffload.tags import RECOMPUTE_UNITS
 
 checkpoints = pytest.importorskip("megatron.core.tensor_parallel.random")
 
@@ -92,11 +89,6 @@ def compute_expected(parallel):
     return compute
 
 
-@pytest.fixture(scope="module")
-def expected(compute_expected):
-    return compute_expected("dense, experts")
-
-
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -124,56 +116,9 @@ def moves(plan: Plan, tag: str) -> bool:
     return any(not plan.get((layer, NORM_BEFORE.get(tag, "")), K).recomputes for layer in offloaded)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_trainings_have_every_pair_of_neighbouring_choices(name):
-    pairs, plans = list_pairs(MODELS[name].layers), PLANS[name]
-    assert find_missing(pairs, plans) == []
-    # None is there for nothing, so leaving one out is seen.
-    assert all(find_missing(pairs, plans[:index] + plans[index + 1 :]) for index in range(len(plans)))
-    assert len(plans) < len(pairs) / 5
-
-
-def test_each_tag_and_each_unit_has_neighbours():
-    rows = {(name, action) for plans in PLANS.values() for plan in plans for (_, name), action in list_rows(plan)}
-    tags = {row.tag for row in SITES if row.since == "0.16.1"}
-    assert {name for name, action in rows if action.offloads} == tags
-    assert {name for name, action in rows if action.recomputes} == {unit.name for unit in RECOMPUTE_UNITS}
-    keep_their_input = {"attn_norm", "mlp_norm", "moe_act", "qkv_linear", "mlp_fc1", "expert_fc1"}
-    assert {name for name, action in rows if action is B} == keep_their_input
-
-
-def test_neighbours_follow_each_other_in_forward_and_over_the_end_of_a_layer():
-    found = {}
+def test_the_plans_have_every_pair_of_neighbouring_choices():
     for name, model in MODELS.items():
-        sites = {tuple(pair)[:2] for pair in list_pairs(model.layers)}
-        found[name] = {(one[1], other[1]) for one, other in sites if one[0] == other[0]}
-        found[f"{name}, end"] = {(one[1], other[1]) for one, other in sites if one[0] != other[0]}
-    attention = set(itertools.pairwise(("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")))
-    latent = set(itertools.pairwise(("attn_norm", "qkv_linear", "mla_up_proj", "core_attn", "attn_proj", "mlp_norm")))
-    mlp = set(itertools.pairwise(("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"))) | {("mlp_norm", "mlp")}
-    experts = ("expert_fc1", "moe_act", "expert_fc2", "moe_combine")
-    moe, grouped = (
-        set(itertools.pairwise(("mlp_norm", "shared_expert", "router", *dispatch, *experts))) | {("mlp_norm", "moe")}
-        for dispatch in ((), ("dispatch",))
-    )
-    behind = ("attn_norm", "layer")
-    assert found == {
-        "dense, experts": attention | mlp | moe,
-        "dense, experts, end": set(itertools.product(("mlp_fc2", "mlp", "layer"), behind)),
-        "grouped experts, dense": attention | mlp | grouped,
-        "grouped experts, dense, end": set(itertools.product(("moe_combine", "moe"), behind)),
-        "latent attention": latent | mlp | moe,
-        "latent attention, end": set(itertools.product(("mlp_fc2", "mlp"), behind[:1])),
-    }
-
-
-@pytest.mark.parametrize("neighbour", [{(1, "core_attn"): O}, {(1, "moe"): R}], ids=str)
-@pytest.mark.parametrize("inputs", [K, O])
-def test_a_whole_layer_runs_again_beside_choices_further_on(neighbour, inputs, expected, tmp_path):
-    plan = {(0, "layer"): R, (0, "layer_input"): inputs, **neighbour}
-    found, moved = train_with_plan(MIXED, plan, tmp_path)
-    assert found == expected
-    assert (moved.get("layer_input", 0) > 0) == (inputs is O)
+        assert find_missing(list_pairs(model.layers), PLANS[name]) == []
 
 
 def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons_flags_change(tmp_path):
@@ -191,100 +136,35 @@ def test_a_layer_that_runs_again_keeps_its_input_alone(tmp_path):
     assert moved == {"layer_input": HIDDEN_BYTES * 2}
 
 
-def test_what_recomputes_runs_once_more_in_backward(tmp_path):
-    path = write_plan(tmp_path / "plan.json", {(0, "layer"): R, (1, "shared_expert"): R})
-    calls = []
-    with make_trainer(SHARED, make_config(offload_plan=path)) as trainer:
-        layers = trainer.chunks[0].decoder.layers
-        for index, layer in enumerate(layers):
-            layer.mlp.shared_experts.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
-            layer.self_attention.register_forward_pre_hook(lambda *_, index=index: calls.append(f"attention {index}"))
-        trainer.run_step()
-    microbatches = 2
-    assert calls.count(0) == calls.count("attention 0") == 2 * microbatches
-    assert calls.count(1) == 2 * microbatches
-    assert calls.count("attention 1") == microbatches
-
-
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize("unit", ["layer", "moe"])
-def test_the_leaf_that_a_recompute_begins_with_is_gone_after_backward(unit, dispatcher, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("unit", "dispatcher"), [("layer", "allgather"), ("moe", "alltoall")])
+def test_the_input_of_a_recompute_is_freed_after_backward(unit, dispatcher, monkeypatch, tmp_path):
     # Its gradient goes with it. Dispatchers hold the probabilities of their last forward, and so all that these came from.
-    path = write_plan(tmp_path / "plan.json", {(0, unit): R, (1, unit): R})
-    flags = f"{MOE} --moe-token-dispatcher-type {dispatcher}"
-    with make_trainer(flags, make_config(offload_plan=path)) as trainer:
-        leaves = record_leaves(monkeypatch)
-        trainer.run_step()
-        assert len(leaves) >= 4  # two layers, two microbatches
-        assert [leaf.is_freed for leaf in leaves] == [True] * len(leaves)
+    leaves, detach = [], checkpoints.detach_variable
 
-
-def test_megatrons_own_full_recompute_lets_go_of_its_leaves_too_beside_offload(monkeypatch):
-    flags = f"{MOE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    with make_trainer(flags, make_config("layer_input")) as trainer:
-        leaves = record_leaves(monkeypatch)
-        trainer.run_step()
-        assert [leaf.is_freed for leaf in leaves] == [True] * 4
-
-
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize(
-    ("recompute", "held"),
-    [
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", True),
-        (f"{SELECTIVE} moe", True),
-        # No dispatcher is in these.
-        (f"{SELECTIVE} shared_experts", False),
-    ],
-)
-def test_without_this_package_dispatchers_hold_the_last_leaf_of_each_layer(recompute, held, dispatcher, monkeypatch):
-    # What the planner counts for Megatron's own recompute.
-    with make_trainer(f"{SHARED} --moe-token-dispatcher-type {dispatcher} {recompute}", None) as trainer:
-        leaves = record_leaves(monkeypatch)
-        for _ in range(2):
-            leaves.clear()
-            trainer.run_step()
-            # Two layers, two microbatches: the second forward of a layer lets go of the first leaf.
-            assert [leaf.is_freed for leaf in leaves] == [True, True, not held, not held]
-
-
-def record_leaves(monkeypatch):
-    """Return a list that gets a reference to the storage of each hidden state that a checkpoint's backward begins with."""
-    leaves = []
-
-    def detach_variable(inputs):
-        detached = original(inputs)
+    def note_leaves(inputs):
+        detached = detach(inputs)
         leaves.extend(StorageRef(one) for one in detached if isinstance(one, torch.Tensor) and one.requires_grad)
         return detached
 
-    original = checkpoints.detach_variable
-    monkeypatch.setattr(checkpoints, "detach_variable", detach_variable)
-    return leaves
+    path = write_plan(tmp_path / "plan.json", {(0, unit): R, (1, unit): R})
+    with make_trainer(f"{MOE} --moe-token-dispatcher-type {dispatcher}", make_config(offload_plan=path)) as trainer:
+        monkeypatch.setattr(checkpoints, "detach_variable", note_leaves)
+        trainer.run_step()
+        assert len(leaves) >= 4  # two layers, two microbatches
+        assert all(leaf.is_freed for leaf in leaves)
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (
-            {(0, "mlp_act"): R},
-            r"recomputes layers\.0\.mlp_act, which this layer cannot run again by itself.*It can: layer, attn_norm",
-        ),
-        (
-            {(1, "mlp_fc1"): R},
-            r"recomputes layers\.1\.mlp_fc1, which this layer cannot run again by itself.*It can: layer, attn_norm",
-        ),
-        (
-            {(0, "qkv_linear"): R, (0, "core_attn"): R},
-            r"recomputes layers\.0\.qkv_linear and layers\.0\.core_attn, which cannot both run again by themselves",
-        ),
-        ({(0, "moe"): R}, r"recomputes layers\.0\.moe, which this layer cannot run again"),
-        ({(1, "moe_act"): R}, r"recomputes layers\.1\.moe_act, which this layer cannot run again"),
-        (
-            {(1, "moe"): R, (1, "router"): O},
-            r"recomputes layers\.1\.moe and offloads layers\.1\.router, which saves nothing then",
-        ),
-        ({(1, "core_attn"): B}, r"recomputes layers\.1\.core_attn and offloads layers\.1\.core_attn, which saves nothing then"),
-        ({(1, "layer"): R, (1, "moe"): R}, r"recomputes layers\.1\.layer and layers\.1\.moe, which is a part of it"),
+        ({(0, "mlp_act"): R}, "0.mlp_act, which this layer cannot run again by itself. .*It can: layer, attn_norm"),
+        ({(1, "mlp_fc1"): R}, "1.mlp_fc1, which this layer cannot run again by itself"),
+        ({(0, "moe"): R}, "0.moe, which this layer cannot run again"),
+        ({(1, "moe_act"): R}, "1.moe_act, which this layer cannot run again"),
+        ({(0, "qkv_linear"): R, (0, "core_attn"): R}, "0.qkv_linear and layers.0.core_attn, which cannot both run again"),
+        ({(1, "moe"): R, (1, "router"): O}, "1.moe and offloads layers.1.router, which saves nothing then"),
+        ({(1, "core_attn"): B}, "1.core_attn and offloads layers.1.core_attn, which saves nothing then"),
+        ({(1, "layer"): R, (1, "moe"): R}, "1.layer and layers.1.moe, which is a part of it"),
     ],
     ids=str,
 )
@@ -293,10 +173,9 @@ def test_what_a_layer_cannot_do_is_refused_by_name(plan, message, tmp_path):
     tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
     with (
         make_trainer(MIXED, make_config(*tags, offload_plan=path)) as trainer,
-        pytest.raises(PlanError, match=message) as caught,
+        pytest.raises(PlanError, match=f"^--offload-plan {path}: The plan recomputes layers.{message}"),
     ):
         trainer.run_step()
-    assert str(caught.value).startswith(f"--offload-plan {path}: The plan recomputes ")
 
 
 def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_together(tmp_path):
@@ -308,22 +187,18 @@ def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_togeth
         trainer.run_step()
 
 
-def test_remove_lets_the_layers_run_once_again(tmp_path):
-    path = write_plan(tmp_path / "plan.json", {(0, "layer"): R, (1, "attn_norm"): R})
-    with make_trainer(MIXED, make_config(offload_plan=path)) as trainer:
-        layer = trainer.chunks[0].decoder.layers[1]
+def test_recomputed_modules_run_twice_until_offload_is_removed(tmp_path):
+    path = write_plan(tmp_path / "plan.json", {(0, "layer"): R, (1, "shared_expert"): R, (1, "attn_norm"): R})
+    calls = []
+    with make_trainer(SHARED, make_config(offload_plan=path)) as trainer:
+        for number, layer in enumerate(trainer.chunks[0].decoder.layers):
+            for name in ("mlp.shared_experts", "self_attention"):
+                layer.get_submodule(name).register_forward_pre_hook(lambda *_, call=(number, name): calls.append(call))
         trainer.run_step()
-        assert layer.recompute_input_layernorm
+        microbatches = 2
+        assert [calls.count((number, "self_attention")) for number in (0, 1)] == [2 * microbatches, microbatches]
+        assert [calls.count((number, "mlp.shared_experts")) for number in (0, 1)] == [2 * microbatches] * 2
+        calls.clear()
         trainer.integration.remove()
-        assert not layer.recompute_input_layernorm
-        assert "forward" not in vars(trainer.chunks[0].decoder.layers[0])
-
-
-def test_checkpoints_inside_of_layers_are_no_layers():
-    # Megatron checkpoints its MLP, its attention and its shared experts with the function that it checkpoints layers with.
-    modules = "core_attn mlp shared_experts"
-    with make_trainer(f"{MIXED} {SELECTIVE} {modules}", make_config("attn_norm", "mlp_norm", "expert_fc1")) as trainer:
         trainer.run_step()
-        sites = trainer.integration.list_sites()
-    assert {site.layer for site in sites} == {0, 1}
-    assert len(sites) == 5
+        assert len(calls) == 2 * 2 * microbatches

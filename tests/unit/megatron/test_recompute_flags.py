@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 from support.attention import reference_attention
 from support.grouped_experts import grouped_experts
-from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, make_trainer, train
+from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, train
 
-from fgoffload import ConfigError, IntegrationError, OffloadConfig, default_tags
+from fgoffload import ConfigError, default_tags
 from fgoffload.integrations.megatron import training
 from fgoffload.integrations.megatron.arguments import parse_arguments
 
@@ -26,8 +26,6 @@ NEEDS = {"mla_up_proj": LATENT, "moe_act": "--moe-grouped-gemm"}
 """Flags of models that have what the module is."""
 
 REFUSED = [(module, tag.name) for tag in default_tags() for module in tag.excluded_by]
-SAVED_NOTHING = [row for row in REFUSED if row != ("moe_act", "expert_fc2")]
-"""But for one whose tensor is saved, emptied and filled again."""
 
 
 def make_flags(*modules):
@@ -72,17 +70,6 @@ def test_selective_recompute_of_a_module_and_all_tags_that_it_allows(module, cap
     assert caplog.text.count("its storage belongs to a recompute, which empties and refills it") == len(unmoved)
 
 
-def test_each_tag_by_itself_beside_the_experts_activation():
-    flags = f"{make_flags('moe_act')} --global-batch-size 2"
-    with stand_ins(flags):
-        expected, _ = train(flags, steps=1)
-        for tag in list_allowed("moe_act"):
-            tags = ("core_attn", tag) if tag == "attn_proj" else (tag,)
-            found, moved = train(flags, make_config(*tags), steps=1)
-            assert (tag, found) == (tag, expected)
-            assert all(moved[name] for name in tags)
-
-
 def test_all_modules_that_recompute_together_and_all_tags_that_they_allow():
     modules = ("layernorm", "core_attn", "mlp", "shared_experts")
     tags = list_allowed(*modules)
@@ -111,25 +98,3 @@ def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_b
         f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: what is recomputed is not saved, so "
         "nothing would leave. Leave one of them out."
     ) in str(refused.value)
-
-
-@pytest.mark.parametrize(("module", "tag"), [row for row in SAVED_NOTHING if row[0] in MODULES and row[1] in MIXED_TAGS])
-def test_a_tag_that_is_refused_would_save_nothing(module, tag, monkeypatch):
-    monkeypatch.setattr(OffloadConfig, "check_recompute", lambda self, modules: None)
-    # Past the checks, the first step finds out.
-    with pytest.raises(IntegrationError, match=f"--offload-modules '{tag}' saved nothing in the first step on any rank"):
-        train(f"{make_flags(module)} --global-batch-size 2", make_config(tag), steps=1)  # one microbatch says it
-
-
-def test_the_input_of_the_experts_second_linear_would_stay_beside_a_recompute_of_their_activation(monkeypatch, caplog):
-    monkeypatch.setattr(OffloadConfig, "check_recompute", lambda self, modules: None)
-    assert find_unmoved(make_flags("moe_act"), ["expert_fc2"]) == {"expert_fc2"}
-    assert "its storage belongs to a recompute, which empties and refills it" in caplog.text
-
-
-@pytest.mark.parametrize(("module", "tag"), [("core_attn", "core_attn"), ("mlp", "mlp_fc1")])
-def test_who_calls_apply_is_refused_at_the_first_forward(module, tag):
-    with make_trainer(f"{make_flags(module)} --global-batch-size 2", make_config(tag)) as trainer:
-        with pytest.raises(ConfigError, match=f"--recompute-modules '{module}' exclude each other"):
-            trainer.run_step()
-        assert trainer.integration.engine.arena.used_bytes == 0

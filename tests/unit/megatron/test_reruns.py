@@ -1,27 +1,29 @@
-"""Functions that run again in backward for the graph of their forward: the same bits, nothing held, and errors that say so."""
+"""Recompute within the graph of its forward: the same bits, nothing held, no copies, and refusals that name the reason."""
 
 import contextlib
 import functools
 import gc
-import types
+import weakref
 
 import pytest
 import torch
-from support.tensors import assert_same_bits, leaf
+from support.tensors import assert_same_bits, leaf, without_the_cyclic_collector
 
 from fgoffload import StateError
 from fgoffload.engine import is_inert
 from fgoffload.engine.identity import StorageRef
+from fgoffload.engine.place import Place
 from fgoffload.integrations.megatron import reruns
-from fgoffload.integrations.megatron.checkpoints import follow_checkpoints
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
-from fgoffload.integrations.megatron.handing_on import OpenReruns
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.random_states import RandomUse, are_equal
+from fgoffload.integrations.megatron.handing_on import HandingOn, OpenReruns
+from fgoffload.integrations.megatron.random_states import RandomUse
 from fgoffload.integrations.megatron.reruns import Rerun
 
-random = pytest.importorskip("megatron.core.tensor_parallel.random")
+pytest.importorskip("megatron.core.tensor_parallel.random")
+
+BASELINE, REFILLED, DETACHED = "baseline", "refilled outputs", "detached outputs"
+"""Without recompute; with outputs that are emptied and filled in backward; with outputs that their user does not save."""
+OUTPUT_BYTES = 6 * 16 * 4
 
 
 @pytest.fixture(autouse=True)
@@ -30,55 +32,27 @@ def cpu():
         yield
 
 
+@pytest.fixture
+def copied(monkeypatch):
+    """The bytes of each copy into a storage."""
+    sizes, copy = [], torch.UntypedStorage.copy_
+
+    def count(storage, source, *args):
+        sizes.append(storage.nbytes())
+        return copy(storage, source, *args)
+
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", count)
+    return sizes
+
+
 def normalize(hidden):
     """Is a norm of plain ops, which uses its input twice."""
     return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
-def begin(function, *args):
-    """Return the forward of what runs again, and what it returned."""
-    rerun = Rerun(function, args, name="it")
-    with rerun:
-        outputs = function(*args)
-    rerun.note_outputs(outputs)
-    return rerun, outputs
-
-
-def use(rerun, output, weight):
-    """Return a product with `output`, which is emptied behind it and filled before its backward."""
-    product = output @ weight
-    rerun.empty_outputs()
-    product.register_hook(lambda gradient: rerun.run())
-    return product
-
-
-def run(function, *inputs, weight, before_backward=lambda output: None):
-    """Run `function` again in backward of a product with `weight`, beside which the first input is used twice more."""
-    inputs = tuple(one * 1 for one in inputs)
-    rerun, outputs = begin(function, *inputs)
-    output = use(rerun, reruns.as_tuple(outputs)[0], weight).sum() + (inputs[0].sin() * inputs[0].cos()).sum()
-    before_backward(output)
-    torch.rand(3)  # as others draw between forward and backward
-    output.backward()
-    return output.detach()
-
-
-def run_plainly(function, *inputs, weight):
-    inputs = tuple(one * 1 for one in inputs)
-    output = reruns.as_tuple(function(*inputs))[0] @ weight
-    output = output.sum() + (inputs[0].sin() * inputs[0].cos()).sum()
-    torch.rand(3)
-    output.backward()
-    return output.detach()
-
-
 def scale_and_activate(hidden, probabilities):
     gate, up = hidden.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up * probabilities
-
-
-def return_what_it_saves(hidden):
-    return hidden.exp()  # its backward wants its own output
 
 
 def return_views(hidden):
@@ -90,237 +64,203 @@ def drop_some(hidden):
     return torch.nn.functional.dropout(hidden, 0.5) * hidden
 
 
-FUNCTIONS = {
-    "a norm of plain ops": (normalize, [(6, 16)], (16, 4)),
-    "an activation": (scale_and_activate, [(6, 16), (6, 1)], (8, 4)),
-    "its output is saved inside": (return_what_it_saves, [(6, 16)], (16, 4)),
-    "views of one storage": (return_views, [(6, 16)], (8, 4)),
-    "random numbers": (drop_some, [(6, 16)], (16, 4)),
-    "no rows": (normalize, [(0, 16)], (16, 4)),
-}
+def multiply(output, weight):
+    return output @ weight
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_bits_are_those_of_a_training_without(name):
-    function, shapes, weights = FUNCTIONS[name]
-    results = []
-    for train in (run_plainly, run):
-        torch.manual_seed(1)
-        inputs, weight = [leaf(*shape, seed=seed) for seed, shape in enumerate(shapes)], leaf(*weights, seed=9)
-        output = train(function, *inputs, weight=weight)
-        # What is drawn behind it is as without, too.
-        results.append([output, weight.grad, *(one.grad for one in inputs), torch.rand(3)])
-    assert_same_bits(*results)
+def multiply_turned(output, weight):
+    return (weight.T @ output.T).T
+
+
+def multiply_parts(output, weight):
+    """Use parts of the output, one of them empty, as experts use their tokens."""
+    return torch.cat([part @ weight for part in torch.split(output, [2, 0, len(output) - 2])])
+
+
+def multiply_and_keep_more(output, weight):
+    """Save what was made of the output too."""
+    return (output.sin() * output.view(3, 2, -1).flatten(0, 1)) @ weight
+
+
+def begin(function, *inputs, **options):
+    """Return a recompute behind its forward, and what that returned."""
+    rerun = Rerun(function, inputs, name="it", **options)
+    with rerun:
+        outputs = function(*inputs)
+    rerun.note_outputs(outputs)
+    return rerun, outputs
+
+
+def run(function, *shapes, mode, use=multiply, change=lambda output: output, look=lambda output: None):
+    """Return a loss, gradients and later random numbers of a training whose `function` runs by `mode`."""
+    torch.manual_seed(1)
+    leaves = [leaf(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    inputs = tuple(one * 1 for one in leaves)
+    rerun, outputs = (None, function(*inputs)) if mode is BASELINE else begin(function, *inputs)
+    output = change(reruns.as_tuple(outputs)[0])
+    weight = leaf(output.size(-1), 4, seed=9)
+    del outputs
+    with rerun.handing_on() if mode is DETACHED else contextlib.nullcontext():
+        product = use(output, weight)
+    if rerun is not None:
+        rerun.empty_outputs()
+        product.register_hook(lambda gradient: rerun.run())
+    loss = product.sin().sum() + (inputs[0].sin() * inputs[0].cos()).sum()
+    look(output)
+    del output, product
+    torch.rand(3)  # as others draw between forward and backward
+    loss.backward()
+    return [loss.detach(), weight.grad, *(one.grad for one in leaves), torch.rand(3)]
+
+
+@pytest.mark.parametrize("mode", [REFILLED, DETACHED])
+@pytest.mark.parametrize(
+    ("function", "shapes", "use"),
+    [
+        (normalize, [(6, 16)], multiply),
+        (normalize, [(6, 16)], multiply_turned),
+        (normalize, [(6, 16)], multiply_parts),
+        (normalize, [(6, 16)], multiply_and_keep_more),
+        (normalize, [(0, 16)], multiply),
+        (torch.exp, [(6, 16)], multiply),  # whose backward needs its own output
+        (scale_and_activate, [(6, 16), (6, 1)], multiply),
+        (return_views, [(6, 16)], multiply),
+        (return_views, [(6, 16)], multiply_parts),
+        (drop_some, [(6, 16)], multiply),
+    ],
+)
+def test_recompute_has_the_bits_of_the_baseline(function, shapes, use, mode, copied):
+    expected = run(function, *shapes, mode=BASELINE, use=use)
+    assert_same_bits(run(function, *shapes, mode=mode, use=use), expected)
+    # An emptied output is filled by a copy. A detached one has no storage that could be filled.
+    assert (sum(copied) > 0) == (mode is REFILLED and shapes[0][0] > 0)
 
 
 def test_between_forward_and_backward_only_the_inputs_are_there():
-    saved = []
+    saved, results, seen = [], [], []
 
-    def watched(hidden, probabilities):
-        gate, up = hidden.chunk(2, -1)
-        active = torch.nn.functional.silu(gate)
-        product = active * up
-        result = product * probabilities
-        saved.extend(StorageRef(one) for one in (active, product))
+    def watched(hidden):
+        active = torch.nn.functional.silu(hidden)
+        result = active * 2
+        saved.append(StorageRef(active))
         results.append(result.detach())
         return result
 
-    results, seen = [], []
-
     def look(output):
         gc.collect()
-        seen.extend([[one.is_freed for one in saved], [one.untyped_storage().nbytes() for one in results]])
+        seen.extend([saved[0].is_freed, results[0].untyped_storage().nbytes()])
 
-    run(watched, leaf(6, 16), leaf(6, 1), weight=leaf(8, 4), before_backward=look)
-    assert seen == [[True, True], [0]]
-
-
-def test_what_ran_again_is_there_once():
-    made = []
-
-    def watched(hidden):
-        result = normalize(hidden)
-        made.append(StorageRef(result))
-        return result
-
-    weight, states = leaf(16, 4), []
-    hidden = leaf(6, 16) * 1
-    # Of the norm's input, whose gradient comes behind the norm's own backward and before the graph is gone.
-    hidden.register_hook(lambda gradient: states.append([one.find_nbytes() for one in made]))
-    rerun, output = begin(watched, hidden)
-    product = use(rerun, output, weight)
-    product.sum().backward()
-    # The output of forward is full again. That of the second run is gone.
-    assert states == [[6 * 16 * 4, None]]
+    run(watched, (6, 16), mode=REFILLED, look=look)
+    assert seen == [True, 0]
 
 
-def test_a_graph_that_is_dropped_frees_everything_at_once():
+@pytest.mark.parametrize("mode", [REFILLED, DETACHED])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_dropped_graph_frees_everything_at_once(has_run, mode):
     gc.collect()
-    gc.disable()
-    try:
+    with without_the_cyclic_collector():
+        made = []
+
+        def watched(given):
+            result = normalize(given)
+            made.append(StorageRef(result))
+            return result
+
         hidden = leaf(6, 16) * 1
-        references = [StorageRef(hidden)]
-        rerun, output = begin(normalize, hidden)
-        references.append(StorageRef(output))
-        product = output @ leaf(16, 4)
+        given = StorageRef(hidden)
+        rerun, output = begin(watched, hidden)
+        with rerun.handing_on() if mode is DETACHED else contextlib.nullcontext():
+            product = output @ leaf(16, 4)
+        rerun.empty_outputs()
         product.register_hook(lambda gradient, rerun=rerun: rerun.run())
-        del hidden, output, product, rerun
-        assert [one.is_freed for one in references] == [True, True]
-    finally:
-        gc.enable()
+        del output
+        assert made[0].is_freed is (mode is DETACHED)
+        if has_run:
+            rerun.run()
+        alive = weakref.ref(rerun)
+        del hidden, product, rerun
+        assert given.is_freed
+        assert all(one.is_freed for one in made)
+        assert alive() is None
 
 
-def test_after_its_backward_it_holds_nothing_even_where_the_graph_lives_on():
-    hidden = leaf(6, 16) * 1
-    reference = StorageRef(hidden)
-    rerun, output = begin(normalize, hidden)
-    product = use(rerun, output, leaf(16, 4))
-    loss = product.sum()
-    del hidden, output
-    loss.backward()
-    assert reference.is_freed
-    assert loss.grad_fn is not None
+def test_a_forward_that_raises_holds_nothing():
+    open_reruns = OpenReruns()
+    with without_the_cyclic_collector():
+        rerun, output = begin(normalize, leaf(6, 16) * 1)
+        made = StorageRef(output)
+        open_reruns.open(rerun)
+        with contextlib.suppress(ArithmeticError), HandingOn(open_reruns.find_made(), Place(None, "a test")):
+            del output
+            raise ArithmeticError
+        assert not is_inert()  # as it is below hooks that are not the engine's
+        del rerun
+        assert made.is_freed
+    assert not open_reruns.find_made()
 
 
-def test_backward_that_comes_another_way_runs_it_too():
-    hidden = leaf(6, 16)
-    expected = leaf(6, 16)
-    normalize(expected * 1).sum().backward()
-    given = hidden * 1
-    _, output = begin(normalize, given)
-    output.sum().backward()  # nothing calls `run`
-    assert_same_bits([hidden.grad], [expected.grad])
+@pytest.mark.parametrize(
+    "change", [lambda output: output.mul_(1.5), lambda output: output.index_fill_(0, torch.tensor([1]), 2)]
+)
+def test_an_output_that_is_changed_in_place_before_its_use_stays(change, copied):
+    sizes = []
+    expected = run(normalize, (6, 16), mode=BASELINE, change=change)
+    found = run(
+        normalize,
+        (6, 16),
+        mode=DETACHED,
+        change=change,
+        look=lambda output: sizes.append(output.untyped_storage().nbytes()),
+    )
+    assert_same_bits(found, expected)
+    assert (sizes, copied) == ([OUTPUT_BYTES], [])
 
 
-def test_an_output_that_was_not_emptied_is_left_as_it_is():
-    given = leaf(6, 16) * 1
-    _, output = begin(normalize, given)
-    output.mul_(2)  # as whoever is next may do with what no one saved
-    output.sum().backward()
-    assert_same_bits([output.detach()], [normalize(given.detach()) * 2])
+def test_an_output_that_is_changed_in_place_after_its_use_has_the_gradients_of_its_use():
+    def use(output, weight):
+        product = output @ weight
+        output.mul_(2)
+        return product
+
+    assert_same_bits(run(normalize, (6, 16), mode=DETACHED, use=use), run(normalize, (6, 16), mode=BASELINE))
 
 
-class Raises:
-    """Raises in one of its runs, counted from 0."""
+def test_who_holds_a_detached_output_finds_a_copy(copied):
+    held = []
+    found = run(normalize, (6, 16), mode=DETACHED, look=lambda output: held.append(output.detach()))
+    assert_same_bits(found, run(normalize, (6, 16), mode=BASELINE))
+    assert copied == [OUTPUT_BYTES]
+    assert_same_bits(held, [normalize(leaf(6, 16).detach())])
 
-    def __init__(self, function, run):
-        self._function, self._remaining = function, run
 
-    def __call__(self, *inputs):
-        self._remaining -= 1
-        if self._remaining == -1:
+@pytest.mark.parametrize("mode", [REFILLED, DETACHED])
+@pytest.mark.parametrize("calls_run", [True, False], ids=["by its hook", "by the first tensor that backward takes"])
+def test_each_backward_of_a_graph_recomputes_also_after_one_that_raised(calls_run, mode):
+    hidden, weight, runs = leaf(6, 16), leaf(16, 4), []
+
+    def fail_once(given):
+        runs.append(1)
+        if len(runs) == 2:
             raise MemoryError
-        return self._function(*inputs)
+        return normalize(given)
 
-
-@pytest.mark.parametrize("calls_run", [True, False], ids=["by its hook", "by what is asked for"])
-def test_a_backward_that_is_tried_again_after_the_second_run_raised_computes_the_same(calls_run):
-    hidden, weight, expected = leaf(6, 16), leaf(16, 4), [leaf(6, 16), leaf(16, 4)]
-    (normalize(expected[0] * 1) @ expected[1]).sum().backward()
-    given, function = hidden * 1, Raises(normalize, 1)
-    rerun, output = begin(function, given)
-    product = output @ weight
+    rerun, output = begin(fail_once, hidden * 1)
+    with rerun.handing_on() if mode is DETACHED else contextlib.nullcontext():
+        product = output @ weight
     if calls_run:
         rerun.empty_outputs()
         product.register_hook(lambda gradient: rerun.run())
     loss = product.sum()
     with pytest.raises(MemoryError):
         loss.backward(retain_graph=True)
-    hidden.grad = weight.grad = None
-    loss.backward()
-    assert_same_bits([hidden.grad, weight.grad], [one.grad for one in expected])
+    found = [torch.autograd.grad(loss, [hidden, weight], retain_graph=True) for _ in range(2)]
+    expected, factor = leaf(6, 16), leaf(16, 4)
+    (normalize(expected * 1) @ factor).sum().backward()
+    for gradients in found:
+        assert_same_bits(gradients, [expected.grad, factor.grad])
 
 
-def test_who_looks_at_what_the_second_run_returned_keeps_it():
-    seen = []
-
-    def watched(given):
-        seen.append(normalize(given))
-        return seen[-1]
-
-    run(watched, leaf(6, 16), weight=leaf(16, 4))
-    assert_same_bits([seen[0].detach()], [seen[1].detach()])
-
-
-def test_part_of_a_graph_may_be_dropped():
-    hidden = leaf(6, 16) * 1
-    _, (kept, dropped) = begin(lambda one: (one.sin(), one.cos()), hidden)
-    del dropped
-    gradient = torch.autograd.grad(kept.sum(), hidden)[0]
-    assert_same_bits([gradient], [hidden.detach().cos()])
-
-
-def test_what_is_no_tensor_or_needs_no_gradient_is_given_again_as_it_was():
-    given = []
-
-    def scale(hidden, factor, table, nothing):
-        given.append([factor, nothing, *((one.requires_grad, one.is_leaf) for one in (hidden, table))])
-        return hidden * factor * table
-
-    hidden, table = leaf(6, 16) * 1, torch.ones(16)
-    _, output = begin(scale, hidden, 3, table, None)
-    output.sum().backward()
-    assert given == [[3, None, (True, False), (False, True)], [3, None, (True, True), (False, True)]]
-
-
-def test_a_leaf_of_the_function_stays_and_gets_its_gradient():
-    factor, expected = leaf(16, seed=3), leaf(16, seed=3)
-    hidden = leaf(6, 16) * 1
-    (hidden.detach() * expected.sin()).sum().backward()
-    rerun, output = begin(lambda one: one * factor.sin(), hidden)
-    with torch.no_grad():
-        assert rerun._dropped.count(None) == 1  # the leaf that the sine saves
-    output.sum().backward()
-    assert_same_bits([factor.grad], [expected.grad])
-
-
-def test_outputs_may_be_in_a_list():
-    hidden = leaf(6, 16) * 1
-    rerun = Rerun(lambda one: [one.sin(), one.cos()], (hidden,), name="it")
-    with rerun:
-        outputs = [hidden.sin(), hidden.cos()]
-    assert len(rerun.note_outputs(outputs)) == 2
-    rerun.empty_outputs()
-    assert [one.untyped_storage().nbytes() for one in outputs] == [0, 0]
-    rerun.run()
-    assert_same_bits([one.detach() for one in outputs], [hidden.detach().sin(), hidden.detach().cos()])
-
-
-def test_a_second_backward_of_the_same_graph_computes_the_same():
-    hidden, weight, calls = leaf(6, 16), leaf(16, 4), []
-
-    def counted(given):
-        calls.append(1)
-        return normalize(given)
-
-    given = hidden * 1
-    rerun, output = begin(counted, given)
-    product = use(rerun, output, weight)
-    first = torch.autograd.grad(product.sum(), [hidden, weight], retain_graph=True)
-    second = torch.autograd.grad(product.sum(), [hidden, weight])
-    assert_same_bits(first, second)
-    assert len(calls) == 2
-
-
-def test_what_it_is_given_and_returns_is_not_emptied():
-    hidden = leaf(6, 16) * 1
-    rerun = Rerun(lambda one: (one.view(16, 6), one * 2), (hidden,), name="it")
-    with rerun:
-        outputs = hidden.view(16, 6), hidden * 2
-    assert [one is outputs[1] for one in rerun.note_outputs(outputs)] == [True]
-    rerun.empty_outputs()
-    assert hidden.untyped_storage().nbytes() == 6 * 16 * 4
-    assert outputs[1].untyped_storage().nbytes() == 0
-    rerun.run()
-    assert_same_bits([outputs[1].detach()], [hidden.detach() * 2])
-
-
-def test_a_parameter_that_is_returned_is_not_emptied():
-    weight = torch.nn.Parameter(torch.ones(3, 16))
-    rerun = Rerun(lambda one: (weight[:2], one * 2), (leaf(6, 16) * 1,), name="it")
-    assert len(rerun.note_outputs((weight[:2], leaf(6, 16) * 2))) == 1
-    rerun.empty_outputs()
-    assert weight.untyped_storage().nbytes() == 3 * 16 * 4
+# Refusals.
 
 
 def make_unlike(*functions):
@@ -329,171 +269,41 @@ def make_unlike(*functions):
     return lambda hidden: next(remaining)(hidden)
 
 
+@pytest.mark.parametrize("mode", [REFILLED, DETACHED])
 @pytest.mark.parametrize(
-    ("functions", "message"),
+    ("function", "message"),
     [
+        (lambda: make_unlike(normalize, lambda one: one * 2), r"saved 0 tensors and returned 1, where forward saved \d and"),
+        (lambda: make_unlike(torch.sin, lambda one: one[:3].sin()), r"saved \[3, 16\] of torch.float32 where forward saved"),
         (
-            (normalize, lambda one: one * 2),
-            r"a recompute of it saved 0 tensors and returned 1, where forward saved \d and returned 1",
+            lambda: make_unlike(torch.sin, lambda one: one.sin().double()),
+            r"returned torch.float64 over 768 bytes where",
         ),
-        (
-            (torch.sin, lambda one: one[:3].sin()),
-            r"a recompute of it saved \[3, 16\] of torch.float32 where forward saved \[6, 16\]",
-        ),
-        (
-            (torch.sin, lambda one: one.sin().double()),
-            r"returned torch.float64 over 768 bytes where forward returned torch.float32 over 384",
-        ),
+        (lambda: lambda hidden: hidden.exp().mul_(3) * 1, r"that a recompute of it saved was changed in place behind it"),
     ],
-    ids=["how many", "of what shape", "how much"],
+    ids=["number", "shape", "type", "changed in place"],
 )
-def test_a_function_that_does_something_else_is_refused(functions, message):
+def test_a_function_that_cannot_be_recomputed_is_refused(function, message, mode):
     with pytest.raises(StateError, match=message):
-        run(make_unlike(*functions), leaf(6, 16), weight=leaf(16, 4))
+        run(function(), (6, 16), mode=mode)
 
 
-def test_an_input_that_was_changed_is_refused():
-    given = leaf(6, 16) * 1
-    rerun, _ = begin(torch.sin, given)
+@pytest.mark.parametrize("which", ["input", "weight of the function", "weight of the use"])
+def test_a_tensor_that_was_changed_in_place_is_refused(which):
+    tensors = {
+        "input": leaf(6, 16) * 1,
+        "weight of the function": torch.nn.Parameter(torch.ones(16)),
+        "weight of the use": leaf(16, 4),
+    }
+    given, factor, weight = tensors.values()
+    rerun, output = begin(lambda one: (one * factor).sin(), given)
+    with rerun.handing_on():
+        product = output @ weight
+    rerun.empty_outputs()
     with torch.no_grad():
-        given.add_(1)
+        tensors[which].add_(1)
     with pytest.raises(StateError, match="that a recompute of it saved for backward was changed in place"):
-        rerun.run()
-
-
-def test_what_the_function_changes_after_it_was_saved_is_refused():
-    def change(hidden):
-        result = hidden.exp()
-        result.mul_(3)
-        return result * 1
-
-    with pytest.raises(StateError, match=r"shape \[6, 16\] that a recompute of it saved was changed in place behind it"):
-        run(change, leaf(6, 16), weight=leaf(16, 4))
-
-
-def test_a_weight_that_was_changed_before_forward_is_none_that_was_changed():
-    weight = torch.nn.Parameter(torch.ones(16))
-    with torch.no_grad():
-        weight.add_(1)
-    given = leaf(6, 16) * 1
-    _, output = begin(lambda one: one * weight, given)
-    output.sum().backward()
-    assert_same_bits([weight.grad], [given.detach().sum(0)])
-
-
-def test_a_weight_that_was_changed_is_refused():
-    weight = torch.nn.Parameter(torch.ones(16))
-    given = leaf(6, 16) * 1
-    _, output = begin(lambda one: one * weight, given)
-    with torch.no_grad():
-        weight.add_(1)
-    with pytest.raises(StateError, match="changed in place"):
-        output.sum().backward()
-
-
-def test_an_error_inside_ends_the_dropping():
-    with pytest.raises(ZeroDivisionError), Rerun(torch.sin, (), name="it"):
-        raise ZeroDivisionError
-    one = leaf(3)
-    torch.sin(one).sum().backward()
-    assert one.grad is not None
-    assert not is_inert()  # as below hooks that are not the engine's
-
-
-# Whose checkpoints do so.
-
-
-def make_offload(*, recomputes):
-    """Return what checkpoints ask of the integration."""
-    actions = types.SimpleNamespace(recomputes=recomputes)
-    return types.SimpleNamespace(actions=actions, keep_recomputed=list, open_reruns=OpenReruns())
-
-
-def run_checkpoint(*, recomputes, fp8_is_on=False, **attributes):
-    """Return the name of the node of what Megatron's checkpoint returns, where the plan recomputes or not."""
-    offload = make_offload(recomputes=recomputes)
-    checkpoint = random.CheckpointWithoutOutput()
-    vars(checkpoint).update(attributes)
-    with Patches() as patches:
-        follow_checkpoints(patches, lambda: offload)
-        with contextlib.ExitStack() as stack:
-            if fp8_is_on:
-                state = types.SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: None)
-                state_before = random.FP8GlobalStateManager
-                random.FP8GlobalStateManager = state
-                stack.callback(setattr, random, "FP8GlobalStateManager", state_before)
-            output = checkpoint.checkpoint(torch.sin, leaf(3) * 1)
-        return type(output.grad_fn).__name__
-
-
-MEGATRONS, OURS = "CheckpointWithoutOutputFunctionBackward", "SinBackward0"
-
-
-@pytest.mark.parametrize("name", ["is_graph_warmup", "is_graph_capturing"])
-def test_while_a_cuda_graph_is_made_megatrons_own_runs(name, monkeypatch):
-    monkeypatch.setattr(load_module("megatron.core.transformer.cuda_graphs"), name, lambda: True)
-    offload = make_offload(recomputes=True)
-    checkpoint = random.CheckpointWithoutOutput()
-    with Patches() as patches:
-        follow_checkpoints(patches, lambda: offload)
-        checkpoint.checkpoint(torch.sin, leaf(3) * 1)
-    assert "_fgoffload_rerun" not in vars(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("conditions", "node"),
-    [
-        ({"recomputes": True}, OURS),
-        ({"recomputes": False}, MEGATRONS),
-        ({"recomputes": True, "fp8_is_on": True}, MEGATRONS),
-        ({"recomputes": True, "fp8_is_on": True, "fp8": False}, OURS),
-        ({"recomputes": True, "ckpt_manager": types.SimpleNamespace(add_checkpoint=lambda one: None)}, MEGATRONS),
-    ],
-    ids=["a plan", "none", "FP8", "FP8 elsewhere", "several together"],
-)
-def test_checkpoints_of_a_plan_run_for_one_graph_and_others_as_megatron_has_them(conditions, node):
-    assert run_checkpoint(**conditions) == node
-
-
-@pytest.mark.parametrize("where", ["below a checkpoint", "without gradients"])
-def test_where_regions_are_inert_megatrons_own_runs(where):
-    offload = make_offload(recomputes=True)
-    checkpoints = []
-
-    def run_below(hidden):
-        checkpoints.append(random.CheckpointWithoutOutput())
-        return checkpoints[-1].checkpoint(torch.sin, hidden)
-
-    with Patches() as patches:
-        follow_checkpoints(patches, lambda: offload)
-        if where == "without gradients":
-            with torch.no_grad():
-                run_below(leaf(3))
-        else:
-            torch.utils.checkpoint.checkpoint(run_below, leaf(3) * 1, use_reentrant=False)
-    assert checkpoints
-    assert all("_fgoffload_rerun" not in vars(one) for one in checkpoints)
-
-
-def train_twice(make_function, random_use):
-    """Return what two steps compute with functions that `make_function` returns, each made anew, and what is drawn behind."""
-    torch.manual_seed(1)
-    inputs, weight, results = leaf(6, 16), leaf(16, 4, seed=9), []
-    for _ in range(3):
-        function = make_function()
-        if random_use is None:
-            output = function(inputs * 1) @ weight
-        else:
-            hidden = inputs * 1
-            rerun = Rerun(function, (hidden,), name="it", random_use=random_use)
-            with rerun:
-                made = function(hidden)
-            rerun.note_outputs(made)
-            output = use(rerun, made, weight)
-        torch.rand(3)
-        output.sum().backward()
-        results += [output.detach(), torch.rand(3)]
-    return [*results, inputs.grad, weight.grad]
+        product.sum().backward()
 
 
 DROPOUT = torch.nn.Dropout(0.5)
@@ -501,79 +311,21 @@ DRAWING = {
     "a function": lambda: lambda hidden: drop_some(hidden),
     "a module": lambda: DROPOUT,
     "a partial": lambda: functools.partial(torch.nn.functional.dropout, p=0.5),
+    "no random numbers": lambda: lambda hidden: normalize(hidden),
 }
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_what_draws_random_numbers_draws_the_same_again_each_time(name):
-    plain, again = (train_twice(DRAWING[name], one) for one in (None, RandomUse()))
-    assert_same_bits(plain, again)
+def test_random_numbers_are_the_same_in_every_recompute(name):
+    def train(random_use):
+        torch.manual_seed(1)
+        inputs, results = leaf(6, 16), []
+        for _ in range(3):  # in the first forward it is found out who draws
+            function, hidden = DRAWING[name](), inputs * 1
+            output = function(hidden) if random_use is None else begin(function, hidden, random_use=random_use)[1]
+            torch.rand(3)
+            output.square().sum().backward()
+            results += [output.detach(), torch.rand(3)]
+        return [*results, inputs.grad]
 
-
-def test_of_what_draws_nothing_the_random_states_are_read_in_its_first_forward_alone(monkeypatch):
-    read, written = [], []
-    get, put = random._get_all_rng_states, random._set_all_rng_states
-    monkeypatch.setattr(random, "_get_all_rng_states", lambda: read.append(1) or get())
-    monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: written.append(1) or put(*states))
-    plain = train_twice(lambda: lambda hidden: normalize(hidden), None)
-    assert not read
-    again = train_twice(lambda: lambda hidden: normalize(hidden), RandomUse())
-    assert_same_bits(plain, again)
-    assert (len(read), len(written)) == (2, 0)
-
-
-def test_an_error_in_the_first_forward_says_nothing_about_who_draws():
-    random_use = RandomUse()
-
-    def drop(hidden, *, fails):
-        if fails:
-            raise ZeroDivisionError
-        return drop_some(hidden)
-
-    with pytest.raises(ZeroDivisionError), Rerun(drop, (), name="it", random_use=random_use):
-        drop(None, fails=True)
-    assert random_use.draws(drop) is None
-
-
-def test_modules_are_told_apart_and_functions_by_their_code():
-    random_use = RandomUse()
-    first, second = torch.nn.Dropout(0.5), torch.nn.Dropout(0.0)
-    random_use.note(first, draws=True)
-    random_use.note(second, draws=False)
-    assert (random_use.draws(first), random_use.draws(second)) == (True, False)
-    assert random_use.draws(torch.nn.Dropout(0.5)) is None
-
-    def make(offset):
-        return lambda hidden: hidden + offset
-
-    random_use.note(make(1), draws=False)
-    assert random_use.draws(make(2)) is False
-    assert random_use.draws(lambda hidden: hidden) is None
-
-
-def test_what_is_gone_tells_nothing_about_what_has_its_address_now():
-    random_use = RandomUse()
-    module = torch.nn.Dropout(0.0)
-    random_use.note(module, draws=False)
-    other = torch.nn.Dropout(0.5)
-    random_use._found[id(other)] = random_use._found.pop(id(module))
-    del module
-    gc.collect()
-    assert random_use.draws(other) is None
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_equal"),
-    [
-        (torch.tensor([1, 2]), torch.tensor([1, 2]), True),
-        (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
-        ({"a": torch.tensor([1])}, {"a": torch.tensor([1])}, True),
-        ({"a": torch.tensor([1])}, {"a": torch.tensor([2])}, False),
-        ({"a": torch.tensor([1])}, {"b": torch.tensor([1])}, False),
-        ((torch.tensor([1]), {}), (torch.tensor([1]), {}), True),
-        ((torch.tensor([1]), {}), (torch.tensor([2]), {}), False),
-        (torch.Generator(), torch.Generator(), False),
-    ],
-)
-def test_random_states_are_equal_where_nothing_was_drawn(one, other, is_equal):
-    assert are_equal(one, other) is is_equal
+    assert_same_bits(train(RandomUse()), train(None))

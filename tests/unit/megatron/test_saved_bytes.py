@@ -5,19 +5,15 @@ Those of Transformer Engine's modules need a GPU: `tests/gpu/test_megatron_bytes
 
 import contextlib
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
 from support.grouped_experts import make_experts
 from support.trainings import make_config, make_trainer
 
-from fgoffload.engine.identity import StorageRef
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
-from fgoffload.planner.memory.saved_bytes import count_bytes, count_tag_bytes, list_saved_tensors
+from fgoffload.planner.memory.saved_bytes import count_bytes, count_tag_bytes
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape
-from fgoffload.planner.timing.hardware import get_hardware
-from fgoffload.planner.timing.op_times import make_layer_model
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -66,10 +62,7 @@ def measure(flags, *tags, is_deterministic):
         ("", {}),
         ("--moe-aux-loss-coeff 1e-2", {"balancing": "aux_loss"}),
         ("--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss", {"balancing": "seq_aux_loss"}),
-        ("--moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32", {"balancing": "aux_loss", "dtype_bytes": 4}),
         ("--moe-router-pre-softmax --moe-aux-loss-coeff 1e-2", {"has_pre_softmax": True, "balancing": "aux_loss"}),
-        (SIGMOID, {"score_function": "sigmoid"}),
-        (f"{SIGMOID} --moe-aux-loss-coeff 1e-2", {"score_function": "sigmoid", "balancing": "aux_loss"}),
         (f"{SIGMOID} --moe-router-enable-expert-bias", {"score_function": "sigmoid", "has_expert_bias": True}),
         (
             LARGE,
@@ -103,19 +96,15 @@ DENSE_SHAPE = LayerShape(**ATTENTION, ffn_hidden_size=28)
 
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-def test_the_activation_of_a_dense_mlp_saves_the_bytes_of_the_formula(is_fused):
-    flags = DENSE if is_fused else f"{DENSE} --no-bias-swiglu-fusion"
+def test_dense_mlps_and_shared_experts_save_the_bytes_of_the_formulas(is_fused):
+    fusion = "" if is_fused else "--no-bias-swiglu-fusion"
     expected = count_tag_bytes(dataclasses.replace(DENSE_SHAPE, has_fused_activation=is_fused))
-    found = measure(flags, "mlp_act", "mlp_fc2", is_deterministic=True)
+    found = measure(f"{DENSE} {fusion}", "mlp_act", "mlp_fc2", is_deterministic=True)
     assert found == {tag: expected[tag] for tag in ("mlp_act", "mlp_fc2")}
-
-
-@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-def test_shared_experts_save_the_bytes_of_the_formula(is_fused):
-    flags = f"{SHAPE} --moe-shared-expert-intermediate-size 36" + ("" if is_fused else " --no-bias-swiglu-fusion")
     experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, shared_ffn_hidden_size=36)
     expected = count_tag_bytes(LayerShape(**ATTENTION, experts=experts, has_fused_activation=is_fused))
-    assert measure(flags, "shared_expert", is_deterministic=True) == {"shared_expert": expected["shared_expert"]}
+    found = measure(f"{SHAPE} --moe-shared-expert-intermediate-size 36 {fusion}", "shared_expert", is_deterministic=True)
+    assert found == {"shared_expert": expected["shared_expert"]}
 
 
 def run_experts(dtype, *, rows=240, channels=20, **options):
@@ -150,126 +139,14 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
     return [end - start for start, end in stretches.values()], [leaf.grad for leaf in leaves]
 
 
-@pytest.mark.parametrize(("dtype", "dtype_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula(dtype, dtype_bytes, is_fused):
-    experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, router=RouterShape(dtype_bytes=dtype_bytes))
-    shape = LayerShape(**ATTENTION, experts=experts, has_fused_activation=is_fused)
-    found, _ = run_experts(dtype, is_fused=is_fused)
-    assert sum(found) == count_bytes(shape, ("moe_act", "expert_fc2"))
-    assert len(found) == (3 if is_fused else 6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-def test_the_activation_of_grouped_experts_runs_again_from_what_it_was_given_with_the_same_bits(dtype, is_fused):
-    _, expected = run_experts(dtype, is_fused=is_fused)
-    found, gradients = run_experts(dtype, is_fused=is_fused, is_recomputed=True)
-    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
-    # Gate and up, whole, and the probabilities; and what the second linear saves, which is emptied until then.
-    assert sorted(found) == sorted([240 * 40 * 2, 240 * dtype.itemsize, 240 * 20 * 2])
-
-
-# A checkpoint around attention.
-
-RECOMPUTED = f"{DENSE} --recompute-granularity selective --recompute-modules core_attn"
-GROUPS = "--group-query-attention --num-query-groups 2"
-ABSOLUTE = "--position-embedding-type learned_absolute"
-
-
-@pytest.mark.parametrize(
-    ("flags", "is_freed"),
-    [
-        # Megatron's local attention saves the value as it is, a view; with groups it saves a copy for each head of a group.
-        (DENSE, False),
-        (RECOMPUTED, False),
-        (f"{DENSE} {GROUPS}", True),
-        (f"{RECOMPUTED} {GROUPS}", False),
-    ],
-)
-def test_what_the_projections_return_outlives_forward_where_the_value_that_is_saved_looks_at_it(flags, is_freed):
-    returned, found = [], []
-    with make_trainer(flags, None) as trainer:
-        for layer in trainer.chunks[0].decoder.layers:
-            layer.self_attention.linear_qkv.register_forward_hook(lambda *call: returned.append(StorageRef(call[-1][0])))
-            layer.register_forward_hook(lambda *_: found.append(returned.pop().is_freed))
-        trainer.run_step(with_digests=False)
-    assert found == [is_freed] * LAYERS
-
-
-class FusedKernel(torch.autograd.Function):
-    """Saves what fused attention does of its input, and computes something else."""
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        ctx.save_for_backward(query, key, value)
-        return query * key.mean() * value.mean()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        _, key, value = ctx.saved_tensors
-        return gradient, torch.zeros_like(key), torch.zeros_like(value)
-
-
-class FusedAttention(torch.nn.Module):
-    """Copies what it is given as Transformer Engine's attention does, whose kernels need a GPU.
-
-    Three views side by side in each head are taken as they lie (its layout `sbh3d`); else what is not contiguous is copied.
-    """
-
-    def forward(self, *tensors, **_):
-        query, key, value = tensors[:3]
-        places = [(one.untyped_storage().data_ptr(), one.stride(), one.storage_offset()) for one in (query, key, value)]
-        if places != [(places[0][0], places[0][1], part * query.size(-1)) for part in range(3)]:
-            query, key, value = (one.contiguous() for one in (query, key, value))
-        return FusedKernel.apply(query, key, value).flatten(2)
-
-
-def count_attention_bytes(flags):
-    """Return the bytes of the storages that attention saves of its input, by itself or by a checkpoint around it."""
-    sizes = {}
-
-    def pack(tensor):
-        if tensor.is_floating_point():  # no mask
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with make_trainer(flags, None) as trainer:
-        attention = trainer.chunks[0].decoder.layers[0].self_attention
-        attention.core_attention = FusedAttention()
-        name = "_checkpointed_attention_forward" if attention.checkpoint_core_attention else "forward"
-        target = attention if attention.checkpoint_core_attention else attention.core_attention
-        original = getattr(target, name)
-
-        def forward(*args, **kwargs):
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                return original(*args, **kwargs)
-
-        with mock.patch.object(target, name, forward):
-            trainer.run_step(with_digests=False)
-    return sum(sizes.values())
-
-
-@pytest.mark.parametrize(
-    ("flags", "fields", "copied", "kept"),
-    [
-        # In heads of 80 tokens, 12 channels and 2 bytes: what attention saves of its input alone, and with a checkpoint.
-        ("", {}, 4 + 4 + 4, 4 + 4 + 12),
-        (GROUPS, {"num_query_groups": 2}, 4 + 2 + 2, 4 + 2 + 8),
-        (f"{GROUPS} --qk-layernorm", {"num_query_groups": 2, "has_qk_norm": True}, 4 + 2 + 2, 4 + 2 + 8),
-        # Without rotary embeddings all three are views, which attention takes as they lie.
-        (ABSOLUTE, {"rotary_channels": 0}, 12, 12),
-        # But for groups: the query of each is put beside that of the next, and key and value are views.
-        (f"{ABSOLUTE} {GROUPS}", {"num_query_groups": 2, "rotary_channels": 0}, 4 + 2 + 2, 4 + 8),
-        (f"{ABSOLUTE} --qk-layernorm", {"rotary_channels": 0, "has_qk_norm": True}, 4 + 4 + 4, 4 + 4 + 12),
-    ],
-)
-def test_a_checkpoint_around_attention_keeps_what_its_arguments_are_views_of(flags, fields, copied, kept):
-    head_bytes = 80 * 12 * 2
-    assert count_attention_bytes(f"{DENSE} {flags}") == copied * head_bytes
-    assert count_attention_bytes(f"{RECOMPUTED} {flags}") == kept * head_bytes
-    shape = dataclasses.replace(DENSE_SHAPE, **fields)
-    (given,) = (one.size_bytes for one in list_saved_tensors(shape) if one.name == "query, key and value")
-    unit = make_layer_model(shape, get_hardware("h100"), kind="dense").find_unit("core_attn")
-    assert given == copied * head_bytes
-    assert given + sum(one.size_bytes for one in unit.keeps) == kept * head_bytes
+def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula_and_recomputes_bitwise(dtype, is_fused):
+    experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, router=RouterShape(dtype_bytes=dtype.itemsize))
+    shape = LayerShape(**ATTENTION, experts=experts, has_fused_activation=is_fused)
+    saved, expected = run_experts(dtype, is_fused=is_fused)
+    assert sum(saved) == count_bytes(shape, ("moe_act", "expert_fc2"))
+    saved, found = run_experts(dtype, is_fused=is_fused, is_recomputed=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    # Gate and up, whole, and the probabilities; and the second linear's input, which is emptied until then.
+    assert sorted(saved) == sorted([240 * 40 * 2, 240 * dtype.itemsize, 240 * 20 * 2])

@@ -18,7 +18,7 @@ from support.trainings import (
     train,
 )
 
-from fgoffload import IntegrationError, Site
+from fgoffload import IntegrationError
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -62,11 +62,6 @@ def test_the_linears_of_a_dense_mlp_move_their_inputs_and_the_activation_what_it
     }
 
 
-def test_the_second_linears_of_the_experts_move_the_activations_output():
-    _, moved = train(MOE, make_config("expert_fc2"))
-    assert moved == {"expert_fc2": 2 * TOKENS * 32 * 4 * 2 * 2}  # top-2 of 32 wide in fp32, layers and microbatches
-
-
 @pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1)])
 def test_full_recompute_moves_the_input_of_each_layer_that_it_keeps(method, layers):
     flags = f"{DENSE} --recompute-granularity full --recompute-method {method} --recompute-num-layers 1".replace(
@@ -84,20 +79,6 @@ def test_a_layer_input_without_full_recompute_has_no_site():
         trainer.run_step()
 
 
-def test_the_layers_of_multi_token_prediction_have_sites_of_their_own():
-    with make_trainer(f"{MIXED} --mtp-num-layers 1", make_config("core_attn")) as trainer:
-        trainer.run_step()
-        assert trainer.integration.list_sites() == [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(3)]
-
-
-def test_tags_that_megatron_does_not_know_work_without_its_flag():
-    with make_trainer(DENSE, make_config("mlp_act")) as trainer:
-        assert not trainer.chunks[0].config.fine_grained_activation_offloading
-        first, second = trainer.run_step(), trainer.run_step()
-        assert trainer.integration.last_step.tags["mlp_act"].groups == 2 * 2
-    assert [first.losses, second.losses] == [losses for losses, _ in train(DENSE)[0]]
-
-
 def test_combine_moves_the_experts_output_where_unpermute_saves_it():
     # Among deterministic algorithms that is index_add, which keeps what it adds.
     _, moved = train(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096))
@@ -109,25 +90,6 @@ def test_combine_moves_nothing_where_unpermute_saves_an_index_alone_and_says_so(
         torch.use_deterministic_algorithms(mode=False)
         trainer.run_step()
     assert "--offload-modules moe_combine moved nothing in the first step" in caplog.text
-
-
-def test_remove_takes_our_sites_out_of_the_modules():
-    with make_trainer(MIXED, make_config(*MIXED_TAGS)) as trainer:
-        trainer.run_step()
-        modules = [*trainer.chunks[0].modules()]
-        dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
-        assert any("forward" in vars(module) for module in modules)
-        trainer.integration.remove()
-        assert not any("forward" in vars(module) for module in modules)
-        assert not any("combine_preprocess" in vars(dispatcher) for dispatcher in dispatchers)
-
-
-def test_an_mlp_whose_linears_are_fused_into_ops_has_no_sites_of_ours():
-    with make_trainer(DENSE, make_config("mlp_act", "mlp_norm")) as trainer:
-        for layer in trainer.chunks[0].decoder.layers:
-            layer.mlp._make_fused_impl = lambda: None  # as Transformer Engine's fused MLP has it
-        with pytest.raises(IntegrationError, match="'mlp_act' has no site in this model on any rank"):
-            trainer.run_step()
 
 
 def test_a_fraction_is_of_all_sites_of_a_chunk_the_layers_of_multi_token_prediction_among_them():

@@ -4,16 +4,14 @@ import contextlib
 
 import pytest
 import torch
-from support.attention import ReferenceAttention, reference_attention
 
-from fgoffload.errors import ConfigError, StateError
-from fgoffload.integrations.megatron import parallel
+from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.arguments import TrainingArguments, parse_arguments
-from fgoffload.integrations.megatron.data import Batches, TextData
-from fgoffload.integrations.megatron.forward_step import find_context_parallel_tokens, find_packed_bounds, restart_positions
+from fgoffload.integrations.megatron.data import TextData
+from fgoffload.integrations.megatron.forward_step import find_context_parallel_tokens
 from fgoffload.integrations.megatron.gradients import get_main_grad
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.microbatches import count_microbatches, find_length_multiple, iterate_microbatches
+from fgoffload.integrations.megatron.microbatches import iterate_microbatches
 from fgoffload.integrations.megatron.training import Trainer
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -79,40 +77,6 @@ def test_the_optimizer_is_adamw_over_the_sum_of_all_microbatches(text: TextData)
             assert parameter.grad is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"), [("", torch.bfloat16), ("--accumulate-allreduce-grads-in-fp32", torch.float32)], ids=["bf16", "fp32"]
-)
-def test_gradients_are_summed_in_the_type_that_the_flags_say(flags: str, dtype: torch.dtype, text: TextData) -> None:
-    with make_trainer(f"{DENSE} --bf16 {flags}", text) as trainer:
-        trainer.run_step()
-        assert {get_main_grad(parameter).dtype for parameter in trainer.parameters()} == {dtype}
-        assert {parameter.dtype for parameter in trainer.parameters()} == {torch.bfloat16}
-
-
-def test_each_evaluation_sees_another_part_of_the_text(text: TextData) -> None:
-    with make_trainer(DENSE.replace("--lr 1e-2", "--lr 0"), text) as trainer:
-        first, second = trainer.evaluate(), trainer.evaluate()
-    assert len(first) == len(second) == 2
-    assert set(first).isdisjoint(second)
-
-
-def test_a_closed_trainer_evaluates_nothing(text: TextData) -> None:
-    with make_trainer(DENSE, text) as trainer:
-        pass
-    with pytest.raises(StateError, match="this trainer is closed"):
-        trainer.evaluate()
-
-
-def test_nothing_of_a_training_stays_in_the_process(text: TextData) -> None:
-    helper = load_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
-    with make_trainer(f"{MOE} --moe-aux-loss-coeff 1e-2 --mtp-num-layers 1", text) as trainer:
-        trainer.run_step()
-        assert helper.tracker
-        assert parallel.get_router_losses()
-    assert not helper.tracker
-    assert not parallel.get_router_losses()
-
-
 # What a step is fed.
 
 
@@ -145,78 +109,7 @@ def test_lengths_differ_by_microbatch_and_not_by_rank(text: TextData) -> None:
     assert lengths != [tokens.shape[1] for tokens in take(flags, text, count=20, step=1)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "world_size", "multiple"),
-    [
-        ("", 1, 1),
-        ("--tensor-model-parallel-size 2", 2, 1),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 2),
-        ("--context-parallel-size 2", 2, 4),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4, 8),
-        ("--fp8-format hybrid", 1, 16),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --fp8-format hybrid", 2, 32),
-    ],
-)
-def test_lengths_are_multiples_of_what_ranks_cut_them_into(flags, world_size, multiple, text) -> None:
-    arguments = parse(f"{DENSE} {flags} --variable-seq-lengths --global-batch-size {2 * world_size}", world_size=world_size)
-    assert find_length_multiple(arguments) == multiple
-    found = list(iterate_microbatches(arguments, text, step=0, count=9, data_parallel_rank=0))
-    assert {microbatch.tokens.shape[1] % multiple for microbatch in found} == {0}
-
-
-def test_a_batch_that_ramps_up_counts_microbatches_of_this_rank() -> None:
-    arguments = parse(f"{DENSE} --global-batch-size 12 --rampup-batch-size 4 4 24", world_size=2)
-    counts = [count_microbatches(arguments, consumed_samples=samples) for samples in (0, 11, 12, 23, 24, 25, 1000)]
-    assert counts == [2, 2, 4, 4, 6, 6, 6]
-
-
-class StepCalculator:
-    """The development branch's calculator, as far as a step asks it: batches from numbers of sequences on."""
-
-    def __init__(self, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank, schedule, seq_length=None):
-        assert seq_length is None  # with it, steps would be counted in tokens
-        self._steps = [tuple(map(int, step.split(":"))) for step in schedule.split()]
-        self._sequences = micro_batch_size * data_parallel_size
-
-    def update(self, consumed_samples, consistency_check):
-        self._batch = [batch for begin, batch in self._steps if begin <= consumed_samples][-1]
-
-    def get(self):
-        return self._batch // self._sequences
-
-
-@pytest.mark.parametrize("ramp", ["4 4 24", "4 2 7", "2 2 3", "10 2 5"])
-def test_a_batch_ramps_up_alike_where_megatron_has_steps_in_place_of_a_ramp(ramp, monkeypatch) -> None:
-    arguments = parse(f"{DENSE} --global-batch-size 12 --rampup-batch-size {ramp}", world_size=2)
-    counts = []
-    for _ in range(2):
-        counts.append([count_microbatches(arguments, consumed_samples=samples) for samples in range(40)])
-        module = load_module("megatron.core.num_microbatches_calculator")
-        monkeypatch.delattr(module, "RampupBatchsizeNumMicroBatchesCalculator", raising=False)
-        monkeypatch.setattr(module, "StepBatchsizeNumMicroBatchesCalculator", StepCalculator, raising=False)
-    assert counts[0] == counts[1]
-
-
-def test_another_length_of_a_split_needs_no_name() -> None:
-    batches = Batches(seq_length=8, micro_batch_size=1, seed=1, shortest=4, length_multiple=2)
-    text = TextData(bytes(range(100)), name="x")
-    lengths = {text.get_microbatch(batches, step=step, microbatch=0).tokens.shape[1] for step in range(30)}
-    assert lengths == {4, 6, 8}
-
-
 # Sequences that are packed, and sequences that ranks share.
-
-
-def test_packed_sequences_are_uneven_and_cover_all_tokens() -> None:
-    assert find_packed_bounds(32) == [0, 16, 24, 32]
-    assert find_packed_bounds(32, 8) == [0, 16, 24, 32]
-    assert find_packed_bounds(24, 8) == [0, 8, 16, 24]
-    assert find_packed_bounds(2) == [0, 1, 2]
-
-
-def test_positions_begin_at_zero_in_every_packed_sequence() -> None:
-    positions = torch.arange(6).expand(2, 6)
-    assert restart_positions(positions, [0, 3, 5, 6]).tolist() == [[0, 1, 2, 0, 1, 0]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -240,25 +133,6 @@ def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: i
         ]
         taken.append(packed)
     assert torch.cat(taken).sort().values.tolist() == list(range(64))
-
-
-def test_the_reference_attention_computes_what_torchs_does() -> None:
-    config = type("Config", (), {"kv_channels": 8, "attention_dropout": 0.0})
-    attention = ReferenceAttention(config, 1, None, "self")
-    query, key, value = (torch.randn(10, 2, heads, 8) for heads in (4, 2, 2))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3),
-        *(tensor.repeat_interleave(2, dim=2).permute(1, 2, 0, 3) for tensor in (key, value)),
-        is_causal=True,
-    )
-    torch.testing.assert_close(attention(query, key, value, None), expected.permute(2, 0, 1, 3).flatten(2))
-
-
-def test_local_layers_have_their_own_attention_again_afterwards() -> None:
-    provider = load_module("megatron.core.models.backends").LocalSpecProvider
-    with reference_attention():
-        assert provider().core_attention() is ReferenceAttention
-    assert provider().core_attention().__name__ == "DotProductAttention"
 
 
 # What cannot be.
@@ -293,24 +167,3 @@ def test_local_layers_have_their_own_attention_again_afterwards() -> None:
 def test_sizes_that_do_not_fit_are_refused(flags: str, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"x\.sh: .*{message}"):
         parse(f"{MOE} {flags}", world_size=world_size)
-
-
-def test_a_model_fits_on_as_many_processes_as_its_layers_and_its_experts_need() -> None:
-    assert parse(f"{MOE} --expert-model-parallel-size 2").world_size == 2
-    assert parse(f"{MOE} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --global-batch-size 4").world_size == 8
-    assert parse(f"{MOE} --tensor-model-parallel-size 2 --expert-model-parallel-size 2").world_size == 4
-    split = parse(f"{MOE} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1")
-    assert (split.world_size, split.data_parallel_size) == (2, 1)
-
-
-def test_processes_that_nobody_told_where_to_meet_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ValueError("environment variable MASTER_ADDR expected, but not set")
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
-    with pytest.raises(ConfigError, match=r"the processes cannot meet: .*MASTER_ADDR.* Start them with torchrun"):
-        parallel.join_processes(rank=0, world_size=2, local_rank=0)

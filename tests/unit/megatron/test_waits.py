@@ -1,6 +1,7 @@
 """Where Megatron's host waits for the device: what is ahead of the wait is held, in order, and the bits stay the same."""
 
 import contextlib
+import itertools
 import logging
 import types
 
@@ -8,13 +9,10 @@ import pytest
 import torch
 from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_config, make_trainer, train
 
-from fgoffload import default_tags
 from fgoffload.integrations.megatron import host_writes, waits
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.patches import require_symbol
-from fgoffload.integrations.megatron.site_table import SITES
 from fgoffload.integrations.megatron.stage_exchanges import exchange_shapes
-from fgoffload.integrations.megatron.waits import DISPATCHERS, WAITS, Remedy
+from fgoffload.integrations.megatron.waits import DISPATCHERS
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -72,16 +70,6 @@ def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wa
         assert happened[: len(expected)] == expected
         happened = happened[len(expected) :]
     assert happened == []
-
-
-def test_nothing_is_held_in_a_layer_without_a_wait(caplog):
-    with make_trainer(f"{DENSE} --global-batch-size 2", make_config("core_attn")) as trainer, caplog.at_level(logging.DEBUG):
-        inner = trainer.chunks[0].decoder.layers[0].mlp
-        inner.register_forward_pre_hook(lambda *_: logging.getLogger("test").debug("mlp"))
-        trainer.run_step()
-    lines = [record.getMessage() for record in caplog.records]
-    offloaded = next(index for index, line in enumerate(lines) if line.startswith("offload layers.0.core_attn"))
-    assert offloaded < lines.index("mlp")
 
 
 def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next_step_is_right():
@@ -152,71 +140,31 @@ def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_an
     assert exchange.config.batch_p2p_sync == batch_p2p_sync
 
 
-def test_an_exchange_that_fails_leaves_the_config_as_it_was(monkeypatch):
-    exchange = Exchange(monkeypatch, batch_p2p_sync=True)
+@pytest.mark.parametrize("comes_and_goes", list(itertools.product([False, True], repeat=4)))
+def test_stages_exchange_shapes_as_by_megatron(comes_and_goes, monkeypatch):
+    happened = []
 
-    def fail(**_):
-        raise RuntimeError("the link is down")
-
-    monkeypatch.setattr(load_module("megatron.core.pipeline_parallel.p2p_communication"), "_batched_p2p_ops", fail)
-    with make_trainer(DENSE, make_config("core_attn")), pytest.raises(RuntimeError, match="the link is down"):
-        exchange.run()
-    assert exchange.config.batch_p2p_sync
-
-
-class Wire:
-    """What a stage sends and receives, in place of torch.distributed: each message that comes has the shape of its sender."""
-
-    def __init__(self, monkeypatch):
-        self.happened = []
-        for name, value in (("P2POp", lambda *operation: operation), ("batch_isend_irecv", self.run)):
-            monkeypatch.setattr(torch.distributed, name, value)
-
-    def run(self, operations):
+    def exchange(operations):
         for operation, shape, rank, group in operations:
             if operation is torch.distributed.irecv:
-                shape.copy_(torch.tensor([rank, 2, 3]))
-            self.happened.append((operation.__name__, shape.tolist(), rank, group))
-        return [types.SimpleNamespace(wait=lambda: self.happened.append("request"))]
+                shape.copy_(torch.tensor([rank, 2, 3]))  # of the sender
+            happened.append((operation.__name__, shape.tolist(), rank, group))
+        return [types.SimpleNamespace(wait=lambda: happened.append("request"))]
 
-
-@pytest.mark.parametrize("sends_next", [False, True])
-@pytest.mark.parametrize("sends_previous", [False, True])
-@pytest.mark.parametrize("receives_previous", [False, True])
-@pytest.mark.parametrize("receives_next", [False, True])
-def test_shapes_go_over_the_wire_as_by_megatron(sends_next, sends_previous, receives_previous, receives_next, monkeypatch):
     communicator = Exchange(monkeypatch, batch_p2p_sync=True).communicator
     communicator.__dict__.update(pp_group="group", next_rank=11, prev_rank=10)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    wire = Wire(monkeypatch)
-    following = torch.empty(5, 6, 7) if sends_next else None
-    previous = torch.empty(8, 9, 10) if sends_previous else None
-    expected = communicator._communicate_shapes(following, previous, receives_previous, receives_next)
-    by_megatron = wire.happened
-    wire.happened = []
-    found = exchange_shapes(communicator, following, previous, receives_previous, receives_next, device=torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "P2POp", lambda *operation: operation)
+    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", exchange)
+    sends_next, sends_previous, *receives = comes_and_goes
+    sent = (torch.empty(5, 6, 7) if sends_next else None, torch.empty(8, 9, 10) if sends_previous else None)
+    expected, by_megatron = communicator._communicate_shapes(*sent, *receives), happened.copy()
+    happened.clear()
+    found = exchange_shapes(communicator, *sent, *receives, device=torch.device("cpu"))
     assert [list(shape) for shape in found] == [list(shape) for shape in expected]
-    assert wire.happened == by_megatron
-    assert bool(by_megatron) == any((sends_next, sends_previous, receives_previous, receives_next))
-
-
-class PinnedWrites:
-    """Stands in for a GPU: bytes that a kernel would write to the host, and the wait for the stream that does."""
-
-    def __init__(self, monkeypatch):
-        self.happened = []
-        monkeypatch.setattr(host_writes, "write_to_host", self.write)
-
-    def write(self, tensor):
-        self.happened.append("write")
-        return tensor.clone()
-
-    def run(self, function, *arguments, **options):
-        stream = types.SimpleNamespace(synchronize=lambda: self.happened.append("stream"))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "current_stream", lambda: stream)
-            return function(*arguments, **options)
+    assert happened == by_megatron
+    assert bool(happened) == any(comes_and_goes)
 
 
 class Pages:
@@ -230,9 +178,9 @@ class Pages:
         return tensor + 100
 
 
-@pytest.mark.parametrize("as_numpy", [False, True])
-@pytest.mark.parametrize("is_copying", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize(
+    ("as_numpy", "is_copying", "dtype"), list(itertools.product([False, True], [False, True], [torch.int64, torch.float32]))
+)
 def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(
     as_numpy, is_copying, dtype, monkeypatch
 ):
@@ -261,51 +209,20 @@ def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(pos
     heads, angles = torch.randn(32, 2, 8), torch.randn(positions, 1, 1, 8)
     group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     expected = module._apply_rotary_pos_emb_thd(heads, bounds, angles, cp_group=group)
-    seen = []
-    writes = PinnedWrites(monkeypatch)
-    with make_trainer(DENSE, make_config("core_attn")):  # which wraps the waits
-        wrapped = module._apply_rotary_pos_emb_thd
-        inner = wrapped.__wrapped__
-
-        def note_bounds(heads, on_host, *arguments, **options):
-            seen.append(on_host)
-            return inner(heads, on_host, *arguments, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            replace_inner(
-                wrapped, lambda _, on_host, *rest, **named: seen.append(on_host) or inner(_, on_host, *rest, **named), patch
-            )
-            found = writes.run(wrapped, heads, bounds, angles, cp_group=group)
+    happened = []
+    monkeypatch.setattr(host_writes, "write_to_host", lambda tensor: happened.append("write") or tensor.clone())
+    stream = types.SimpleNamespace(synchronize=lambda: happened.append("wait for the stream"))
+    with make_trainer(DENSE, make_config("core_attn")), pytest.MonkeyPatch.context() as patch:  # which wraps the waits
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
+        found = module._apply_rotary_pos_emb_thd(heads, bounds, angles, cp_group=group)
     assert torch.equal(found, expected)
-    assert writes.happened == ["write", "stream"]
-    assert seen[0] is not bounds
-    assert torch.equal(seen[0], bounds)
-
-
-def test_a_version_that_computes_with_lengths_on_the_device_gets_them_as_they_are(monkeypatch):
-    writes = PinnedWrites(monkeypatch)
-
-    def of_the_development_branch(t, cu_seqlens, freqs, max_seqlen=None):
-        return cu_seqlens
-
-    bounds = torch.tensor([0, 16])
-    assert waits._wrap_packed_rotary(of_the_development_branch)(None, bounds, None) is bounds
-    assert writes.happened == []
+    assert happened == ["write", "wait for the stream"]
 
 
 @pytest.mark.parametrize(("loss", "is_refused"), [(1.0, False), (float("nan"), True)])
 def test_a_loss_that_is_not_finite_is_refused_as_without_offload(loss, is_refused):
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
-    with make_trainer(DENSE, make_config("core_attn")):  # which wraps the waits
-        context = pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext()
-        with context:
-            machine.validate_result(result=torch.tensor(loss), rejection_func=torch.isnan, message="found NaN")
-
-
-def test_every_row_of_the_tables_names_a_place_that_megatron_has():
-    for row in (*SITES, *WAITS):
-        if row.since == "0.16.1":  # what is installed here
-            require_symbol(row.owner, row.method)
-    assert {row.tag for row in SITES} == set(default_tags().names)
-    assert {wait.remedy for wait in WAITS} == set(Remedy)
+    refusal = pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext()
+    with make_trainer(DENSE, make_config("core_attn")), refusal:  # which wraps the waits
+        machine.validate_result(result=torch.tensor(loss), rejection_func=torch.isnan, message="found NaN")

@@ -1,0 +1,64 @@
+"""Rows of the matrix of trainings: one is run without and with offload of every tag that its model has a site for."""
+
+import dataclasses
+
+from fgoffload import default_tags
+from fgoffload.integrations.megatron.site_table import SITES
+from support.pipeline import StageResult, Training
+
+DENSE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 "
+    "--swiglu --disable-bias-linear --lr 1e-2 --position-embedding-type rope --normalization RMSNorm "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2"
+MOE = f"{DENSE} {EXPERTS}"
+MIXED = f"{MOE} --moe-layer-freq [0,1]"
+SHARED = "--moe-shared-expert-intermediate-size 32"
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
+
+_KNOWN_TAGS = [name for name in default_tags().names if any(row.tag == name and row.since == "0.16.1" for row in SITES)]
+"""Those that this version of Megatron-Core has a place for."""
+_EXPERT_TAGS = {"router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"}
+_DENSE_MLP_TAGS = {"mlp_fc1", "mlp_act", "mlp_fc2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training."""
+
+    flags: str
+    steps: int = 2
+    evaluates_before: tuple[int, ...] = ()
+    has_reference_attention: bool = False
+
+    @property
+    def tags(self) -> list[str]:
+        """All tags but those that the model has no site for."""
+        absent = {"layer_input"} | (set() if SHARED in self.flags else {"shared_expert"})
+        if EXPERTS not in self.flags:
+            absent |= _EXPERT_TAGS
+        elif "--moe-layer-freq" not in self.flags:
+            absent |= _DENSE_MLP_TAGS
+        return [name for name in _KNOWN_TAGS if name not in absent]
+
+    def list_trainings(self) -> list[Training]:
+        """Return the training without and with offload."""
+        offload = f"--fine-grained-activation-offloading --min-offloaded-tensor-size 0 --offload-modules {' '.join(self.tags)}"
+        baseline = Training(
+            argv=tuple(f"{self.flags} {offload}".split()),
+            steps=self.steps,
+            evaluates_before=self.evaluates_before,
+            has_reference_attention=self.has_reference_attention,
+        )
+        return [baseline, dataclasses.replace(baseline, offload=True)]
+
+
+def check_row(row: Row, without: list[StageResult], with_offload: list[StageResult]) -> None:
+    """Check that every bit of all ranks is the same, and that each tag was offloaded on some rank."""
+    assert [rank.losses for rank in with_offload] == [rank.losses for rank in without]
+    assert [rank.gradient_digests for rank in with_offload] == [rank.gradient_digests for rank in without]
+    assert [rank.evaluations for rank in with_offload] == [rank.evaluations for rank in without]
+    assert all(rank.gradient_digests[0] for rank in without)
+    moved = {tag: sum(rank.transfers.get(tag, 0) for rank in with_offload) for tag in row.tags}
+    assert [tag for tag, moved_bytes in moved.items() if moved_bytes == 0] == []

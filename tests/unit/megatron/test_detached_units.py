@@ -1,0 +1,253 @@
+"""Recomputed units whose outputs their users do not save: no copy, no storage after forward, and the same bits."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from support.attention import reference_attention
+from support.grouped_experts import grouped_experts
+from support.trainings import DENSE, HIDDEN_BYTES, SHARED, make_config, make_trainer, write_plan
+
+from fgoffload import Action, StateError
+from fgoffload.engine import ActivationLedger, region
+from fgoffload.engine.identity import StorageRef
+from fgoffload.integrations.megatron import reruns, training
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings
+from fgoffload.integrations.megatron.recompute import find_units
+
+pytest.importorskip("megatron.core.transformer.moe.experts")
+
+pytestmark = pytest.mark.usefixtures("parallel")
+
+R, O, B = Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in the tables below
+
+GROUPED = f"{SHARED} --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+LATENT = f"{DENSE} --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
+FLAGS = {
+    "dense": DENSE,
+    "grouped": GROUPED,
+    "gathered": GROUPED.replace("alltoall", "allgather"),
+    "overlapped": f"{GROUPED} --moe-shared-expert-overlap",
+    "padded": f"{GROUPED} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+    "latent": f"{LATENT} --q-lora-rank 16",
+    "latent, plain query": LATENT,
+}
+MICROBATCHES = TOP_K = 2
+
+
+@contextlib.contextmanager
+def make_planned_trainer(name, actions, tmp_path):
+    """Make a trainer whose first layer has `actions`."""
+    tags = [tag for tag, action in actions.items() if action.offloads]
+    path = write_plan(tmp_path / "plan.json", {(0, tag): action for tag, action in actions.items()})
+    with stand_ins(name), make_trainer(FLAGS[name], make_config(*tags, offload_plan=path) if actions else None) as trainer:
+        yield trainer
+
+
+@contextlib.contextmanager
+def stand_ins(name):
+    """Give Megatron's local layers grouped experts and latent attention, which they are refused with, until the body ends."""
+    attention = reference_attention() if "latent" in name else contextlib.nullcontext()
+    with grouped_experts(), mock.patch.object(training, "refuse_what_is_not_built"), attention:
+        yield
+
+
+def get_bits(result):
+    return result.losses, result.gradient_digests
+
+
+@pytest.fixture(scope="module")
+def compute_expected(parallel):
+    """Computes the bits of a model's baseline, once."""
+
+    @functools.cache
+    def compute(name):
+        with stand_ins(name), make_trainer(FLAGS[name], None) as trainer:
+            return get_bits(trainer.run_step())
+
+    return compute
+
+
+@pytest.fixture
+def given_back(monkeypatch):
+    """For each recomputed output, whether something held it, so that it was copied."""
+    found, give_back = [], reruns._Output.give_back
+
+    def note(output, again):
+        found.append(output._emptied is not None and output._emptied.find_storage() is not None)
+        give_back(output, again)
+
+    monkeypatch.setattr(reruns._Output, "give_back", note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "actions", "count"),
+    [
+        ("dense", {"qkv_linear": B, "core_attn": O}, 3),
+        ("dense", {"attn_norm": R, "qkv_linear": B}, 4),  # whose input is the norm's output, so that nothing is offloaded
+        ("dense", {"mlp_norm": R, "mlp_act": O}, 1),
+        ("dense", {"attn_norm": R, "qkv_linear": R, "mlp_norm": R, "mlp_fc1": R}, 6),
+        ("dense", {"mlp_norm": R, "mlp": R}, 1),
+        ("grouped", {"mlp_norm": R, "dispatch": R, "moe_act": R, "router": O}, 2),
+        ("grouped", {"mlp_norm": R, "shared_expert": R, "expert_fc1": R}, 2),
+        ("grouped", {"mlp_norm": R, "moe": R}, 1),
+        ("grouped", {"expert_fc1": B}, 1),
+        ("gathered", {"mlp_norm": R, "moe_act": B}, 2),
+        ("overlapped", {"mlp_norm": R}, 1),
+        ("latent", {"attn_norm": R, "mla_up_proj": R, "core_attn": R}, 4),
+        ("latent, plain query", {"attn_norm": R, "mla_up_proj": R}, 4),
+    ],
+    ids=str,
+)
+def test_nothing_is_copied_and_bits_are_the_same(name, actions, count, compute_expected, given_back, tmp_path):
+    expected = compute_expected(name)
+    with make_planned_trainer(name, actions, tmp_path) as trainer:
+        assert get_bits(trainer.run_step()) == expected
+        moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
+    assert all(moved[tag] for tag, action in actions.items() if action is O)
+    assert given_back == [False] * count * MICROBATCHES
+
+
+USERS = {
+    "attn_norm": ("dense", "self_attention.linear_qkv"),
+    "qkv_linear": ("dense", "self_attention.core_attention"),
+    "mlp_norm": ("dense", "mlp.linear_fc1"),
+    "mlp_fc1": ("dense", "mlp.linear_fc2"),
+    "dispatch": ("grouped", "mlp.experts.linear_fc1"),
+    "expert_fc1": ("grouped", "mlp.experts.linear_fc2"),
+    "moe_act": ("grouped", "mlp.experts.linear_fc2"),
+    "mla_up_proj": ("latent", "self_attention.core_attention"),
+}
+"""By unit: a model, and the module that uses the unit's output."""
+
+
+@pytest.mark.parametrize("unit", USERS)
+def test_the_output_is_gone_after_forward_in_the_layers_of_the_plan_alone(unit, tmp_path):
+    name, user = USERS[unit]
+    with make_planned_trainer(name, {unit: R}, tmp_path) as trainer:
+        model = trainer.chunks[0]
+        given, gone = [], []
+        for layer in model.decoder.layers:
+            layer.get_submodule(user).register_forward_pre_hook(lambda _, args: given.append(StorageRef(args[0])))
+        model.output_layer.register_forward_pre_hook(lambda *_: gone.append([one.is_freed for one in given[-2:]]))
+        trainer.run_step()
+    assert gone == [[True, False]] * MICROBATCHES
+
+
+@pytest.mark.parametrize("unit", USERS)
+def test_an_output_that_a_hook_changes_in_place_before_its_use_stays(unit, tmp_path):
+    name, user = USERS[unit]
+
+    def change(_, args):
+        args[0].mul_(1.5)
+
+    def train(actions):
+        with make_planned_trainer(name, actions, tmp_path) as trainer:
+            for layer in trainer.chunks[0].decoder.layers:
+                layer.get_submodule(user).register_forward_pre_hook(change)
+            return get_bits(trainer.run_step())
+
+    assert train({unit: R}) == train({})
+
+
+# Tokens that are permuted again.
+
+
+def train_apart(actions, tmp_path, train):
+    """Return the gradients of the first MoE layer and of its inputs, after `train` had three of them."""
+    with make_planned_trainer("grouped", actions, tmp_path) as trainer:
+        trainer.run_step()
+        mlp = trainer.chunks[0].decoder.layers[0].mlp
+        for weight in mlp.parameters():
+            weight.main_grad.zero_()
+        generator = torch.Generator().manual_seed(5)
+        inputs = [torch.randn(32, 2, 32, generator=generator).requires_grad_() for _ in range(3)]
+        with ignore_expected_warnings():
+            train(mlp, lambda number: mlp(inputs[number] * 1.0)[0].square().sum())
+        used = [one.grad for one in inputs if one.grad is not None]
+        assert used
+        return [one.clone() for one in (*(weight.main_grad for weight in mlp.parameters()), *used)]
+
+
+def go_back_in_order(_, run):
+    for loss in [run(number) for number in range(3)]:
+        loss.backward()
+
+
+def go_back_in_reverse(_, run):
+    for loss in reversed([run(number) for number in range(3)]):
+        loss.backward()
+
+
+def go_on_after_errors(mlp, run):
+    """Have forward fail before and behind the first linear, and run once more without a graph."""
+
+    def fail(*_):
+        raise ArithmeticError
+
+    first = mlp.experts.linear_fc1
+    for register in (first.register_forward_pre_hook, first.register_forward_hook):
+        handle = register(fail)
+        with pytest.raises(ArithmeticError):
+            run(0)
+        handle.remove()
+    with torch.no_grad():
+        run(2)
+    run(1).backward()
+    assert region._find_top_hooks(False) is None  # noqa: FBT003 - not only while tracing
+
+
+@pytest.mark.parametrize("train", [go_back_in_order, go_back_in_reverse, go_on_after_errors])
+def test_forwards_in_flight_and_forwards_that_fail_do_not_mix(train, tmp_path):
+    found, expected = (train_apart(actions, tmp_path, train) for actions in ({"dispatch": R}, {}))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_hidden_states_that_are_changed_in_place_before_they_are_permuted_again_are_refused(tmp_path):
+    def change(mlp, _):
+        hidden = torch.ones(32, 2, 32).requires_grad_() * 1.0
+        output = mlp(hidden)[0]
+        hidden.mul_(2.0)
+        output.sum().backward()
+
+    with pytest.raises((StateError, RuntimeError), match=r"in.?place"):
+        train_apart({"dispatch": R}, tmp_path, change)
+
+
+def test_the_peak_is_lower_by_the_input_of_the_first_linear(tmp_path):
+    peaks = []
+    for actions in ({}, {"dispatch": R}):
+        # The activation is offloaded, so that hooks of the engine are around both times.
+        with make_planned_trainer("grouped", {"moe_act": O, **actions}, tmp_path) as trainer:
+            trainer.run_step()
+            ledger = ActivationLedger(parameters=trainer.chunks[0].parameters())
+            with trainer.observe(ledger):
+                trainer.run_step()
+            peaks.append(ledger.peak_bytes)
+    assert peaks[0] - peaks[1] == TOP_K * HIDDEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "field", "value"),
+    [
+        ("gathered", "config", "num_layers", 2),
+        ("padded", "config", "num_layers", 2),
+        ("grouped", "config", "fp8", "e4m3"),
+        ("grouped", "config", "moe_latent_size", 16),
+        ("grouped", "config", "moe_input_jitter_eps", 0.1),
+        ("grouped", "config", "moe_apply_probs_on_input", True),
+        ("grouped", "mlp.token_dispatcher", "ep_size", 2),
+        ("grouped", "mlp.token_dispatcher", "tp_size", 2),
+        ("grouped", "mlp.experts", "_make_fused_impl", None),
+    ],
+)
+def test_tokens_that_other_ranks_sent_or_something_changed_are_not_permuted_again(name, owner, field, value, monkeypatch):
+    with stand_ins(name), make_trainer(FLAGS[name], None) as trainer:
+        layer = trainer.chunks[0].decoder.layers[0]
+        assert ("dispatch" in find_units(layer)) == (name == "grouped")
+        target = functools.reduce(getattr, owner.split("."), layer)
+        monkeypatch.setattr(type(target) if field == "_make_fused_impl" else target, field, value, raising=False)
+        assert "dispatch" not in find_units(layer)
