@@ -236,6 +236,7 @@ class OffloadEngine:
             if group is not None:
                 place, stats = group.place, group.stats
                 stats.saved_tensors += 1
+                group.saved_tensors += 1
             for ledger in self.observers:
                 ledger.count_save(tensor, place=place)
             reason = self._rules.find_kind_to_keep(tensor)
@@ -353,6 +354,11 @@ class OffloadEngine:
             stats.host_peak_bytes = self.arena.peak_bytes
             stats.host_reserved_bytes = self.arena.reserved_bytes
             return stats
+
+    def read_tags(self) -> dict[str, TagStats]:
+        """Return the numbers of each tag since the last `finish_step`, and go on counting."""
+        with self._lock:
+            return self._counters.read_tags()
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:

@@ -35,6 +35,7 @@ class Group:
         "passed_tensors",
         "place",
         "position",
+        "saved_tensors",
         "state",
         "stats",
     )
@@ -53,6 +54,8 @@ class Group:
         """Bytes that left for the host with this group."""
         self.ahead_bytes = 0
         """Of what was called back before backward came to the group."""
+        self.saved_tensors = 0
+        """Saved through the engine."""
         self.passed_tensors = 0
         """Saved past the engine, since they never move. A group is one thread's: for the tag they count when it ends."""
         self.passed_bytes = 0
@@ -60,6 +63,11 @@ class Group:
         self._passed: set[int] = set()
         """The keys of the storages that `pass_small` has counted. Their handles keep these from being used again."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether autograd saved nothing in it so far."""
+        return not (self.saved_tensors or self.passed_tensors)
 
     def add(self, saved: SavedStorage) -> None:
         """Let `saved` move with this group."""
@@ -78,6 +86,7 @@ class Group:
         """Return what the group saved and autograd still wants."""
         self.state = GroupState.SUBMITTED
         saved = self._list_living()
+        self.stats.dropped_storages += len(self._saved) - len(saved)
         for storage in saved:
             storage.uses += 1
         return saved

@@ -95,8 +95,13 @@ class SavedTensors(EngineOwner):
             return
         engine = self.get_engine()
         forward = Forward(self, engine, hook=SizedSaving(self, engine, tag=self._tag, group_bytes=self.group_bytes))
-        forward.begin()
-        self._entries.open.append(forward)
+        entries = self._entries.open
+        entries.append(forward)
+        try:
+            forward.begin()
+        except BaseException:
+            entries.pop()
+            raise
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, *, is_failed: bool) -> None:

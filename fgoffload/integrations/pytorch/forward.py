@@ -4,22 +4,70 @@
 Saved-tensor hooks belong to a thread, so what is known of a forward does too. A context variable holds the innermost one, and
 each knows the one around it: a module finds the forward of its own handle, a hand-placed region the innermost of any handle.
 Nothing is looked up by process, so two threads, two models, and a model within another do not know each other.
+
+[Note: Interrupted forwards]
+An exception may come between any two lines of ours: Ctrl-C, an alarm, memory that runs out. A saved-tensor hook that stayed on the
+thread would reach into whatever the process does next. So who opens something takes `Surroundings` before, and restores them in a
+`finally`, whatever was opened since and however far it came. The `finally` has another one around it, for an exception that comes
+while the first one restores.
 """
 
 import contextvars
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch._dynamo.decorators import skip
 
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving, is_inert
 from fgoffload.engine.handles import Handle, Packed, hold
 from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks, is_in_backward
-from fgoffload.integrations.pytorch.outputs import find_tensor
+from fgoffload.integrations.pytorch.outputs import find_tensor, saves_something
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
 
 _running: contextvars.ContextVar["Forward | None"] = contextvars.ContextVar("fgoffload_forward", default=None)
+_layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", default=0)
+"""Of the innermost module around that is a region."""
+
+
+class Surroundings:
+    """What this thread was in when it was made, to go back to. See [Note: Interrupted forwards].
+
+    `torch.compile` does not look into it.
+    """
+
+    __slots__ = ("_hook", "_layer", "_running")
+
+    @skip
+    def __init__(self) -> None:
+        self._hook = _find_top_hook()
+        self._running = _running.get()
+        self._layer = _layer.get()
+
+    @skip
+    def is_left(self) -> bool:
+        """Return whether something was opened since and not closed."""
+        return _find_top_hook() is not self._hook or _running.get() is not self._running or _layer.get() != self._layer
+
+    @skip
+    def restore(self) -> None:
+        """Take off the saved-tensor hooks that were put on since, but for those of somebody else, and forget what was begun."""
+        of_others = []
+        while (hooks := _find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
+            _pop_hooks()
+            if not isinstance(hooks[0], Saving):
+                of_others.append(hooks)
+        while of_others:
+            _push_hooks(*of_others.pop())
+        _running.set(self._running)
+        _layer.set(self._layer)
+
+
+@skip
+def _find_top_hook() -> Any:
+    """Return the pack hook that saves now, or None."""
+    hooks = _find_top_hooks(True)  # noqa: FBT003 - while tracing too
+    return None if hooks is None else hooks[0]
 
 
 def find_running(owner: EngineOwner | None = None) -> "Forward | None":
@@ -30,9 +78,24 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
     return forward
 
 
-def is_shadowed() -> bool:
-    """Return whether a region that began here would save, were it not for saved-tensor hooks of somebody else."""
-    return torch.is_grad_enabled() and not is_in_backward() and is_inert()
+def enter_layer(layer: int) -> None:
+    """Forward is in a module of `layer` now, until the surroundings are restored."""
+    _layer.set(layer)
+
+
+def note_inert(owner: EngineOwner, tag: str | None) -> None:
+    """Tell `owner` why nothing moves here, where that is no choice of the user's.
+
+    Args:
+        owner: Whose region, or forward, does nothing.
+        tag: Of the region; None for a forward.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if is_in_backward():
+        owner.count_recomputed(tag)
+    elif is_inert():
+        owner.count_shadowed(tag, _find_top_hook())
 
 
 def begin_lane(owner: EngineOwner) -> Lane:
@@ -43,8 +106,7 @@ def begin_lane(owner: EngineOwner) -> Lane:
 class UncompiledSaving(Saving):
     """A pack hook that `torch.compile` does not look into.
 
-    It would trace the engine wherever autograd saves between two graphs. What ends it may come late, after an interrupt, and
-    below hooks of somebody else: it takes off its own alone.
+    It would trace the engine wherever autograd saves between two graphs.
     """
 
     __slots__ = ()
@@ -58,17 +120,6 @@ class UncompiledSaving(Saving):
     def take_back(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""
         return super().take_back(handle)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, and leave hooks on that are not its own: those above go aside, and back."""
-        above = []
-        while (hooks := _find_top_hooks(True)) is not None and hooks[0] is not self:  # noqa: FBT003 - while tracing too
-            above.append(hooks)
-            _pop_hooks()
-        if hooks is not None:
-            super().__exit__(kind, error, trace)
-        while above:
-            _push_hooks(*above.pop())
 
 
 class SizedSaving(UncompiledSaving):
@@ -152,16 +203,20 @@ class Forward:
         self.owner = owner
         self.outer = _running.get()
         """The forward around this one."""
-        self.layers: list[int] = []
-        """Of the modules that forward is in, where they are regions."""
+        self._around = Surroundings()
         self._engine = engine
         self._hook = hook
         self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
 
     def begin(self) -> None:
         """Take notice of what autograd saves from here on."""
-        self._saving.__enter__()
-        _running.set(self)
+        self._around = Surroundings()
+        try:
+            self._saving.__enter__()
+            _running.set(self)
+        except BaseException:
+            self._around.restore()
+            raise
 
     def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
         """Begin one execution of a site here, and return its region, or None where everything has to be left alone.
@@ -172,7 +227,7 @@ class Forward:
             layer: Of the site; None takes that of the innermost module around it that is a region, or 0.
         """
         if layer is None:
-            layer = self.layers[-1] if self.layers else 0
+            layer = _layer.get()
         # What is saved after the region belongs behind it: the block's group ends here, early where there is no region.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), lane)
@@ -180,12 +235,12 @@ class Forward:
             return None
         if given is not None:
             region.enter(given)
-        return SavingRegion(region, UncompiledSaving(self._engine, lane, region.group))
+        saving = UncompiledSaving(self._engine, lane, region.group)
+        return SavingRegion(self.owner, tag, region=region, saving=saving, given=given)
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
-        self._saving.__exit__(None, None, None)
-        _running.set(self.outer)
+        self._around.restore()
         if not is_failed:
             if self._hook is not None:
                 self._hook.close_group()
@@ -195,19 +250,26 @@ class Forward:
 class SavingRegion:
     """A region that forward is in: what autograd saves goes to its group until `close`."""
 
-    __slots__ = ("_region", "_saving")
+    __slots__ = ("_around", "_owner", "_region", "_start", "_tag")
 
-    def __init__(self, region: Region, saving: Saving) -> None:
+    def __init__(self, owner: EngineOwner, tag: str, *, region: Region, saving: Saving, given: torch.Tensor | None) -> None:
+        self._owner = owner
+        self._tag = tag
         self._region = region
-        self._saving = saving
+        self._start = None if given is None else given.grad_fn
+        self._around = Surroundings()
         saving.__enter__()
 
-    def close(self, output: Any, *, is_failed: bool) -> None:
+    def close(self, output: Any, *, is_failed: bool = False) -> None:
         """Stop saving, and let the group leave unless there was a failure, with its end mark on a tensor in `output`.
 
         Raises:
             StateError: What the region saved was changed in place since.
         """
-        self._saving.__exit__(None, None, None)
-        if not is_failed:
-            self._region.end(find_tensor(output))
+        self._around.restore()
+        if is_failed:
+            return
+        tensor = find_tensor(output)
+        if self._owner.is_watching and self._region.group.is_unused and saves_something(tensor, start=self._start):
+            self._owner.count_hidden(self._tag)
+        self._region.end(tensor)

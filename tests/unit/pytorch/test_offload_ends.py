@@ -366,5 +366,5 @@ def test_a_whole_model_can_be_pickled_after_remove_and_its_state_always():
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     pickle.dumps(net.state_dict())
-    handle.remove_hooks()
+    handle.put_back()
     pickle.dumps(net)

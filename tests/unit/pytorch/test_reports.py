@@ -38,7 +38,7 @@ def train(net: nn.Module, steps: int = 1) -> None:
 def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
     handle = fgoffload.offload(make_net(), PATTERNS, ALL)
     assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp"]
-    handle.remove_hooks()
+    handle.put_back()
 
 
 def test_one_line_at_the_end_says_what_the_run_saved(logged):
