@@ -32,6 +32,8 @@ class _InFlight(NamedTuple):
     streams: set[Stream]
     d2h_done: Event
     size_bytes: int
+    end_bytes: int
+    """Of these copies, and of all that joined the queue before them since it was last empty."""
     stats: TagStats
     """Of the group's tag."""
 
@@ -54,14 +56,21 @@ class Transfers:
         self._observers = observers
         self._watch = watch
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self.in_flight_bytes = 0
-        """Bytes on their way to the host."""
         self.abandoned: collections.deque[Reload] = collections.deque()
         """Device buffers that nobody wants any more, and that other streams may still touch."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages whose saves autograd no longer wants, and whether they had left."""
         self._filling: list[torch.Tensor] = []
         """Buffers between the start of their copy and its event. What an exception leaves here is kept until `close`."""
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes on their way to the host.
+
+        No count of its own: an interrupt between a change of the queue and one of the count would leave a wrong one for good.
+        """
+        queue = self._in_flight
+        return queue[-1].end_bytes - queue[0].end_bytes + queue[0].size_bytes if queue else 0
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
@@ -111,8 +120,8 @@ class Transfers:
             saved.leave(block, d2h_done)
             size_bytes += saved.moved_bytes
             references.append(weakref.ref(saved))
-        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
-        self.in_flight_bytes += size_bytes
+        end_bytes = size_bytes + (self._in_flight[-1].end_bytes if self._in_flight else 0)
+        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, end_bytes, stats))
         return size_bytes
 
     def poll(self) -> None:
@@ -231,7 +240,6 @@ class Transfers:
         living = _list_living(entry)
         self._join(_unite_streams(entry, living), Hazard.SOURCE_STILL_USED)
         self._in_flight.popleft()  # only now: it may be all that holds a source that is still read, and a wait may raise
-        self.in_flight_bytes -= entry.size_bytes
         for saved in living:
             if saved.d2h_done is not entry.d2h_done:
                 continue  # it was called back since, and has perhaps left again
