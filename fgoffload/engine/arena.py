@@ -19,8 +19,8 @@ there is all that lies there joined to the free ranges, and the search begins. W
 it was looked at, since most steps ask for the same types and sizes too.
 
 [Note: Interrupted arenas]
-Ctrl-C may come between any two lines. So a block is returned by a weak reference that appends itself to a queue, without a line of
-Python that could be left out, and after an exception the free ranges are made anew: all that no living block has.
+Ctrl-C may come between any two lines. So a block is returned by a weak reference that appends itself to a queue, without a line
+of Python that could be left out. After an exception the free ranges are made anew: all that no living block has.
 """
 
 import bisect

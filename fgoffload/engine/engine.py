@@ -27,7 +27,7 @@ from fgoffload.engine.region import Following, Region, Saving, add_mark, is_in_b
 from fgoffload.engine.reloads import Reloads
 from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
-from fgoffload.engine.staying import StayingStorages
+from fgoffload.engine.staying import HeldSpots, StayingStorages
 from fgoffload.engine.timing import StopWatch
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
@@ -84,7 +84,10 @@ class OffloadEngine:
         """Are told of what is saved and taken, and of each device buffer."""
         self._watch = StopWatch(device) if is_timed else None
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
-        self._reloads = Reloads(self._transfers, self._policy, staying=self._staying, observers=self.observers)
+        self._held_spots = HeldSpots()
+        self._reloads = Reloads(
+            self._transfers, self._policy, staying=self._staying, held_spots=self._held_spots, observers=self.observers
+        )
         self._counters = Counters()
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
@@ -239,14 +242,10 @@ class OffloadEngine:
                 group.saved_tensors += 1
             for ledger in self.observers:
                 ledger.count_save(tensor, place=place)
-            reason = self._rules.find_kind_to_keep(tensor)
-            if reason is None:
-                key, contents = identify(tensor)
-                reason = self._staying.find_reason(key)
-                if reason is None and self._rules.is_filtered(tensor):
-                    reason = KeptReason.FILTERED
+            reason = self._rules.find_kind_to_keep(tensor) or self._find_reason_to_stay(tensor)
             if reason is not None:
-                return _make_kept_handle(tensor, reason, place, stats)
+                return _make_kept_handle(tensor, reason, place, group)
+            key, contents = identify(tensor)
             view = get_view(tensor)
             stream = self.device.current_stream()
             saved = self._find_saved(key, contents, view)
@@ -254,11 +253,14 @@ class OffloadEngine:
                 # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
                 # its running statistics: a copy from before must not serve, and moving it again would free nothing.
                 self._staying.add(saved.storage, KeptReason.HELD)
-                return _make_kept_handle(tensor, KeptReason.HELD, place, stats)
+                return _make_kept_handle(tensor, KeptReason.HELD, place, group)
+            spot = None if group is None or group.site is None else (group.site, group.saved_tensors, contents.nbytes)
+            if saved is None and spot is not None and self._held_spots.stays(spot):
+                return _make_kept_handle(tensor, KeptReason.HELD, place, group)
             if saved is None or not saved.is_ordered_on(stream):
                 before = saved
                 saved = SavedStorage(self._transfers, tensor, contents, place, stats or self._watched, owner=stream)
-                saved.lane = lane.place
+                saved.lane, saved.spot = lane.place, spot
                 if before is not None:
                     saved.streams |= before.streams
                 self._saved[key] = weakref.ref(saved)
@@ -385,6 +387,14 @@ class OffloadEngine:
             else:
                 self.arena.close()
 
+    def _find_reason_to_stay(self, tensor: torch.Tensor) -> KeptReason | None:
+        """Return why the storage of `tensor` stays, of a kind that could leave, or None where it may leave."""
+        reason = self._staying.find_reason(get_key(tensor))
+        if reason is None and self._rules.is_filtered(tensor):
+            reason = KeptReason.FILTERED
+            self._staying.add(StorageRef(tensor), reason)  # all of it: to move the rest would free nothing
+        return reason
+
     def _find_saved(self, key: int, contents: Contents, view: View) -> SavedStorage | None:
         """Return the saved storage that has these bytes: one leaves once, however many saves and groups share it.
 
@@ -419,7 +429,7 @@ class OffloadEngine:
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit():
-            block = self._find_block(saved, stats)
+            block = self._find_block(saved, group)
             if block is not None:
                 saved.stats = stats
                 leaving.append((saved, block))
@@ -435,12 +445,18 @@ class OffloadEngine:
                 self._counters.window_waits += 1
                 self._transfers.release_oldest()
 
-    def _find_block(self, saved: SavedStorage, stats: TagStats) -> HostBlock | None:
+    def _find_block(self, saved: SavedStorage, group: Group) -> HostBlock | None:
         """Return host memory for `saved`, or None where it stays, or has left with another group."""
+        stats = group.stats
         if saved.state is not SavedState.RESIDENT:
             stats.shared_bytes += saved.size_bytes
             return None
         saved.check_unchanged("it left for the host")
+        reason = self._staying.find_reason(saved.storage.key)
+        if reason is not None:  # found since it was saved
+            for view in saved.views:
+                group.count_kept(saved.get_alias(view), reason)
+            return None
         if self._rules.is_too_small(saved):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
@@ -457,7 +473,7 @@ _CAPTURING = (
 )
 
 
-def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, stats: TagStats | None) -> KeptHandle:
-    if stats is not None and reason is not KeptReason.PARAMETER:
-        stats.add_kept(reason, tensor.numel() * tensor.element_size())
+def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, group: Group | None) -> KeptHandle:
+    if group is not None and reason is not KeptReason.PARAMETER:
+        group.count_kept(tensor, reason)
     return hold(tensor, place)

@@ -5,10 +5,10 @@ import weakref
 
 import torch
 
-from fgoffload.engine.identity import get_key
+from fgoffload.engine.identity import get_key, has_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedState, SavedStorage
-from fgoffload.engine.stats import TagStats
+from fgoffload.engine.stats import KeptReason, TagStats
 from fgoffload.plan import Site
 
 
@@ -26,6 +26,7 @@ class Group:
 
     __slots__ = (
         "__weakref__",
+        "_kept",
         "_passed",
         "_saved",
         "ahead_bytes",
@@ -36,6 +37,7 @@ class Group:
         "place",
         "position",
         "saved_tensors",
+        "site",
         "state",
         "stats",
     )
@@ -54,6 +56,10 @@ class Group:
         """Bytes that left for the host with this group."""
         self.ahead_bytes = 0
         """Of what was called back before backward came to the group."""
+        self.site: Site | None = None
+        """Set where each execution saves the same in the same order, so that one teaches something about the next."""
+        self._kept: dict[int, dict[tuple[int, int], int]] = {}
+        """What `count_kept` has counted: by storage, the bytes of each tensor, by its address and size."""
         self.saved_tensors = 0
         """Saved through the engine."""
         self.passed_tensors = 0
@@ -73,6 +79,18 @@ class Group:
         """Let `saved` move with this group."""
         if self.state is GroupState.SAVING:
             self._saved[id(saved)] = weakref.ref(saved)  # weakly: see [Note: What owns what]
+
+    def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
+        """Count `tensor`, which stays: what several ops save once, and of a storage no more than it has."""
+        size_bytes = tensor.numel() * tensor.element_size()
+        if type(tensor) is torch.Tensor and has_bytes(tensor):
+            kept = self._kept.setdefault(get_key(tensor), {})
+            where = (tensor.data_ptr(), size_bytes)
+            if where in kept:
+                return
+            size_bytes = min(size_bytes, tensor.untyped_storage().nbytes() - sum(kept.values()))
+            kept[where] = size_bytes
+        self.stats.add_kept(reason, size_bytes)
 
     def pass_small(self, tensor: torch.Tensor) -> None:
         """Count `tensor`, all of whose storage is too small to leave with this group or another one; a storage once."""

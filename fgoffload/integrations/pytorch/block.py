@@ -86,7 +86,12 @@ class SavedTensors(EngineOwner):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too, and let the last group leave."""
-        self._leave(is_failed=error is not None)
+        forward = self._entries.open[-1]
+        try:
+            self._leave(is_failed=error is not None)
+        finally:
+            if forward is not None:
+                forward.leave()  # see [Note: Interrupted forwards]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:

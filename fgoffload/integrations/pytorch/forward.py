@@ -6,10 +6,10 @@ each knows the one around it: a module finds the forward of its own handle, a ha
 Nothing is looked up by process, so two threads, two models, and a model within another do not know each other.
 
 [Note: Interrupted forwards]
-An exception may come between any two lines of ours: Ctrl-C, an alarm, memory that runs out. A saved-tensor hook that stayed on the
-thread would reach into whatever the process does next. So who opens something takes `Surroundings` before, and restores them in a
-`finally`, whatever was opened since and however far it came. The `finally` has another one around it, for an exception that comes
-while the first one restores.
+An exception may come between any two lines of ours: Ctrl-C, an alarm, memory that runs out. A saved-tensor hook that stayed
+on the thread would reach into whatever the process does next. So who opens something takes `Surroundings` before, and
+restores them in a `finally`, whatever was opened since and however far it came. The `finally` has another one around it, for
+an exception that comes while the first one restores.
 """
 
 import contextvars
@@ -230,17 +230,26 @@ class Forward:
             layer = _layer.get()
         # What is saved after the region belongs behind it: the block's group ends here, early where there is no region.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
-        region = self._engine.find_region(Site(chunk=0, layer=layer, tag=tag), lane)
+        site = Site(chunk=0, layer=layer, tag=tag)
+        region = self._engine.find_region(site, lane)
         if region is None:
             return None
+        region.group.site = site
         if given is not None:
             region.enter(given)
         saving = UncompiledSaving(self._engine, lane, region.group)
         return SavingRegion(self.owner, tag, region=region, saving=saving, given=given)
 
+    def leave(self) -> None:
+        """Stop to take notice, however far `begin` or `finish` came."""
+        try:
+            self._around.restore()
+        finally:
+            self._around.restore()
+
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
-        self._around.restore()
+        self.leave()
         if not is_failed:
             if self._hook is not None:
                 self._hook.close_group()

@@ -1,6 +1,6 @@
 """Offload for any module tree: regions around modules that are named by globs.
 
-How a region gets around a module is said in [Note: A replaced forward]. The handle holds no module, so weights, handle, engine and
+[Note: A replaced forward] says how a region gets around a module. The handle holds no module, so weights, handle, engine and
 host memory go with the last reference to the model, and nothing of them waits for Python's cyclic collector.
 """
 
@@ -93,8 +93,8 @@ class ModelOffload(EngineOwner):
         super().__init__(config, device=device, name=name, tags=dict.fromkeys(site.tag for site in sites))
         if HANDLE in vars(model):
             raise ConfigError(
-                f"{name} is offloaded already, with other modules, config or device. Call `remove` on the first handle, or name "
-                "all modules in one call."
+                f"{name} is offloaded already, with other modules, config or device. Call `remove` on the first handle, or "
+                "name all modules in one call."
             )
         self._model = weakref.ref(model)  # it holds the handle
         self._sites = _list_weakly(sites)

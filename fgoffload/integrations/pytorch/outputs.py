@@ -51,11 +51,11 @@ def saves_something(output: torch.Tensor | None, *, start: Node | None) -> bool:
 
     No saved tensor is asked for: that would call the hooks that packed it.
     """
-    seen = {None, start}
+    seen = {start}
     waiting = [None if output is None else output.grad_fn]
     while waiting and len(seen) < MAX_VALUES:
         node = waiting.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         if any(name.startswith("_raw_saved_") for name in dir(node)):

@@ -1,16 +1,16 @@
 """Stands in place of a module's `forward`, and makes a region of it.
 
 [Note: A replaced forward]
-It is an attribute of the module itself, and not a pair of forward hooks: torch leaves the fast paths of evaluation where a module
-has hooks, and calls none after what is no `Exception`. It is not a class in the place of the module's either: others compare
-classes, and transformers looks at the class for whether to recompute a layer.
+It is an attribute of the module itself, and not a pair of forward hooks: torch leaves its fast paths of evaluation where a
+module has hooks, and calls none after what is no `Exception`. It is not a class in place of the module's either: others
+compare classes, and transformers looks at the class to see whether to recompute a layer.
 
 Without grad mode it calls the forward that was there before and does nothing else. It holds the module weakly, so that nothing
 waits for Python's cyclic collector.
 
-An attribute does not tell which module it is asked for, so a copy of the module must not have it. Copies and pickles are made of
-what `__getstate__` returns, replicas of `nn.DataParallel` by a method of the module. Both are replaced too, and leave out what is
-ours.
+An attribute does not know which module it is called for, so a copy of the module must not have it. Copies and pickles are
+made of what `__getstate__` returns, replicas of `nn.DataParallel` by a method of the module. Both are replaced too, and leave
+out what is ours.
 """
 
 import functools
@@ -60,12 +60,14 @@ class ReplacedForward:
         self._tag = tag
         self._layer = layer
         self._before = before
+        self._is_torch_container = False
 
     def put(self) -> None:
         """Put it in place of the forward of its module."""
         module = self._get_module()
         attributes = vars(module)  # not by `setattr`, of which wrappers have their own
         self._before = attributes.get(_FORWARD)
+        self._is_torch_container = self._before is None and _is_torch_container(module)
         attributes[_FORWARD] = self
         attributes[_STATE] = functools.partial(_get_plain_state, weakref.ref(module))
         attributes[_REPLICATE] = functools.partial(_make_plain_replica, weakref.ref(module))
@@ -90,6 +92,8 @@ class ReplacedForward:
         handle = self._handle
         if handle is None or module is None or torch.compiler.is_exporting():
             return forward(*args, **kwargs)
+        if self._is_torch_container:
+            forward = functools.partial(_call, forward)
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
             try:
@@ -105,7 +109,7 @@ class ReplacedForward:
             if around.is_left():
                 around.restore()
 
-    __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]
+    __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Make, of a copy that somebody holds beside the module, the forward of the module's copy."""
@@ -133,7 +137,8 @@ class ReplacedForward:
 
     @skip
     def _get_module(self) -> torch.nn.Module:
-        return _get_living(self._module)
+        module: torch.nn.Module = _get_living(self._module)
+        return module
 
 
 @skip
@@ -151,10 +156,13 @@ def _bind_forward(module: torch.nn.Module) -> Callable[..., Any]:
         if _FORWARD in vars(kind):
             found = vars(kind)[_FORWARD]
             bound: Callable[..., Any] = found.__get__(module, type(module)) if hasattr(found, "__get__") else found
-            # Torch compiles its own containers only where code of others calls them.
-            is_container = kind.__module__.startswith("torch.nn.") and bool(module._modules)
-            return functools.partial(_call, bound) if is_container else bound
+            return bound
     raise AttributeError(_FORWARD)
+
+
+def _is_torch_container(module: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` skips the forward of `module` and not what it calls, unless code of others calls it."""
+    return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.") and any(True for _ in module.children())
 
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +174,7 @@ def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | N
 
 
 def _leave_out_removed(attributes: dict[str, Any]) -> None:
-    """Take out of the attributes of a module the replaced forwards that were removed, and with the last one all that is ours."""
+    """Take the replaced forwards that were removed out of a module's attributes, and with the last one all that is ours."""
     found = attributes.get(_FORWARD)
     while isinstance(found, ReplacedForward) and found.is_removed:
         found = found._before  # noqa: SLF001 - of this class
@@ -205,6 +213,6 @@ def _get_plain_state(reference: "weakref.ref[torch.nn.Module]") -> Any:
 def _make_plain_replica(reference: "weakref.ref[torch.nn.Module]") -> Any:
     """Return a replica of the module for `nn.DataParallel`, without what is ours."""
     module = _get_living(reference)
-    replica = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]  # noqa: SLF001 - as DataParallel
+    replica = type(module)._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
     _leave_out_ours(vars(replica))
     return replica

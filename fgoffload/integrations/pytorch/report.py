@@ -94,8 +94,8 @@ def _find_reason(stats: TagStats | None, use: TagUse) -> str:
 def _find_reason_to_be_inert(use: TagUse) -> str:
     if use.shadowed:
         return (
-            f"its regions ran {use.shadowed} times {_say_where(use.hook)}. Put the region around that, turn it off, or leave the "
-            "tag out."
+            f"its regions ran {use.shadowed} times {_say_where(use.hook)} Put the region around that, turn it off, or leave "
+            "the tag out."
         )
     if use.recomputed:
         return (
@@ -107,17 +107,15 @@ def _find_reason_to_be_inert(use: TagUse) -> str:
 
 def _say_where(hook: Any) -> str:
     if hook is None:
-        return "where no saved-tensor hooks are allowed, as inside of `torch.func` and `torch.jit.trace`"
+        return "where no saved-tensor hooks are allowed, as inside of `torch.func` and `torch.jit.trace`."
     name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]
-    where = f"below the saved-tensor hooks of `{getattr(hook, '__module__', '')}.{name}`, which have precedence"
-    if name == "save_on_cpu":
-        return f"{where}. {_SAVES_ON_CPU}"
-    return f"{where}: those of a checkpoint" if "checkpoint" in name or "recomputation" in name else where
+    where = f"below saved-tensor hooks of somebody else, which have precedence: `{getattr(hook, '__module__', '')}.{name}`."
+    return f"{where} {_SAVES_ON_CPU}" if name == "save_on_cpu" else where
 
 
 _SAVES_ON_CPU = (
-    "`torch.autograd.graph.save_on_cpu` has such hooks, and with it transformers' `offload=True` for checkpoints and accelerate's "
-    "`fsdp_activation_checkpointing_offload`."
+    "`torch.autograd.graph.save_on_cpu` has such hooks, and with it transformers' `offload=True` for checkpoints and "
+    "accelerate's `fsdp_activation_checkpointing_offload`."
 )
 
 
