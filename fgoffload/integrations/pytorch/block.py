@@ -86,12 +86,7 @@ class SavedTensors(EngineOwner):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too, and let the last group leave."""
-        forward = self._entries.open[-1]
-        try:
-            self._leave(is_failed=error is not None)
-        finally:
-            if forward is not None:
-                forward.leave()  # see [Note: Interrupted forwards]
+        self._leave(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
@@ -110,6 +105,11 @@ class SavedTensors(EngineOwner):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, *, is_failed: bool) -> None:
-        forward = self._entries.open.pop()
-        if forward is not None:
-            forward.finish(is_failed=is_failed)
+        forward = self._entries.open[-1]
+        try:
+            if forward is not None:
+                forward.finish(is_failed=is_failed)
+        finally:
+            if forward is not None:
+                forward.leave()  # see [Note: Interrupted forwards]
+            self._entries.open.pop()
