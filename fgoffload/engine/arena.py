@@ -258,7 +258,9 @@ class HostArena:
         return block
 
     def _mend(self) -> None:
-        """Make the free ranges anew after an exception in between: all that no block has. See [Note: Interrupted arenas]."""
+        """Make the free ranges anew after an exception that left a change half made. See [Note: Interrupted arenas]."""
+        if self._is_whole():
+            return
         reads = [self._device.record_event(self._device.h2d_stream)]  # whatever was read is read before that
         for books in (self._aside, self._by_size, self._by_start, self._by_end):
             books.clear()
@@ -270,6 +272,17 @@ class HostArena:
                     self._add(_FreeRange(slab, start, taken_start, reads))
                 start = taken_end
         self._used_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
+
+    def _is_whole(self) -> bool:
+        """Return whether every byte is in use, aside or free, and counted as what it is."""
+        free_bytes = sum(size_bytes for size_bytes, _, _ in self._by_size)
+        aside_bytes = sum(place.used_bytes for aside in self._aside.values() for place, _ in aside)
+        lent_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
+        return (
+            lent_bytes == self._used_bytes
+            and free_bytes + aside_bytes + lent_bytes == self.reserved_bytes
+            and len(self._by_size) == len(self._by_start) == len(self._by_end)
+        )
 
     def _cut(self, ranges: list[_FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
         """Yield uint8 `[n]` for each of `ranges`, `size_bytes` together: what lies there in the slabs."""

@@ -242,7 +242,7 @@ class OffloadEngine:
                 group.saved_tensors += 1
             for ledger in self.observers:
                 ledger.count_save(tensor, place=place)
-            reason = self._rules.find_kind_to_keep(tensor) or self._find_reason_to_stay(tensor)
+            reason = self._rules.find_kind_to_keep(tensor) or self._find_reason_to_stay(tensor, lane)
             if reason is not None:
                 return _make_kept_handle(tensor, reason, place, group)
             key, contents = identify(tensor)
@@ -387,12 +387,13 @@ class OffloadEngine:
             else:
                 self.arena.close()
 
-    def _find_reason_to_stay(self, tensor: torch.Tensor) -> KeptReason | None:
+    def _find_reason_to_stay(self, tensor: torch.Tensor, lane: Lane) -> KeptReason | None:
         """Return why the storage of `tensor` stays, of a kind that could leave, or None where it may leave."""
-        reason = self._staying.find_reason(get_key(tensor))
-        if reason is None and self._rules.is_filtered(tensor):
+        key = get_key(tensor)
+        reason = self._staying.find_reason(key)
+        if reason is None and (key in lane.filtered or self._rules.is_filtered(tensor)):
+            lane.filtered.add(key)
             reason = KeptReason.FILTERED
-            self._staying.add(StorageRef(tensor), reason)  # all of it: to move the rest would free nothing
         return reason
 
     def _find_saved(self, key: int, contents: Contents, view: View) -> SavedStorage | None:
@@ -452,10 +453,9 @@ class OffloadEngine:
             stats.shared_bytes += saved.size_bytes
             return None
         saved.check_unchanged("it left for the host")
-        reason = self._staying.find_reason(saved.storage.key)
-        if reason is not None:  # found since it was saved
+        if saved.storage.key in group.filtered:  # since it was saved
             for view in saved.views:
-                group.count_kept(saved.get_alias(view), reason)
+                group.count_kept(saved.get_alias(view), KeptReason.FILTERED)
             return None
         if self._rules.is_too_small(saved):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))

@@ -31,6 +31,7 @@ class Group:
         "_saved",
         "ahead_bytes",
         "end_position",
+        "filtered",
         "moved_bytes",
         "passed_bytes",
         "passed_tensors",
@@ -60,6 +61,8 @@ class Group:
         """Set where each execution saves the same in the same order, so that one teaches something about the next."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
         """What `count_kept` has counted: by storage, the bytes of each tensor, by its address and size."""
+        self.filtered: set[int] = set()
+        """Of the lane."""
         self.saved_tensors = 0
         """Saved through the engine."""
         self.passed_tensors = 0
@@ -134,7 +137,7 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "groups", "let_go_bytes", "place")
+    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "filtered", "groups", "let_go_bytes", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
@@ -151,6 +154,8 @@ class Lane:
         self.let_go_bytes = 0
         """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
         self._leftover: list[Group] = []
+        self.filtered: set[int] = set()
+        """The keys of storages of which the user's filter kept a tensor. They stay whole: moving the rest frees nothing."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
         """Return a new group of `site`, behind the others.
@@ -164,6 +169,7 @@ class Lane:
             for called in groups[self.away :]:
                 self.expect(called, 0)  # forward goes on, and backward comes to them last: they must not hold up those behind
         group = Group(Place(site, self._name), stats, position=len(groups))
+        group.filtered = self.filtered
         groups.append(group)
         self.end = self.away = len(groups)
         return group
