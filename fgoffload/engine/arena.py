@@ -17,11 +17,16 @@ Most steps ask for the same sizes in the same order, and a search costs the host
 So a block that comes back is put aside as it is, for the next one that asks for its size. Only when nothing of the size lies
 there is all that lies there joined to the free ranges, and the search begins. What lies aside keeps the tensors through which
 it was looked at, since most steps ask for the same types and sizes too.
+
+[Note: Interrupted arenas]
+Ctrl-C may come between any two lines. So a block is returned by a weak reference that appends itself to a queue, without a line
+of Python that could be left out. After an exception the free ranges are made anew: all that no living block has.
 """
 
 import bisect
 import collections
 import dataclasses
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -65,9 +70,11 @@ class _FreeRange:
 class _Place:
     """Where a block lies."""
 
-    __slots__ = ("looks", "parts", "ranges", "size_bytes", "used_bytes")
+    __slots__ = ("last_read", "looks", "parts", "ranges", "size_bytes", "used_bytes")
 
     def __init__(self, size_bytes: int, ranges: Sequence[_FreeRange], parts: Sequence[torch.Tensor]) -> None:
+        self.last_read: Event | None = None
+        """The event after the last copy to the device that reads the block that lies here."""
         self.size_bytes = size_bytes
         self.used_bytes = sum(taken.size_bytes for taken in ranges)
         """Alignment included."""
@@ -88,15 +95,22 @@ class _Place:
 class HostBlock:
     """Host memory for one offloaded storage. It goes back to the arena when the last reference to it dies."""
 
-    __slots__ = ("_arena", "_place", "last_read", "reads_to_wait_for")
+    __slots__ = ("__weakref__", "_place", "reads_to_wait_for")
 
-    def __init__(self, arena: "HostArena", place: _Place, reads: Sequence[Event]) -> None:
-        self._arena = arena
+    def __init__(self, place: _Place, reads: Sequence[Event]) -> None:
         self._place = place
-        self.last_read: Event | None = None
-        """The event after the last copy to the device that reads this block."""
+        place.last_read = None
         self.reads_to_wait_for = tuple(reads)
         """Events after which the block may be written. See [Note: A host block that is still read]."""
+
+    @property
+    def last_read(self) -> Event | None:
+        """The event after the last copy to the device that reads this block."""
+        return self._place.last_read
+
+    @last_read.setter
+    def last_read(self, event: Event) -> None:
+        self._place.last_read = event
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -128,11 +142,22 @@ class HostBlock:
         stretches = torch.split(get_bytes(tensor), [part.numel() for part in place.parts])
         return tuple(zip(place.parts, stretches, strict=True))
 
-    def __del__(self) -> None:
-        # Any thread may get here, in the middle of anything, the arena's own code included: so only an atomic append.
-        # What was read before counts still: the block may never have been written, and then nobody has waited.
-        reads = self.reads_to_wait_for if self.last_read is None else (*self.reads_to_wait_for, self.last_read)
-        self._arena.returned.append((self._place, reads))
+
+class _Lent(weakref.ref[HostBlock]):
+    """A block that is in use. When its last reference dies this is appended to the arena's queue.
+
+    On any thread, in the middle of anything, the arena's own code included. See [Note: Interrupted arenas].
+    """
+
+    __slots__ = ("place", "reads")
+
+    place: _Place
+    reads: Sequence[Event]
+    """What was read before. It counts still: the block may never have been written, and then nobody has waited."""
+
+    def list_reads(self) -> Sequence[Event]:
+        """Return the events of the copies that may still read there."""
+        return self.reads if self.place.last_read is None else (*self.reads, self.place.last_read)
 
 
 class HostArena:
@@ -161,8 +186,10 @@ class HostArena:
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
-        self.returned: collections.deque[tuple[_Place, Sequence[Event]]] = collections.deque()
-        """Where blocks lay that came back, and the copies that may still read there."""
+        self._lent: dict[int, _Lent] = {}
+        """The blocks in use, and those in `_returned`, by the id of each."""
+        self._returned: collections.deque[_Lent] = collections.deque()
+        """The blocks that came back."""
         self._aside: dict[int, list[tuple[_Place, Sequence[Event]]]] = {}
         """The same, by size. See [Note: A block that comes back]."""
         # The free ranges three times: by size for the best fit, by either end to find neighbours.
@@ -186,7 +213,11 @@ class HostArena:
     @property
     def used_bytes(self) -> int:
         """Bytes in use now, alignment included."""
-        self._put_aside()
+        try:
+            self._put_aside()
+        except BaseException:
+            self._mend()
+            raise
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
@@ -195,27 +226,70 @@ class HostArena:
         Lifetime:
             The block is the caller's until its last reference dies.
         """
-        self._put_aside()
+        try:
+            self._put_aside()
+            found = self._find_aside(size_bytes) or self._find_free(size_bytes)
+            return None if found is None else self._lend(*found)
+        except BaseException:
+            self._mend()
+            raise
+
+    def _find_aside(self, size_bytes: int) -> tuple[_Place, Sequence[Event]] | None:
         aside = self._aside.get(size_bytes)
-        if aside:
-            place, reads = aside[-1]
-            reads = self._list_unfinished(reads) if reads else reads
-            aside.pop()
-        else:
-            self._join_aside()
-            needed_bytes = round_up(max(1, size_bytes))
-            chosen, missing_bytes = self._choose(needed_bytes)
-            if missing_bytes:
-                if not self._grow(missing_bytes):
-                    return None
-                chosen, _ = self._choose(needed_bytes)
-            taken = self._take(chosen, needed_bytes)
-            place = _Place(size_bytes, taken, tuple(self._cut(taken, size_bytes)))
-            reads = _unite(part.reads for part in taken)
+        if not aside:
+            return None
+        place, reads = aside[-1]
+        reads = self._list_unfinished(reads) if reads else reads
+        aside.pop()
+        return place, reads
+
+    def _find_free(self, size_bytes: int) -> tuple[_Place, Sequence[Event]] | None:
+        self._join_aside()
+        needed_bytes = round_up(max(1, size_bytes))
+        chosen, missing_bytes = self._choose(needed_bytes)
+        if missing_bytes:
+            if not self._grow(missing_bytes):
+                return None
+            chosen, _ = self._choose(needed_bytes)
+        taken = self._take(chosen, needed_bytes)
+        return _Place(size_bytes, taken, tuple(self._cut(taken, size_bytes))), _unite(part.reads for part in taken)
+
+    def _lend(self, place: _Place, reads: Sequence[Event]) -> HostBlock:
+        block = HostBlock(place, reads)
+        lent = _Lent(block, self._returned.append)
+        lent.place, lent.reads = place, block.reads_to_wait_for
+        self._lent[id(lent)] = lent
         self._used_bytes += place.used_bytes
         if self._used_bytes > self.peak_bytes:
             self.peak_bytes = self._used_bytes
-        return HostBlock(self, place, reads)
+        return block
+
+    def _mend(self) -> None:
+        """Make the free ranges anew after an exception that left a change half made. See [Note: Interrupted arenas]."""
+        if self._is_whole():
+            return
+        reads = [self._device.record_event(self._device.h2d_stream)]  # whatever was read is read before that
+        for books in (self._aside, self._by_size, self._by_start, self._by_end):
+            books.clear()
+        taken = sorted((part.slab, part.start, part.end) for lent in self._lent.values() for part in lent.place.ranges)
+        for slab, memory in enumerate(self._slabs):
+            start, end = 0, memory.buffer.numel()
+            for _, taken_start, taken_end in [*(part for part in taken if part[0] == slab), (slab, end, end)]:
+                if start < taken_start:
+                    self._add(_FreeRange(slab, start, taken_start, reads))
+                start = taken_end
+        self._used_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
+
+    def _is_whole(self) -> bool:
+        """Return whether every byte is in use, aside or free, and counted as what it is."""
+        free_bytes = sum(size_bytes for size_bytes, _, _ in self._by_size)
+        aside_bytes = sum(place.used_bytes for aside in self._aside.values() for place, _ in aside)
+        lent_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
+        return (
+            lent_bytes == self._used_bytes
+            and free_bytes + aside_bytes + lent_bytes == self.reserved_bytes
+            and len(self._by_size) == len(self._by_start) == len(self._by_end)
+        )
 
     def _cut(self, ranges: list[_FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
         """Yield uint8 `[n]` for each of `ranges`, `size_bytes` together: what lies there in the slabs."""
@@ -294,11 +368,14 @@ class HostArena:
         return True
 
     def _put_aside(self) -> None:
-        while self.returned:
-            place, _ = self.returned[0]
-            self._aside.setdefault(place.size_bytes, []).append(self.returned[0])
-            self._used_bytes -= place.used_bytes
-            self.returned.popleft()
+        while self._returned:
+            lent = self._returned[0]
+            if id(lent) in self._lent:  # else it came back while an exception was on its way
+                place = lent.place
+                self._aside.setdefault(place.size_bytes, []).append((place, lent.list_reads()))
+                self._used_bytes -= place.used_bytes
+                del self._lent[id(lent)]
+            self._returned.popleft()
 
     def _join_aside(self) -> None:
         """Join all that lies aside to the free ranges."""

@@ -36,7 +36,7 @@ from fgoffload.engine.reloads import Reloads
 from fgoffload.engine.rewrites import Rewrites
 from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
-from fgoffload.engine.staying import StayingStorages
+from fgoffload.engine.staying import HeldSpots, Spot, StayingStorages
 from fgoffload.engine.timing import StopWatch
 from fgoffload.engine.torch_internals import wrap_internals
 from fgoffload.engine.transfers import Transfers
@@ -96,8 +96,11 @@ class OffloadEngine:
         """Are told of what is saved and taken, and of each device buffer."""
         self._watch = StopWatch(device) if is_timed else None
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
-        self._reloads = Reloads(self._transfers, self._policy, staying=self._staying, observers=self.observers)
         self._rewrites = Rewrites(device, self._transfers)
+        self._held_spots = HeldSpots()
+        self._reloads = Reloads(
+            self._transfers, self._policy, staying=self._staying, held_spots=self._held_spots, observers=self.observers
+        )
         self._counters = Counters()
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
@@ -252,24 +255,24 @@ class OffloadEngine:
             if group is not None:
                 place, stats = group.place, group.stats
                 stats.saved_tensors += 1
+                group.saved_tensors += 1
             for ledger in self.observers:
                 ledger.count_save(tensor, place=place)
-            reason = self._rules.find_kind_to_keep(tensor)
-            if reason is None:
-                key, contents = identify(tensor)
-                reason = self._staying.find_reason(key)
-                if reason is None and self._rules.is_filtered(tensor):
-                    reason = KeptReason.FILTERED
+            reason = self._rules.find_kind_to_keep(tensor) or self._find_reason_to_stay(tensor, lane)
             if reason is not None:
-                return _make_kept_handle(tensor, reason, place, stats)
+                return _make_kept_handle(tensor, reason, place, group)
+            key, contents = identify(tensor)
             view = get_view(tensor)
             saved = self._find_saved(key, contents, view)
             if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
                 # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
                 # its running statistics: a copy from before must not serve, and moving it again would free nothing.
                 self._staying.add(saved.storage, KeptReason.HELD)
-                return _make_kept_handle(tensor, KeptReason.HELD, place, stats)
-            saved = self._join_saved(saved, tensor, key, contents, lane=lane, group=group)
+                return _make_kept_handle(tensor, KeptReason.HELD, place, group)
+            spot = None if group is None or group.site is None else (group.site, group.saved_tensors, contents.nbytes)
+            if saved is None and spot is not None and self._held_spots.stays(spot):
+                return _make_kept_handle(tensor, KeptReason.HELD, place, group)
+            saved = self._join_saved(saved, tensor, key, contents, spot, lane=lane, group=group)
             saved.add(tensor, view)
             if group is not None:
                 group.add(saved)
@@ -281,6 +284,7 @@ class OffloadEngine:
         tensor: torch.Tensor,
         key: int,
         contents: Contents,
+        spot: Spot | None,
         *,
         lane: Lane,
         group: Group | None,
@@ -294,7 +298,7 @@ class OffloadEngine:
             return before
         place, stats = (lane.place, self._watched) if group is None else (group.place, group.stats)
         saved = SavedStorage(self._transfers, tensor, contents, place, stats, owner=stream)
-        saved.lane = lane.place
+        saved.lane, saved.spot = lane.place, spot
         if before is not None:
             saved.streams |= before.streams
         self._saved[key] = weakref.ref(saved)
@@ -386,6 +390,11 @@ class OffloadEngine:
             stats.host_reserved_bytes = self.arena.reserved_bytes
             return stats
 
+    def read_tags(self) -> dict[str, TagStats]:
+        """Return the numbers of each tag since the last `finish_step`, and go on counting."""
+        with self._lock:
+            return self._counters.read_tags()
+
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
         """Report what the engine saves, and its own device buffers, to `ledger` inside."""
@@ -410,6 +419,15 @@ class OffloadEngine:
                 )
             else:
                 self.arena.close()
+
+    def _find_reason_to_stay(self, tensor: torch.Tensor, lane: Lane) -> KeptReason | None:
+        """Return why the storage of `tensor` stays, of a kind that could leave, or None where it may leave."""
+        key = get_key(tensor)
+        reason = self._staying.find_reason(key)
+        if reason is None and (key in lane.filtered or self._rules.is_filtered(tensor)):
+            lane.filtered.add(key)
+            reason = KeptReason.FILTERED
+        return reason
 
     def _find_saved(self, key: int, contents: Contents, view: View) -> SavedStorage | None:
         """Return the saved storage that has these bytes: one leaves once, however many saves and groups share it.
@@ -445,7 +463,7 @@ class OffloadEngine:
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit():
-            block = self._find_block(saved, stats)
+            block = self._find_block(saved, group)
             if block is not None:
                 saved.stats = stats
                 leaving.append((saved, block))
@@ -461,14 +479,19 @@ class OffloadEngine:
                 self._counters.window_waits += 1
                 self._transfers.release_oldest()
 
-    def _find_block(self, saved: SavedStorage, stats: TagStats) -> HostBlock | None:
+    def _find_block(self, saved: SavedStorage, group: Group) -> HostBlock | None:
         """Return host memory for `saved`, or None where it stays, or has left with another group."""
+        stats = group.stats
         if saved.state is not SavedState.RESIDENT:
             stats.shared_bytes += saved.size_bytes
             return None
         if saved.find_change("it left for the host") is not None:
             stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
             return None  # perhaps no backward wants it; one that does is told
+        if saved.storage.key in group.filtered:  # since it was saved
+            for view in saved.views:
+                group.count_kept(saved.get_alias(view), KeptReason.FILTERED)
+            return None
         if self._rules.is_too_small(saved):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
@@ -485,7 +508,7 @@ _CAPTURING = (
 )
 
 
-def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, stats: TagStats | None) -> KeptHandle:
-    if stats is not None and reason is not KeptReason.PARAMETER:
-        stats.add_kept(reason, tensor.numel() * tensor.element_size())
+def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, group: Group | None) -> KeptHandle:
+    if group is not None and reason is not KeptReason.PARAMETER:
+        group.count_kept(tensor, reason)
     return hold(tensor, place)

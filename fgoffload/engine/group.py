@@ -5,10 +5,10 @@ import weakref
 
 import torch
 
-from fgoffload.engine.identity import get_key
+from fgoffload.engine.identity import get_key, has_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedState, SavedStorage
-from fgoffload.engine.stats import TagStats
+from fgoffload.engine.stats import KeptReason, TagStats
 from fgoffload.plan import Site
 
 
@@ -26,15 +26,19 @@ class Group:
 
     __slots__ = (
         "__weakref__",
+        "_kept",
         "_passed",
         "_saved",
         "ahead_bytes",
         "end_position",
+        "filtered",
         "moved_bytes",
         "passed_bytes",
         "passed_tensors",
         "place",
         "position",
+        "saved_tensors",
+        "site",
         "state",
         "stats",
     )
@@ -53,6 +57,14 @@ class Group:
         """Bytes that left for the host with this group."""
         self.ahead_bytes = 0
         """Of what was called back before backward came to the group."""
+        self.site: Site | None = None
+        """Set where each execution saves the same in the same order, so that one teaches something about the next."""
+        self._kept: dict[int, dict[tuple[int, int], int]] = {}
+        """What `count_kept` has counted: by storage, the bytes of each tensor, by its address and size."""
+        self.filtered: set[int] = set()
+        """Of the lane."""
+        self.saved_tensors = 0
+        """Saved through the engine."""
         self.passed_tensors = 0
         """Saved past the engine, since they never move. A group is one thread's: for the tag they count when it ends."""
         self.passed_bytes = 0
@@ -61,10 +73,27 @@ class Group:
         """The keys of the storages that `pass_small` has counted. Their handles keep these from being used again."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether autograd saved nothing in it so far."""
+        return not (self.saved_tensors or self.passed_tensors)
+
     def add(self, saved: SavedStorage) -> None:
         """Let `saved` move with this group."""
         if self.state is GroupState.SAVING:
             self._saved[id(saved)] = weakref.ref(saved)  # weakly: see [Note: What owns what]
+
+    def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
+        """Count `tensor`, which stays: what several ops save once, and of a storage no more than it has."""
+        size_bytes = tensor.numel() * tensor.element_size()
+        if type(tensor) is torch.Tensor and has_bytes(tensor):
+            kept = self._kept.setdefault(get_key(tensor), {})
+            where = (tensor.data_ptr(), size_bytes)
+            if where in kept:
+                return
+            size_bytes = min(size_bytes, tensor.untyped_storage().nbytes() - sum(kept.values()))
+            kept[where] = size_bytes
+        self.stats.add_kept(reason, size_bytes)
 
     def pass_small(self, tensor: torch.Tensor) -> None:
         """Count `tensor`, all of whose storage is too small to leave with this group or another one; a storage once."""
@@ -78,6 +107,7 @@ class Group:
         """Return what the group saved and autograd still wants."""
         self.state = GroupState.SUBMITTED
         saved = self._list_living()
+        self.stats.dropped_storages += len(self._saved) - len(saved)
         for storage in saved:
             storage.uses += 1
         return saved
@@ -107,7 +137,7 @@ class Lane:
     and nothing here depends on it.
     """
 
-    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "groups", "let_go_bytes", "place")
+    __slots__ = ("_leftover", "_name", "ahead_bytes", "away", "end", "filtered", "groups", "let_go_bytes", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
@@ -124,6 +154,8 @@ class Lane:
         self.let_go_bytes = 0
         """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
         self._leftover: list[Group] = []
+        self.filtered: set[int] = set()
+        """The keys of storages of which the user's filter kept a tensor. They stay whole: moving the rest frees nothing."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
         """Return a new group of `site`, behind the others.
@@ -137,6 +169,7 @@ class Lane:
             for called in groups[self.away :]:
                 self.expect(called, 0)  # forward goes on, and backward comes to them last: they must not hold up those behind
         group = Group(Place(site, self._name), stats, position=len(groups))
+        group.filtered = self.filtered
         groups.append(group)
         self.end = self.away = len(groups)
         return group

@@ -9,7 +9,7 @@ from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import KeptReason
-from fgoffload.engine.staying import StayingStorages
+from fgoffload.engine.staying import HeldSpots, StayingStorages
 from fgoffload.engine.transfers import Transfers
 from fgoffload.policy import TransferPolicy
 from fgoffload.units import format_bytes
@@ -27,6 +27,7 @@ class Reloads:
         transfers: Move the bytes.
         policy: How much may be back before backward asks for it.
         staying: Is told of storages that something else holds: to move them frees nothing.
+        held_spots: Is told where they were saved.
         observers: Are told where backward is.
     """
 
@@ -36,11 +37,13 @@ class Reloads:
         policy: TransferPolicy,
         *,
         staying: StayingStorages,
+        held_spots: HeldSpots,
         observers: Sequence[ActivationLedger],
     ) -> None:
         self._transfers = transfers
         self._policy = policy
         self._staying = staying
+        self._held_spots = held_spots
         self._observers = observers
 
     def approach(self, lane: Lane, group: Group) -> None:
@@ -142,7 +145,10 @@ class Reloads:
         """
         for saved in away:
             saved.stats.h2d_bytes += saved.moved_bytes
-            if not saved.storage.is_freed:
+            is_held = not saved.storage.is_freed
+            if saved.spot is not None:
+                self._held_spots.note(saved.spot, is_held=is_held)
+            if is_held:
                 saved.stats.held_elsewhere_bytes += saved.size_bytes
                 self._staying.add(saved.storage, KeptReason.HELD)
         self._transfers.reload(away)

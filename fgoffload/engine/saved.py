@@ -28,6 +28,7 @@ from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
+    from fgoffload.engine.staying import Spot
     from fgoffload.engine.transfers import Transfers
 
 
@@ -92,6 +93,7 @@ class SavedStorage:
         "owner",
         "place",
         "reload",
+        "spot",
         "start",
         "state",
         "stats",
@@ -141,6 +143,8 @@ class SavedStorage:
         """The compute streams on which its tensors were saved."""
         self.has_left = False
         """Whether a copy to the host was ever made."""
+        self.spot: Spot | None = None
+        """Where in its region it was saved first, if in one."""
         self.is_let_go = False
         """Whether it counts among what backward lets go of in its lane."""
         self.uses = 0

@@ -55,6 +55,8 @@ class TagStats:
     """Bytes that left and freed nothing, since something else still held their storage when they came back."""
     prefetch_misses: int = 0
     """Storages whose way back started only when backward had already come to their group."""
+    dropped_storages: int = 0
+    """Storages that autograd no longer wanted when their group was to leave."""
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Bytes that stayed, by the value of their `KeptReason`. Parameters are not counted."""
     seconds: dict[TimeKind, float] = dataclasses.field(default_factory=dict)
@@ -141,13 +143,16 @@ class Counters:
             stats = self._tags[tag] = TagStats()
         return stats
 
+    def read_tags(self) -> dict[str, TagStats]:
+        """Return the numbers of every tag that was active."""
+        return {name: dataclasses.replace(tag) for name, tag in self._tags.items() if tag != TagStats()}
+
     def finish(self) -> StepStats:
         """Return the numbers of every tag that was active, and start from nought."""
-        finished = StepStats(window_waits=self.window_waits)
+        finished = StepStats(tags=self.read_tags(), window_waits=self.window_waits)
         self.window_waits = 0
         for name, tag in self._tags.items():
-            if tag != TagStats():
-                finished.tags[name] = dataclasses.replace(tag)
+            if name in finished.tags:
                 blank = TagStats()
                 for field in dataclasses.fields(TagStats):
                     setattr(tag, field.name, getattr(blank, field.name))

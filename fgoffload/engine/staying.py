@@ -2,6 +2,7 @@
 
 from fgoffload.engine.identity import StorageRef
 from fgoffload.engine.stats import KeptReason
+from fgoffload.plan import Site
 
 
 class StayingStorages:
@@ -50,3 +51,41 @@ class StayingStorages:
             for storage in self._outlived:
                 self.add(storage, KeptReason.HELD)
             self._outlived.clear()
+
+
+Spot = tuple[Site, int, int]
+"""Where a storage is saved: the site, the saves of the region before this one, and the bytes of the storage."""
+
+
+class HeldSpots:
+    """Spots whose storages something else holds each time, though each time it is another storage.
+
+    A quantized linear saves tensors that its own state holds too, new ones in each step: by the storage nothing is learned.
+    """
+
+    ENOUGH = 2
+    """Storages in a row that were held when they came back: one alone may be a value that somebody looked at."""
+    PAUSE = 64
+    """Saves that stay before one leaves again, to see whether it is held still."""
+
+    def __init__(self) -> None:
+        self._held: dict[Spot, int] = {}
+        """How many storages in a row were held, and how many stayed since."""
+
+    def stays(self, spot: Spot) -> bool:
+        """Return whether the storage that is saved at `spot` now stays."""
+        count = self._held.get(spot, 0)
+        if count < self.ENOUGH:
+            return False
+        self._held[spot] = count + 1
+        if count >= self.ENOUGH + self.PAUSE:
+            self._held[spot] = self.ENOUGH - 1
+            return False
+        return True
+
+    def note(self, spot: Spot, *, is_held: bool) -> None:
+        """A storage that was saved at `spot` has come back, and was held by something else all the while, or was not."""
+        if is_held:
+            self._held[spot] = self._held.get(spot, 0) + 1
+        else:
+            self._held.pop(spot, None)

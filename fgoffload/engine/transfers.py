@@ -32,6 +32,8 @@ class _InFlight(NamedTuple):
     streams: set[Stream]
     d2h_done: Event
     size_bytes: int
+    end_bytes: int
+    """Of these copies, and of all that joined the queue before them since it was last empty."""
     stats: TagStats
     """Of the group's tag."""
 
@@ -63,8 +65,12 @@ class Transfers:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes on their way to the host."""
-        return sum(entry.size_bytes for entry in self._in_flight)
+        """Bytes on their way to the host.
+
+        No count of its own: an interrupt between a change of the queue and one of the count would leave a wrong one for good.
+        """
+        queue = self._in_flight
+        return queue[-1].end_bytes - queue[0].end_bytes + queue[0].size_bytes if queue else 0
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies to the host of what leaves together, and return their bytes.
@@ -111,7 +117,8 @@ class Transfers:
         size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
         references = [weakref.ref(saved) for saved, _ in leaving]
         # First: an interrupt after it finds what is in flight, and one before it finds storages that have not left.
-        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
+        end_bytes = size_bytes + (self._in_flight[-1].end_bytes if self._in_flight else 0)
+        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, end_bytes, stats))
         for saved, block in leaving:
             saved.leave(block, d2h_done)
         return size_bytes

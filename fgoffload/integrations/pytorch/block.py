@@ -90,11 +90,21 @@ class SavedTensors(EngineOwner):
             return
         engine = self.get_engine()
         forward = Forward(self, engine, hook=BlockSaving(self, engine, tag=self._tag, group_bytes=self.group_bytes))
-        forward.begin()
-        self._entries.open.append(forward)
+        entries = self._entries.open
+        entries.append(forward)
+        try:
+            forward.begin()
+        except BaseException:
+            entries.pop()
+            raise
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, *, is_failed: bool) -> None:
-        forward = self._entries.open.pop()
-        if forward is not None:
-            forward.finish(is_failed=is_failed)
+        forward = self._entries.open[-1]
+        try:
+            if forward is not None:
+                forward.finish(is_failed=is_failed)
+        finally:
+            if forward is not None:
+                forward.leave()  # see [Note: Interrupted forwards]
+            self._entries.open.pop()

@@ -107,7 +107,7 @@ def estimate_savings(
         try:
             output = forward()
         finally:
-            handle.remove_hooks()
+            handle.put_back()
         engine = handle.get_engine()
     if not isinstance(engine, _FollowingEngine):
         raise InternalError(f"the engine of an estimate is a {type(engine).__name__}.")

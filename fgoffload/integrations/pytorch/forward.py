@@ -4,24 +4,72 @@
 Saved-tensor hooks belong to a thread, so what is known of a forward does too. A context variable holds the innermost one, and
 each knows the one around it: a module finds the forward of its own handle, a hand-placed region the innermost of any handle.
 Nothing is looked up by process, so two threads, two models, and a model within another do not know each other.
+
+[Note: Interrupted forwards]
+An exception may come between any two lines of ours: Ctrl-C, an alarm, memory that runs out. A saved-tensor hook that stayed
+on the thread would reach into whatever the process does next. So who opens something takes `Surroundings` before, and
+restores them in a `finally`, whatever was opened since and however far it came. The `finally` has another one around it, for
+an exception that comes while the first one restores.
 """
 
 import contextvars
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch._dynamo.decorators import skip
 
 from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
 from fgoffload.engine.handles import Handle, Packed, WrappedHandle, hold
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks, is_in_backward, mark_end, mark_start
 from fgoffload.engine.torch_internals import get_sequence_number
-from fgoffload.integrations.pytorch.outputs import find_tensor
+from fgoffload.integrations.pytorch.outputs import find_tensor, saves_something
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
 
 _running: contextvars.ContextVar["Forward | None"] = contextvars.ContextVar("fgoffload_forward", default=None)
+_layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", default=0)
+"""Of the innermost module around that is a region."""
+
+
+class Surroundings:
+    """What this thread was in when it was made, to go back to. See [Note: Interrupted forwards].
+
+    `torch.compile` does not look into it.
+    """
+
+    __slots__ = ("_hook", "_layer", "_running")
+
+    @skip
+    def __init__(self) -> None:
+        self._hook = _find_top_hook()
+        self._running = _running.get()
+        self._layer = _layer.get()
+
+    @skip
+    def is_left(self) -> bool:
+        """Return whether something was opened since and not closed."""
+        return _find_top_hook() is not self._hook or _running.get() is not self._running or _layer.get() != self._layer
+
+    @skip
+    def restore(self) -> None:
+        """Take off the saved-tensor hooks that were put on since, but for those of somebody else, and forget what was begun."""
+        of_others = []
+        while (hooks := _find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
+            _pop_hooks()
+            if not isinstance(hooks[0], Saving):
+                of_others.append(hooks)
+        while of_others:
+            _push_hooks(*of_others.pop())
+        _running.set(self._running)
+        _layer.set(self._layer)
+
+
+@skip
+def _find_top_hook() -> Any:
+    """Return the pack hook that saves now, or None."""
+    hooks = _find_top_hooks(True)  # noqa: FBT003 - while tracing too
+    return None if hooks is None else hooks[0]
 
 
 def find_running(owner: EngineOwner | None = None) -> "Forward | None":
@@ -32,9 +80,24 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
     return forward
 
 
-def is_shadowed() -> bool:
-    """Return whether a region that began here would save, were it not for saved-tensor hooks of somebody else."""
-    return torch.is_grad_enabled() and not is_in_backward() and is_inert()
+def enter_layer(layer: int) -> None:
+    """Forward is in a module of `layer` now, until the surroundings are restored."""
+    _layer.set(layer)
+
+
+def note_inert(owner: EngineOwner, tag: str | None) -> None:
+    """Tell `owner` why nothing moves here, where that is no choice of the user's.
+
+    Args:
+        owner: Whose region, or forward, does nothing.
+        tag: Of the region; None for a forward.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if is_in_backward():
+        owner.count_recomputed(tag)
+    elif is_inert():
+        owner.count_shadowed(tag, _find_top_hook())
 
 
 def begin_lane(owner: EngineOwner) -> Lane:
@@ -45,8 +108,7 @@ def begin_lane(owner: EngineOwner) -> Lane:
 class UncompiledSaving(Saving):
     """A pack hook that `torch.compile` does not look into.
 
-    It would trace the engine wherever autograd saves between two graphs. What ends it may come late, after an interrupt, and
-    below hooks of somebody else: it takes off its own alone.
+    It would trace the engine wherever autograd saves between two graphs.
     """
 
     __slots__ = ()
@@ -60,17 +122,6 @@ class UncompiledSaving(Saving):
     def take_back(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`: the unpack hook."""
         return super().take_back(handle)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, and leave hooks on that are not its own: those above go aside, and back."""
-        above = []
-        while (hooks := _find_top_hooks(True)) is not None and hooks[0] is not self:  # noqa: FBT003 - while tracing too
-            above.append(hooks)
-            _pop_hooks()
-        if hooks is not None:
-            super().__exit__(kind, error, trace)
-        while above:
-            _push_hooks(*above.pop())
 
 
 class SizedSaving(UncompiledSaving):
@@ -90,17 +141,19 @@ class SizedSaving(UncompiledSaving):
         group_bytes: A group that has so many, or more, is full.
     """
 
-    __slots__ = ("_group_bytes", "_layer", "_number", "_seen", "_size_bytes", "_tag")
+    __slots__ = ("_group_bytes", "_layer", "_number", "_saved_tensors", "_seen", "_size_bytes", "tag")
 
     def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, layer: int | None, group_bytes: int) -> None:
         super().__init__(engine, lane, None)
-        self._tag = tag
+        self.tag = tag
         self._layer = layer
         self._group_bytes = group_bytes
         self._number = 0
         """Of the node that the last save was for."""
         self._seen: set[int] = set()
         self._size_bytes = 0
+        self._saved_tensors = 0
+        """Of the parts before."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
@@ -121,7 +174,11 @@ class SizedSaving(UncompiledSaving):
     def open_group(self) -> Group:
         """Begin a group, and return it."""
         layer = len(self.lane.groups) if self._layer is None else self._layer
-        self.group = self._engine.open_group(Site(chunk=0, layer=layer, tag=self._tag), self.lane)
+        site = Site(chunk=0, layer=layer, tag=self.tag)
+        self.group = self._engine.open_group(site, self.lane)
+        if self._layer is not None:
+            self.group.site = site  # each execution saves the same in the same order, in all parts together
+            self.group.saved_tensors = self._saved_tensors
         return self.group
 
     def close_group(self) -> Group | None:
@@ -130,6 +187,7 @@ class SizedSaving(UncompiledSaving):
         self._seen.clear()
         self._size_bytes = 0
         if group is not None:
+            self._saved_tensors = group.saved_tensors
             self._engine.end(self.lane, group)
         return group
 
@@ -191,16 +249,20 @@ class Forward:
         self.owner = owner
         self.outer = _running.get()
         """The forward around this one."""
-        self.layers: list[int] = []
-        """Of the modules that forward is in, where they are regions."""
+        self._around = Surroundings()
         self._engine = engine
         self._hook = hook
         self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
 
     def begin(self) -> None:
         """Take notice of what autograd saves from here on."""
-        self._saving.__enter__()
-        _running.set(self)
+        self._around = Surroundings()
+        try:
+            self._saving.__enter__()
+            _running.set(self)
+        except BaseException:
+            self._around.restore()
+            raise
 
     def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
         """Begin one execution of a site here, and return its region, or None where everything has to be left alone.
@@ -211,19 +273,24 @@ class Forward:
             layer: Of the site; None takes that of the innermost module around it that is a region, or 0.
         """
         if layer is None:
-            layer = self.layers[-1] if self.layers else 0
+            layer = _layer.get()
         if is_inert():
             return None
         # What is saved after the region belongs behind it: the block's group ends here.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
-        group_bytes = self.owner.group_bytes
-        saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=group_bytes)
-        return SavingRegion(self._engine, saving, given)
+        saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=self.owner.group_bytes)
+        return SavingRegion(self.owner, self._engine, saving, given)
+
+    def leave(self) -> None:
+        """Stop to take notice, however far `begin` or `finish` came."""
+        try:
+            self._around.restore()
+        finally:
+            self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
-        self._saving.__exit__(None, None, None)
-        _running.set(self.outer)
+        self.leave()
         if not is_failed:
             if self._hook is not None:
                 self._hook.close_group()
@@ -237,26 +304,35 @@ class SavingRegion:
     forward has left it, and all of it would return at once.
 
     Args:
+        owner: Is told of a region that saved nothing.
         engine: Moves the tensors.
         saving: Takes what is saved.
         given: What goes in, for the start mark.
     """
 
-    __slots__ = ("_engine", "_saving")
+    __slots__ = ("_around", "_engine", "_owner", "_saving", "_start")
 
-    def __init__(self, engine: OffloadEngine, saving: SizedSaving, given: torch.Tensor | None) -> None:
+    def __init__(self, owner: EngineOwner, engine: OffloadEngine, saving: SizedSaving, given: torch.Tensor | None) -> None:
+        self._owner = owner
         self._engine = engine
         self._saving = saving
+        self._start = None if given is None else given.grad_fn
         group = saving.open_group()
         if given is not None:
             mark_start(engine, saving.lane, group, given)
+        self._around = Surroundings()
         saving.__enter__()
 
-    def close(self, output: Any, *, is_failed: bool) -> None:
+    def close(self, output: Any, *, is_failed: bool = False) -> None:
         """Stop saving, and let the last group leave unless there was a failure, with its end mark on a tensor in `output`."""
-        saving = self._saving
-        saving.__exit__(None, None, None)
-        if not is_failed:
-            group, tensor = saving.close_group(), find_tensor(output)
-            if group is not None and tensor is not None:
-                mark_end(self._engine, saving.lane, group, tensor)
+        self._around.restore()
+        if is_failed:
+            return
+        saving, tensor = self._saving, find_tensor(output)
+        group = saving.close_group()
+        if group is None:
+            return
+        if self._owner.is_watching and group.is_unused and saves_something(tensor, start=self._start):
+            self._owner.count_hidden(saving.tag)
+        if tensor is not None:
+            mark_end(self._engine, saving.lane, group, tensor)

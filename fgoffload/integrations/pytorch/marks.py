@@ -5,7 +5,7 @@ from types import TracebackType
 import torch
 
 from fgoffload.errors import ConfigError, StateError
-from fgoffload.integrations.pytorch.forward import SavingRegion, find_running, is_shadowed
+from fgoffload.integrations.pytorch.forward import SavingRegion, find_running, note_inert
 from fgoffload.integrations.pytorch.patterns import check_tag
 
 
@@ -88,8 +88,7 @@ class PlacedRegion:
         if forward is None:
             return
         forward.owner.expect_tag(self._tag)
-        if is_shadowed():
-            forward.owner.count_shadowed(self._tag)
+        note_inert(forward.owner, self._tag)
         self._saving = forward.begin_region(self._tag, tensor, layer=self._layer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

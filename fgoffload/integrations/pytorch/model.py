@@ -1,42 +1,32 @@
 """Offload for any module tree: regions around modules that are named by globs.
 
-[Note: Hooks on modules]
-A copy of a model takes its forward hooks along, and they are told which module runs. They are closures, because copying a model
-copies bound methods with what they are bound to. `always_call` lets them run after an exception too, but torch does not call
-them for what is no `Exception`, a keyboard interrupt for one: see [Note: Interrupted forwards]. `torch.compile` does not look
-into them: it compiles what lies between.
-
-They hold the handle, and neither they nor the handle hold a module: weights, handle, engine and host memory go with the last
-reference to the model, and nothing of them waits for Python's cyclic collector.
+[Note: A replaced forward] says how a region gets around a module. The handle holds no module, so weights, handle, engine and
+host memory go with the last reference to the model, and nothing of them waits for Python's cyclic collector.
 """
 
 import collections
 import contextlib
+import dataclasses
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from fgoffload.engine import is_inert
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.buffers import BufferWatch
-from fgoffload.integrations.pytorch.calls import Call, Calls, WatchedForward
 from fgoffload.integrations.pytorch.devices import DeviceChoice
-from fgoffload.integrations.pytorch.forward import Forward, find_running, is_shadowed
+from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surroundings, enter_layer, find_running, note_inert
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import ModuleSite, Patterns, find_sites
+from fgoffload.integrations.pytorch.replaced import HANDLE, ReplacedForward
 from fgoffload.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
-
-_MARK = "fgoffload_handle"
-"""The attribute by which a hook is known to be of a handle."""
 
 
 def offload(
@@ -67,13 +57,17 @@ def offload(
         device: None takes the accelerator that the model, or what its first forward is given, lies on; else the CPU.
 
     Returns:
-        The handle; also a context manager, which closes it.
+        The handle; also a context manager, which closes it. A model that was offloaded with the same arguments has one already,
+        and it is returned.
 
     Raises:
         ConfigError: An argument is not what it has to be, a pattern matches no module, a tag is not one word, or the model is
-            offloaded already.
+            offloaded already with other arguments.
     """
     sites = find_sites(model, modules)
+    known = vars(model).get(HANDLE)
+    if known is not None and known.is_made_of(sites, config, device=device):
+        return cast("ModelOffload", known)
     handle = ModelOffload(model, sites, config, device=device)
     count = collections.Counter(site.tag for site in sites)
     regions = ", ".join(f"{number} {tag}" for tag, number in count.items()) or "those that the model places by hand"
@@ -97,19 +91,31 @@ class ModelOffload(EngineOwner):
     ) -> None:
         name = type(getattr(model, "_orig_mod", model)).__name__
         super().__init__(config, device=device, name=name, tags=dict.fromkeys(site.tag for site in sites))
-        if any(hasattr(hook, _MARK) for hook in model._forward_pre_hooks.values()):  # noqa: SLF001 - no public name
+        if HANDLE in vars(model):
             raise ConfigError(
-                f"{name} is offloaded already. Call `remove` on the first handle, or name all modules in one call."
+                f"{name} is offloaded already, with other modules, config or device. Call `remove` on the first handle, or "
+                "name all modules in one call."
             )
-        self._model = weakref.ref(model)  # its hooks hold the handle
+        self._model = weakref.ref(model)  # it holds the handle
+        self._sites = _list_weakly(sites)
         self._buffers = BufferWatch()
-        self._calls = Calls()
-        self._hooks: list[RemovableHandle | WatchedForward] = []
-        if self.config.enabled:
-            self._hook(model, self._enter_model)
-            self._hooks.append(WatchedForward.put(model, self._calls))
-            for site in sites:
-                self._hook(site.module, self._make_entry(site))
+        self._replaced: list[weakref.ref[ReplacedForward]] = []  # they hold the handle
+        if not self.config.enabled:
+            return
+        try:
+            vars(model)[HANDLE] = self  # not by `setattr`, of which wrappers have their own
+            for module, tag, layer in ((model, None, 0), *((site.module, site.tag, site.layer) for site in sites)):
+                replaced = ReplacedForward(module, self, tag=tag, layer=layer)
+                self._replaced.append(weakref.ref(replaced))
+                replaced.put()
+        except BaseException:
+            self.put_back()
+            raise
+
+    def is_made_of(self, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice) -> bool:
+        """Return whether `offload` with these arguments would make such a handle again."""
+        same_config = (config or TransferConfig()) == self.config
+        return same_config and device == self._device and _list_weakly(sites) == self._sites
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -118,30 +124,36 @@ class ModelOffload(EngineOwner):
         For code that calls the model's parts and not the model itself. Without it, each module call outside of the model's
         forward is a forward by itself: right, but nothing comes back ahead of backward.
         """
-        count = len(self._calls.open)
-        forward = self._begin(self._model())
-        is_failed = True
+        around = Surroundings()  # see [Note: Interrupted forwards]
         try:
-            yield
-            is_failed = False
+            try:
+                begun = None if is_inert() or not self.config.enabled else self._begin(self._model(), ())
+                yield
+                if begun is not None:
+                    begun.finish()
+            finally:
+                around.restore()
         finally:
-            self._calls.abandon(count)
-            if forward is not None:
-                forward.finish(is_failed=is_failed)
+            around.restore()
 
     def remove(self) -> None:
-        """Take all hooks off the modules. A second call does no harm. Call it between forwards.
+        """Give the modules their own forwards back. A second call does no harm. Call it between forwards.
 
         Graphs that exist keep working. The numbers since the last `stats` are in `last_stats` then.
         """
-        self.remove_hooks()
+        self.put_back()
         self.report()
 
-    def remove_hooks(self) -> None:
-        """Take all hooks off the modules, and those on saved tensors that an interrupted forward has left on this thread."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._calls.abandon()
+    def put_back(self) -> None:
+        """Give the modules their own forwards back, and say nothing."""
+        while self._replaced:
+            replaced = self._replaced[-1]()
+            if replaced is not None:
+                replaced.remove()
+            self._replaced.pop()
+        model = self._model()
+        if model is not None:
+            vars(model).pop(HANDLE, None)
 
     def close(self) -> None:
         """Do as `remove` does, and give back all memory but what a graph still wants."""
@@ -156,33 +168,30 @@ class ModelOffload(EngineOwner):
         """Close it, on an exception too."""
         self.close()
 
-    def _make_entry(self, site: ModuleSite) -> Callable[[torch.nn.Module, Any], None]:
-        tag, layer = site.tag, site.layer  # not the site: it holds the module that is about to hold this
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> "_Run | None":
+        """Begin to run `module`, or return None where everything has to be left alone.
 
-        def enter(module: torch.nn.Module, given: Any) -> None:
-            self._enter_site(module, given, tag, layer)
-
-        return enter
-
-    def _hook(self, module: torch.nn.Module, enter: Callable[[torch.nn.Module, Any], None]) -> None:
-        """Call `enter` before each forward of `module`, and close what it opened behind it. See [Note: Hooks on modules]."""
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            enter(module, (args, kwargs))
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._leave(module, output)
-
-        setattr(before, _MARK, True)
-        self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(after, always_call=True))
-
-    def _begin(self, module: torch.nn.Module | None, given: Any = ()) -> Forward | None:
-        """Begin a forward of `module`, or return None where everything has to be left alone."""
-        if is_inert() or not self.config.enabled:
+        Args:
+            module: The model, or a part of it.
+            given: Its arguments.
+            tag: Of the region around it; None for the model itself.
+            layer: Of the region.
+        """
+        if is_inert():
+            note_inert(self, tag)
             return None
+        if tag is None:
+            return _Run(self._begin(module, given), None)
+        forward, begun = find_running(self), None
+        if forward is None:
+            forward = begun = self._begin(module, given)
+        region = forward.begin_region(tag, find_tensor(given), layer=layer)
+        enter_layer(layer)
+        return _Run(begun, region)
+
+    def _begin(self, module: torch.nn.Module | None, given: Any) -> Forward:
+        """Begin a forward of `module`."""
         engine = self._engine or self.get_engine(given)
         if module is not None:
             self._buffers.mark_new(module, engine.keep)  # see [Note: Buffers stay]
@@ -190,43 +199,30 @@ class ModelOffload(EngineOwner):
         forward.begin()
         return forward
 
-    def _enter_model(self, module: torch.nn.Module, given: Any) -> None:
-        if not self._calls.running:
-            self._calls.abandon()  # see [Note: Interrupted forwards]
-        call = Call(module, sys.exc_info()[1])
-        self._calls.open.append(call)
-        call.own_forward = self._begin(module, given)
-
-    def _enter_site(self, module: torch.nn.Module, given: Any, tag: str, layer: int) -> None:
-        call = Call(module, sys.exc_info()[1])
-        self._calls.open.append(call)
-        if is_shadowed():
-            self.count_shadowed(tag)
-        if is_inert():
-            return
-        call.forward = find_running(self)
-        if call.forward is None:
-            call.forward = call.own_forward = self._begin(module, given)
-            if not isinstance(vars(module).get("forward"), WatchedForward):
-                self._hooks.append(WatchedForward.put(module, self._calls))  # from its next call on
-        if call.forward is not None:
-            call.region = call.forward.begin_region(tag, find_tensor(given), layer=layer)
-            call.forward.layers.append(layer)
-
-    def _leave(self, module: torch.nn.Module, output: Any) -> None:
-        """Close the call of `module`, and those inside of it that an exception left open."""
-        calls = self._calls.open
-        if not any(call.module is module for call in calls):
-            return  # it never began: a hook before ours raised
-        # An exception that is handled here and was not when the module began came out of the module.
-        error = sys.exc_info()[1]
-        while (call := calls.pop()).module is not module:
-            call.close(None, is_failed=True)
-        call.close(output, is_failed=error is not call.error)
-
     def _find_tensors(self, given: Any) -> Iterator[torch.Tensor]:
         model = self._model()
         if model is not None:
             yield from model.parameters()
             yield from model.buffers()
         yield from list_tensors(given)
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """One run of a module with gradients."""
+
+    forward: Forward | None
+    """The forward that began with it, and ends with it."""
+    region: SavingRegion | None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, output: Any) -> None:
+        """The module has returned `output`."""
+        if self.region is not None:
+            self.region.close(output)
+        if self.forward is not None:
+            self.forward.finish()
+
+
+def _list_weakly(sites: list[ModuleSite]) -> list[tuple["weakref.ref[torch.nn.Module]", str, int]]:
+    return [(weakref.ref(site.module), site.tag, site.layer) for site in sites]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 MAX_VALUES = 1000
 """Values looked at. The tensor that a mark goes on is among the first few; a list of a million numbers holds none."""
@@ -43,6 +44,24 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 def find_tensor(value: Any) -> torch.Tensor | None:
     """Return the first tensor in `value` that has a gradient, or None: there is nothing that a mark could be put on."""
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
+
+
+def saves_something(output: torch.Tensor | None, *, start: Node | None) -> bool:
+    """Return whether a node of the graph between `start` and `output` holds saved tensors, among the `MAX_VALUES` last ones.
+
+    No saved tensor is asked for: that would call the hooks that packed it.
+    """
+    seen = {start}
+    waiting = [None if output is None else output.grad_fn]
+    while waiting and len(seen) < MAX_VALUES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(name.startswith("_raw_saved_") for name in dir(node)):
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def _list_parts(value: Any) -> Iterable[Any]:

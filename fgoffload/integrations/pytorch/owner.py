@@ -2,12 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from fgoffload.engine import OffloadEngine, StepStats
+from fgoffload.engine import OffloadEngine, StepStats, TagStats
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle
 from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, offload_with
@@ -21,9 +21,12 @@ DEFAULT_GROUP_BYTES = 64 * MIB
 """Bytes. At 50 GB/s to the host this is 1.3 ms of copies: long against what it costs the host to start a group, tens of
 microseconds, and an eighth of what prefetch brings back ahead by default, so that it runs ahead evenly."""
 
+WATCHED_FORWARDS = 3
+"""After so many forwards without `stats`, which tags move nothing is found out all the same: the first ones may be warm-up."""
+
 
 class EngineOwner:
-    """Holds one engine, made when it is first needed, and reads its numbers.
+    """Holds one engine, made when it is first needed, and reads its numbers. A copy of what holds it holds the same one.
 
     Its `engine_type` is what is made: `estimate_savings` has one that follows each storage.
 
@@ -52,6 +55,8 @@ class EngineOwner:
         self._lock = threading.Lock()
         self._forwards = 0
         self._finished_forwards = 0
+        self._watched_forwards = 0
+        """With gradients, those included in which nothing could move; until they are enough."""
         self._uses = {tag: TagUse() for tag in tags}
         self._totals = RunTotals()
         self._is_checked = False
@@ -88,15 +93,42 @@ class EngineOwner:
             self._is_reported = False
             return self._forwards - 1
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether it is still to be found out which tags move nothing, and why."""
+        return not self._is_checked
+
     def count_finished(self) -> None:
         """A forward with gradients has come to its end, and not to an exception."""
         with self._lock:
             self._finished_forwards += 1
+        self._watch_forward()
 
-    def count_shadowed(self, tag: str) -> None:
-        """A region of `tag` ran below saved-tensor hooks of somebody else."""
+    def count_shadowed(self, tag: str | None, hook: Any) -> None:
+        """A region of `tag`, or a forward where it is None, ran below `hook` of somebody else, which packs saved tensors.
+
+        Without `hook`, it ran where none are allowed.
+        """
+        if tag is None:
+            self._watch_forward()
+            return
         with self._lock:
-            self._uses.setdefault(tag, TagUse()).shadowed += 1
+            use = self._uses.setdefault(tag, TagUse())
+            use.shadowed += 1
+            use.hook = use.hook or hook
+
+    def count_recomputed(self, tag: str | None) -> None:
+        """A region of `tag`, or a forward where it is None, ran in a backward."""
+        if tag is None:
+            self._watch_forward()
+            return
+        with self._lock:
+            self._uses.setdefault(tag, TagUse()).recomputed += 1
+
+    def count_hidden(self, tag: str) -> None:
+        """Hooks of somebody else inside of a region of `tag` took all that was saved there."""
+        with self._lock:
+            self._uses.setdefault(tag, TagUse()).hidden += 1
 
     def expect_tag(self, tag: str) -> None:
         """A hand-placed region has this tag: it too is expected to move something."""
@@ -106,17 +138,18 @@ class EngineOwner:
     def stats(self) -> StepStats:
         """Return the numbers since the last call, and count microbatches from 0 again: call it once a step.
 
-        After the first step with a forward, a tag that moved nothing is warned about once, with the reason.
+        After the first step with a forward, a tag that moved nothing is warned about once, with the reason; where `stats` is
+        never called, after the third forward.
         """
         stats = StepStats() if self._engine is None else self._engine.finish_step()
         with self._lock:
             forwards, self._forwards = self._forwards, 0
             finished, self._finished_forwards = self._finished_forwards, 0
             self._totals.add(stats, forwards=forwards)
-            is_first = not self._is_checked and (finished > 0 or any(use.shadowed for use in self._uses.values()))
+            is_first = not self._is_checked and (finished > 0 or any(use.was_inert for use in self._uses.values()))
             self._is_checked = self._is_checked or is_first
         if is_first:
-            self._warn_of_idle(stats)
+            self._warn_of_idle(stats.tags)
         self.last_stats = stats
         return stats
 
@@ -144,7 +177,7 @@ class EngineOwner:
             return
         self.stats()
         self._is_reported = True
-        if self._engine is None and self.config.enabled:
+        if self._engine is None and self.config.enabled and not self._is_checked:
             logger.warning(
                 "offload of %s had no effect: no forward with gradients went through it. Call what was offloaded, and compile "
                 "it after `offload`.",
@@ -157,11 +190,25 @@ class EngineOwner:
         """Return tensors that tell where forward runs, or None where there are none; see `make_device`."""
         return None
 
-    def _warn_of_idle(self, stats: StepStats) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EngineOwner":
+        """Return the same one: its memory and its numbers are of this process, whoever holds it."""
+        return self
+
+    def _watch_forward(self) -> None:
+        if self._is_checked:
+            return
+        with self._lock:
+            self._watched_forwards += 1
+            is_due = not self._is_checked and self._watched_forwards >= WATCHED_FORWARDS
+            self._is_checked = self._is_checked or is_due
+        if is_due:
+            self._warn_of_idle({} if self._engine is None else self._engine.read_tags())
+
+    def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
         with self._lock:
             uses = dict(self._uses)
         for tag, use in uses.items():
-            explanation = explain_idle(tag, stats.tags.get(tag), use)
+            explanation = explain_idle(tag, tags.get(tag), use)
             if explanation is not None:
                 logger.warning("offload of %s: %s", self.name, explanation)
         if not uses:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from fgoffload.engine import StepStats, TagStats
 from fgoffload.units import format_bytes
@@ -49,7 +50,18 @@ class TagUse:
     """What a handle saw of one tag, which the engine does not know."""
 
     shadowed: int = 0
-    """Executions below saved-tensor hooks of somebody else, where a region does nothing."""
+    """Executions below saved-tensor hooks of somebody else, where a region does nothing, or where none are allowed."""
+    hook: Any = None
+    """The first of those that packed what was saved."""
+    recomputed: int = 0
+    """Executions in a backward."""
+    hidden: int = 0
+    """Executions in which hooks of somebody else took all that was saved."""
+
+    @property
+    def was_inert(self) -> bool:
+        """Whether regions ran where they have to leave everything alone."""
+        return self.shadowed > 0 or self.recomputed > 0
 
 
 def explain_idle(tag: str, stats: TagStats | None, use: TagUse) -> str | None:
@@ -61,20 +73,50 @@ def explain_idle(tag: str, stats: TagStats | None, use: TagUse) -> str | None:
 
 def _find_reason(stats: TagStats | None, use: TagUse) -> str:
     if stats is None or not (stats.groups or stats.saved_tensors):
-        if use.shadowed:
-            return (
-                f"its regions ran {use.shadowed} times below saved-tensor hooks of somebody else, a checkpoint's for one, "
-                "which have precedence. Put the region around the checkpoint, or leave the tag out."
-            )
-        return (
-            "no region of it ran in a forward with gradients. A module that was compiled before `offload` does not see it: "
-            "call `offload` first. Else leave the tag out."
-        )
+        return _find_reason_to_be_inert(use)
     if not stats.saved_tensors:
+        if use.hidden:
+            return (
+                f"saved-tensor hooks inside of its regions have precedence, and take all that is saved there. {_SAVES_ON_CPU} "
+                "Turn that off, or leave the tag out."
+            )
         return "autograd saved nothing inside: nothing there has a gradient, or a recompute saves for it. Leave the tag out."
-    if not stats.kept_bytes:
-        return "autograd saved parameters alone, and these stay. Leave the tag out."
-    return f"all stayed. {_list_kept(stats.kept_bytes.items())}. Change that, or leave the tag out."
+    if stats.kept_bytes:
+        return f"all stayed. {_list_kept(stats.kept_bytes.items())}. Change that, or leave the tag out."
+    if stats.dropped_storages:
+        return (
+            "backward had taken all of it before it could leave. A block lets a group leave that has saved `group_bytes`: give "
+            "fewer, or leave the block before backward."
+        )
+    return "autograd saved parameters alone, and these stay. Leave the tag out."
+
+
+def _find_reason_to_be_inert(use: TagUse) -> str:
+    if use.shadowed:
+        return (
+            f"its regions ran {use.shadowed} times {_say_where(use.hook)} Put the region around that, turn it off, or leave "
+            "the tag out."
+        )
+    if use.recomputed:
+        return (
+            f"its regions ran without gradients, and {use.recomputed} times in a backward: they are inside of a reentrant "
+            "checkpoint. Name a module around the checkpoint, turn it off, or leave the tag out."
+        )
+    return "no region of it ran in a forward with gradients. Leave the tag out."
+
+
+def _say_where(hook: Any) -> str:
+    if hook is None:
+        return "where no saved-tensor hooks are allowed, as inside of `torch.func` and `torch.jit.trace`."
+    name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]
+    where = f"below saved-tensor hooks of somebody else, which have precedence: `{getattr(hook, '__module__', '')}.{name}`."
+    return f"{where} {_SAVES_ON_CPU}" if name == "save_on_cpu" else where
+
+
+_SAVES_ON_CPU = (
+    "`torch.autograd.graph.save_on_cpu` has such hooks, and with it transformers' `offload=True` for checkpoints and "
+    "accelerate's `fsdp_activation_checkpointing_offload`."
+)
 
 
 def _list_kept(kept: Iterable[tuple[str, int]]) -> str:

@@ -25,6 +25,7 @@ OTHER_MOUNTS = (
 def _no_launcher(monkeypatch):
     for name in RANKS_PER_NODE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("fgoffload.engine.host_memory._process_budgets", {})  # of engines of other tests
 
 
 class Host:

@@ -1,0 +1,218 @@
+"""Stands in place of a module's `forward`, and makes a region of it.
+
+[Note: A replaced forward]
+It is an attribute of the module itself, and not a pair of forward hooks: torch leaves its fast paths of evaluation where a
+module has hooks, and calls none after what is no `Exception`. It is not a class in place of the module's either: others
+compare classes, and transformers looks at the class to see whether to recompute a layer.
+
+Without grad mode it calls the forward that was there before and does nothing else. It holds the module weakly, so that nothing
+waits for Python's cyclic collector.
+
+An attribute does not know which module it is called for, so a copy of the module must not have it. Copies and pickles are
+made of what `__getstate__` returns, replicas of `nn.DataParallel` by a method of the module. Both are replaced too, and leave
+out what is ours.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.decorators import skip
+
+from fgoffload.errors import StateError
+from fgoffload.integrations.pytorch.forward import Surroundings
+
+if TYPE_CHECKING:
+    from fgoffload.integrations.pytorch.model import ModelOffload
+
+HANDLE = "_fgoffload_handle"
+"""The attribute of an offloaded model that holds its handle."""
+
+_FORWARD, _STATE, _REPLICATE = "forward", "__getstate__", "_replicate_for_data_parallel"
+_REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
+
+
+class ReplacedForward:
+    """Runs the forward that was there before, as a region of a handle. See [Note: A replaced forward].
+
+    Args:
+        module: Whose forward it stands for.
+        handle: None leaves out everything of ours, for a copy.
+        tag: Of the region; None where the module is the model itself, which is no region.
+        layer: Of the site.
+        before: What the module had in this place for itself, as a wrapper of somebody else's; `put` finds it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None,
+        handle: "ModelOffload | None" = None,
+        *,
+        tag: str | None = None,
+        layer: int = 0,
+        before: Callable[..., Any] | None = None,
+    ) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self._handle = handle
+        self._tag = tag
+        self._layer = layer
+        self._before = before
+        self._is_torch_container = False
+
+    def put(self) -> None:
+        """Put it in place of the forward of its module."""
+        module = self._get_module()
+        attributes = vars(module)  # not by `setattr`, of which wrappers have their own
+        self._before = attributes.get(_FORWARD)
+        self._is_torch_container = self._before is None and _is_torch_container(module)
+        attributes[_FORWARD] = self
+        attributes[_STATE] = functools.partial(_get_plain_state, weakref.ref(module))
+        attributes[_REPLICATE] = functools.partial(_make_plain_replica, weakref.ref(module))
+
+    def remove(self) -> None:
+        """Put back what was there before. What somebody put around this one since stays, and goes through it."""
+        self._handle = None
+        module = None if self._module is None else self._module()
+        if module is not None:
+            _leave_out_removed(vars(module))
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether it only calls what was there before."""
+        return self._handle is None
+
+    @skip  # only what it calls is compiled: torch breaks no graph inside of a `try`
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that was there before, in a region where there are gradients."""
+        module = None if self._module is None else self._module()
+        forward = self._find_before()
+        handle = self._handle
+        if handle is None or module is None or torch.compiler.is_exporting():
+            return forward(*args, **kwargs)
+        if self._is_torch_container:
+            forward = functools.partial(_call, forward)
+        around = Surroundings()  # see [Note: Interrupted forwards]
+        try:
+            try:
+                run = handle.begin_run(module, (args, kwargs), self._tag, self._layer)
+                output = forward(*args, **kwargs)
+                if run is not None:
+                    run.finish(output)
+                return output
+            finally:
+                if around.is_left():
+                    around.restore()
+        finally:
+            if around.is_left():
+                around.restore()
+
+    __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Make, of a copy that somebody holds beside the module, the forward of the module's copy."""
+        return _make_removed, (None if self._module is None else self._module(), self._before)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look like the forward that was there before; not like a method, which could be taken apart."""
+        if name in ("__func__", "__self__") or (name.startswith("_") and not name.startswith("__")):
+            raise AttributeError(name)
+        return getattr(self._find_before(), name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What `inspect.signature` says of the forward that was there before."""
+        return inspect.signature(self._find_before())
+
+    @property
+    def _torchscript_modifier(self) -> None:
+        """What `torch.jit.script` asks for first. It would go on with a message that nobody could understand."""
+        raise StateError(_REMOVE_FIRST)
+
+    @skip
+    def _find_before(self) -> Callable[..., Any]:
+        return self._before or _bind_forward(self._get_module())
+
+    @skip
+    def _get_module(self) -> torch.nn.Module:
+        module: torch.nn.Module = _get_living(self._module)
+        return module
+
+
+@skip
+def _get_living(reference: "weakref.ref[torch.nn.Module] | None") -> torch.nn.Module:
+    module = None if reference is None else reference()
+    if module is None:
+        raise StateError("this forward is of a module that is gone. Call the module and not its forward.")
+    return module
+
+
+@skip
+def _bind_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the forward of the class of `module`, bound to it."""
+    for kind in type(module).__mro__:
+        if _FORWARD in vars(kind):
+            found = vars(kind)[_FORWARD]
+            bound: Callable[..., Any] = found.__get__(module, type(module)) if hasattr(found, "__get__") else found
+            return bound
+    raise AttributeError(_FORWARD)
+
+
+def _is_torch_container(module: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` skips the forward of `module` and not what it calls, unless code of others calls it."""
+    return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.") and any(True for _ in module.children())
+
+
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | None) -> ReplacedForward:
+    return ReplacedForward(module, before=before)
+
+
+def _leave_out_removed(attributes: dict[str, Any]) -> None:
+    """Take the replaced forwards that were removed out of a module's attributes, and with the last one all that is ours."""
+    found = attributes.get(_FORWARD)
+    while isinstance(found, ReplacedForward) and found.is_removed:
+        found = found._before  # noqa: SLF001 - of this class
+    _set_forward(attributes, found)
+    if not isinstance(found, ReplacedForward):
+        _leave_out_ours(attributes)
+
+
+def _leave_out_ours(attributes: dict[str, Any]) -> None:
+    """Take out of the attributes of a module all that is ours."""
+    found = attributes.get(_FORWARD)
+    while isinstance(found, ReplacedForward):
+        found = found._before  # noqa: SLF001 - of this class
+    _set_forward(attributes, found)
+    for name in (_STATE, _REPLICATE, HANDLE):
+        attributes.pop(name, None)
+
+
+def _set_forward(attributes: dict[str, Any], forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        attributes.pop(_FORWARD, None)
+    else:
+        attributes[_FORWARD] = forward
+
+
+def _get_plain_state(reference: "weakref.ref[torch.nn.Module]") -> Any:
+    """Return what a copy or a pickle of the module is made of, without what is ours."""
+    module = _get_living(reference)
+    state = type(module).__getstate__(module)
+    if isinstance(state, dict):
+        state = dict(state)
+        _leave_out_ours(state)
+    return state
+
+
+def _make_plain_replica(reference: "weakref.ref[torch.nn.Module]") -> Any:
+    """Return a replica of the module for `nn.DataParallel`, without what is ours."""
+    module = _get_living(reference)
+    replica = type(module)._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
+    _leave_out_ours(vars(replica))
+    return replica

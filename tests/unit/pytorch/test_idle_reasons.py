@@ -1,0 +1,151 @@
+"""What moves nothing is warned about with its real cause, also where nobody asks; and what is counted is counted once."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.models import ALL, PATTERNS, ROW_BYTES, ROWS, WIDTH, make_inputs, make_net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fgoffload
+from fgoffload.engine import KeptReason
+
+
+class Wraps(nn.Module):
+    """Runs a linear in its own way, with saved-tensor hooks or a checkpoint around it."""
+
+    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.inner, self.run = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), run
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.run(self.inner, self.first(hidden)).tanh()
+
+
+def run_reentrant(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return checkpoint(module, hidden, use_reentrant=True)
+
+
+def run_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return module(hidden)
+
+
+def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return checkpoint(module, hidden, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("run", "pattern", "says"),
+    [
+        (run_reentrant, "*.inner", "inside of a reentrant checkpoint"),
+        (run_on_cpu, "*.inner", "hooks of somebody else, which have precedence: `torch.autograd.graph.save_on_cpu`"),
+        (run_checkpoint_on_cpu, "*.inner", "which have precedence: `torch.utils.checkpoint._checkpoint_hook`"),
+        (None, "1", "hooks inside of its regions have precedence, and take all that is saved there. `torch.autograd.graph.s"),
+    ],
+    ids=["reentrant", "below save_on_cpu", "below a checkpoint", "around save_on_cpu"],
+)
+def test_what_moves_nothing_is_warned_about_once_after_three_forwards_with_the_cause(run, pattern, says, caplog):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OnlyCpu() if run is None else Wraps(run))
+    handle = fgoffload.offload(model, {pattern: "tag"}, ALL)
+    for step in range(5):
+        model(make_inputs()).sum().backward()
+        warnings = [line for line in caplog.records if line.levelno == logging.WARNING]
+        assert len(warnings) == (step >= 2)
+    assert says in warnings[0].getMessage()
+    handle.close()
+    assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == 1
+
+
+class OnlyCpu(nn.Module):
+    """All that it saves goes to somebody else's hooks."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return hidden.tanh()
+
+
+def test_hooks_around_the_whole_model_are_named(caplog):
+    net = make_net()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    for _ in range(4):
+        with torch.autograd.graph.save_on_cpu():
+            loss = net(make_inputs())
+        loss.backward()
+    assert caplog.text.count("`torch.autograd.graph.save_on_cpu`.") == len(PATTERNS)
+    handle.close()
+    assert "no forward with gradients" not in caplog.text
+
+
+def test_a_block_whose_backward_comes_before_a_group_is_full_is_told_so(caplog):
+    net, block = make_net(), fgoffload.saved_tensors(ALL, group_bytes=1 << 30, device="cpu")
+    with block:
+        net(make_inputs()).backward()
+    assert block.stats().d2h_bytes == 0
+    assert "backward had taken all of it before it could leave" in caplog.text
+
+
+class Quantized(nn.Module):
+    """Saves a tensor that it holds too, a new one each time, as a linear of 8-bit weights does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: list[torch.Tensor] = []
+        self.holds = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.state = []
+        output = _Saves.apply(hidden, self.state)
+        if not self.holds:
+            self.state.clear()
+        return output
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, state):
+        state.append(hidden.detach() * 2)
+        ctx.save_for_backward(state[0])
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].sign(), None
+
+
+def test_what_something_else_holds_in_each_step_stays_from_the_third_on_and_is_tried_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Quantized(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    moved = []
+    with fgoffload.offload(model, {"1": "quantized"}, ALL) as handle:
+        for step in range(80):
+            model[1].holds = step < 10
+            model(make_inputs()).sum().backward()
+            tag = handle.stats().tags["quantized"]
+            moved.append(tag.d2h_bytes)
+            assert tag.d2h_bytes + tag.kept_bytes.get(KeptReason.HELD.value, 0) == ROW_BYTES
+    assert moved == [ROW_BYTES] * 2 + [0] * 64 + [ROW_BYTES] * 14
+
+
+class SavesViews(nn.Module):
+    """Saves all of a tensor twice, and each half of it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        whole = hidden * 1
+        left, right = whole.chunk(2, -1)
+        return left.sin() + right.cos() + (whole.sin() + whole.cos())[:, : WIDTH // 2]
+
+
+@pytest.mark.parametrize("width", [WIDTH, WIDTH // 2])
+def test_bytes_that_move_and_bytes_that_a_filter_keeps_are_together_what_was_saved(width):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), SavesViews())
+    config = dataclasses.replace(ALL, keep=lambda tensor: tensor.shape == (ROWS, width))
+    with fgoffload.offload(model, {"1": "views"}, config) as handle:
+        model(make_inputs()).sum().backward()
+        tag = handle.stats().tags["views"]
+    assert tag.d2h_bytes == 0
+    assert tag.kept_bytes == {KeptReason.FILTERED.value: ROW_BYTES}

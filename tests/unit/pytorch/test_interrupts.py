@@ -1,0 +1,111 @@
+"""An exception at any line of ours: no saved-tensor hook stays on the thread, no count is wrong, and the next step is right."""
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.models import ALL, check_equal, copy_gradients, make_inputs, make_net
+from support.sites import has_hooks
+from torch import nn
+
+import fgoffload
+
+Line = tuple[str, int]
+
+
+class Interrupt(BaseException):
+    """Comes at a line, as Ctrl-C does."""
+
+
+class Lines:
+    """Notes the lines of ours that run, and raises at the first time that one of them does."""
+
+    def __init__(self, at: Line | None = None) -> None:
+        self.seen: dict[Line, None] = {}
+        self._at = at
+
+    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> "Callable[..., Any] | None":
+        name = frame.f_code.co_filename
+        if "/fgoffload/integrations/pytorch/" in name or "/fgoffload/engine/" in name:
+            return self._note
+        return None
+
+    def _note(self, frame: types.FrameType, event: str, argument: Any) -> "Callable[..., Any]":
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and line not in self.seen:
+            self.seen[line] = None
+            if line == self._at:
+                raise Interrupt
+        return self._note
+
+    def run(self, step: Callable[[], None]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self)
+        threading.settrace(self)  # backward may run on another thread
+        try:
+            step()
+        finally:
+            sys.settrace(before)
+            threading.settrace(None)
+
+
+def make_step(kind: str) -> tuple[nn.Module, Any, Callable[[], None]]:
+    net, inputs = make_net(layers=1), make_inputs(rows=2)
+
+    def run_model() -> None:
+        net(inputs).backward()
+
+    def run_parts() -> None:
+        with handle.forward():
+            loss = net.layers[0](inputs).sum()
+        loss.backward()
+
+    def run_block() -> None:
+        with handle, fgoffload.region(inputs, "placed"):
+            loss = net(inputs)
+        loss.backward()
+
+    if kind == "block":
+        handle = fgoffload.saved_tensors(ALL, group_bytes=2000, device="cpu")
+        return net, handle, run_block
+    handle = fgoffload.offload(net, {"layers.*.attn": "attn", "layers.*.mlp": "mlp"}, ALL)
+    return net, handle, run_model if kind == "model" else run_parts
+
+
+def is_unguarded(line: Line) -> bool:
+    """Return whether `line` is where a context manager has opened everything, or closed nothing yet: no `try` is possible."""
+    with open(line[0]) as source:
+        text = source.read().splitlines()[line[1] - 1].strip()
+    return line[0].endswith("/block.py") and text in ("return self", UNGUARDED_EXIT, "forward = self._entries.open[-1]", "try:")
+
+
+UNGUARDED_EXIT = "self._leave(is_failed=error is not None)"
+
+
+@pytest.mark.parametrize("kind", ["model", "parts", "block"])
+def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # pytest's holds what a `__del__` was about to drop
+    net, handle, step = make_step(kind)
+    step()
+    expected = copy_gradients(net)
+    lines = Lines()
+    lines.run(step)
+    assert len(lines.seen) > 300
+    for line in lines.seen:
+        if is_unguarded(line):
+            continue
+        net.zero_grad(set_to_none=True)
+        with contextlib.suppress(Interrupt):
+            Lines(line).run(step)
+        assert not has_hooks(), line
+        net.zero_grad(set_to_none=True)
+        step()
+        check_equal(expected, copy_gradients(net))
+        handle.engine.poll()
+        assert handle.engine.arena.used_bytes == 0, line
+        assert not handle.engine.is_copying_out(), line
+        assert not has_hooks(), line
