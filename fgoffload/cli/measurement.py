@@ -14,6 +14,7 @@ from fgoffload.cli.launch import Launch
 from fgoffload.cli.report import Setting
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
+from fgoffload.engine.host_memory import get_default_budget_bytes
 from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.collectives import gather
@@ -80,8 +81,11 @@ def load_training(source: TrainingSource) -> Training:
     # What the second training needs is checked here too: a fault found there would cost the whole first one.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
-    if arguments.offload is not None and arguments.offload.offload_plan is not None:
-        check_plan_file(arguments.offload.offload_plan, arguments, config)
+    if arguments.offload is not None:
+        if arguments.offload.offload_plan is not None:
+            check_plan_file(arguments.offload.offload_plan, arguments, config)
+        if arguments.offload.offload_host_budget_bytes is None:
+            get_default_budget_bytes()  # which raises where the launcher's variables are no numbers
     text = TextData.load(source.data)
     text.check_length(arguments.seq_length)
     return Training(arguments_file=source.arguments_file, arguments=arguments, text=text, steps=arguments.train_iters)

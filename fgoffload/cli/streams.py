@@ -105,6 +105,7 @@ def flush_at_end() -> Iterator[None]:
 
     Raises:
         BrokenPipeError: Nobody reads any more, as after `| head -2`.
+        OSError: There is no room, as on a full disk.
     """
     try:
         yield
@@ -115,12 +116,12 @@ def flush_at_end() -> Iterator[None]:
 
 
 def drop_unread_output() -> None:
-    """Discard what nobody reads: Python flushes at exit, and would report the broken pipe again."""
+    """Discard what cannot be written: Python flushes at exit, and would report the fault again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
-        except BrokenPipeError:
+        except OSError:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, stream.fileno())
             os.close(devnull)
