@@ -4,6 +4,7 @@ import gzip
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from fgoffload.cli import main
 from fgoffload.cli.process import run_torchrun
 from fgoffload.doctor.machine import run_command
 from fgoffload.errors import LONGEST_MESSAGE, LONGEST_VALUE, ConfigError
+from fgoffload.integrations.megatron.argument_files import parse_argument_file
+from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
+from fgoffload.integrations.megatron.flags import FlagParser
 from fgoffload.text_files import read_text_file
 from fgoffload.units import parse_bytes
 
@@ -149,3 +153,37 @@ def test_a_machine_without_torch_is_checked_and_told_so():
     assert (ended.returncode, ended.stderr) == (1, "")
     assert "is missing: it cannot be" in ended.stdout
     assert "cuDNN" in ended.stdout  # the last row
+
+
+def parse_flags(words):
+    return add_fine_grained_offload_args(FlagParser(source="x.sh")).parse_known_args(words)[1]
+
+
+def parse_file(text):
+    return parse_argument_file(text, source="x.sh")
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (parse_flags, [f"--f{number}" for number in range(30_000)]),
+        (parse_file, "A+=(1)\n" * 100_000),
+        (parse_file, f"A=(x{'#' * 100_000})\n"),
+        (parse_file, f"A=({'1 ' * 150_000})\n"),
+    ],
+    ids=["flags", "arrays", "word", "words"],
+)
+def test_reading_words_takes_time_in_proportion_to_their_number(read, text):
+    before = time.process_time()
+    assert read(text)
+    assert time.process_time() - before < 5  # under 1 here, and 10 to 20 where each word looks at all the others
+
+
+@pytest.mark.parametrize("line", ['X="$X$X"', 'A=("${A[@]}" "${A[@]}")'])
+def test_an_argument_file_whose_variables_grow_without_end_is_refused(line):
+    with pytest.raises(ConfigError, match=r"x\.sh, line \d\d: .* come to more than 16777216 characters\."):
+        parse_file("X=aa\nA=(1 2)\n" + f"{line}\n" * 60)
+
+
+def test_an_array_may_go_on_from_itself():
+    assert parse_file('A=(--one)\nA=("${A[@]}" --two)\n') == ("--one", "--two")
