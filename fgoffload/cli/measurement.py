@@ -20,6 +20,7 @@ from fgoffload.integrations.megatron.arguments import build_transformer_config, 
 from fgoffload.integrations.megatron.collectives import gather
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
+from fgoffload.integrations.megatron.device_memory import check_static, count_parameter_bytes
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
 from fgoffload.integrations.megatron.parallel import join_processes, name_device
@@ -131,11 +132,13 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 
     Raises:
         ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
+        PlanError: The memory budget is below what the model takes before a step.
         InternalError: It did so with offload alone.
     """
     with _explain_refusal(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
     with contextlib.closing(trainer):
+        _check_budget(training, trainer)
         if not needs_cpu_support():
             torch.cuda.reset_peak_memory_stats()
         ledger = ActivationLedger(parameters=trainer.parameters())
@@ -158,6 +161,13 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
             transfers=_read_transfers(trainer),
         )
         return merge_ranks(gather(record))  # on every rank, so that all end with the same exit code
+
+
+def _check_budget(training: Training, trainer: Trainer) -> None:
+    """Refuse a budget for which no plan will be found, before the first training and not behind it."""
+    budget_bytes = None if training.arguments.offload is None else training.arguments.offload.offload_memory_budget_bytes
+    if budget_bytes is not None:
+        check_static(count_parameter_bytes(trainer.chunks), budget_bytes=budget_bytes)
 
 
 def _average_loss(step: StepRecord) -> float:

@@ -84,6 +84,13 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_found_before_the_first_tr
     assert f"LOCAL_WORLD_SIZE='{value}', which is no number" in refuse(capsys, "train", ARGUMENTS, "--steps", "1")
 
 
+def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys, monkeypatch):
+    monkeypatch.setattr("fgoffload.cli.measurement.Trainer.run_step", lambda trainer: pytest.fail("a step ran"))
+    assert main(("train", ARGUMENTS, "--offload-modules", "auto", "--offload-memory-budget", "100KiB")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--offload-memory-budget 100.00 KiB is not above the static memory of a rank" in line
+
+
 @pytest.mark.parametrize(("option", "value"), [("--nproc-per-node", "0"), ("--nproc-per-node", "abc"), ("--nnodes", "0")])
 def test_what_torchrun_cannot_use_is_one_error(option, value):
     with pytest.raises(ConfigError, match=r"^torchrun refuses its options: .*(0|abc).*\. See `torchrun --help`\.$"):

@@ -130,7 +130,8 @@ class MegatronOffload:
 
     def _begin_lane(self) -> Lane:
         microbatch = self._microbatches_begun.get(self._chunk, 0)
-        self._microbatches_begun[self._chunk] = microbatch + 1
+        if torch.is_grad_enabled():  # an evaluation is no part of a step
+            self._microbatches_begun[self._chunk] = microbatch + 1
         self._layer = -1
         self._lane_blocks = weakref.WeakSet()
         self._lane = lane = Lane(chunk=self._chunk, microbatch=microbatch)
