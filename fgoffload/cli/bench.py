@@ -30,7 +30,7 @@ from fgoffload.cli.options import check_argument_file, read_count
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
-from fgoffload.units import parse_bytes
+from fgoffload.units import SIZE_UNITS, parse_bytes
 
 if TYPE_CHECKING:
     from fgoffload.benchmark.job import Job, Message
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Settings: nothing, recompute:full, recompute:layernorm+moe_act, megatron:core_attn+attn_proj, ours:expert_fc1, "
         "ours:layer_input/full, te-layers:2, save_on_cpu, plan:FILE, budget:SIZE; @0.5 after modules takes a part of them, "
-        "/layernorm recomputes beside. Any other flag goes to Megatron, after those of the file."
+        f"/layernorm recomputes beside. Any other flag goes to Megatron, after those of the file. {SIZE_UNITS}"
     )
 
 

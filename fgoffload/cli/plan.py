@@ -22,7 +22,7 @@ from fgoffload.cli.plan_device import (
 from fgoffload.cli.plan_host import check_host_of_link, find_host
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
-from fgoffload.units import parse_bytes
+from fgoffload.units import SIZE_UNITS, parse_bytes
 
 if TYPE_CHECKING:
     from fgoffload.planner.late_host import HostGuess
@@ -131,7 +131,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeline", metavar="FILE", help="write the simulated lanes as a Chrome trace")
     for short, flag in SHORT_FLAGS.items():
         add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
-    parser.epilog = "Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256."
+    parser.epilog = (
+        f"Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
+    )
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:

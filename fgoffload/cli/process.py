@@ -48,7 +48,7 @@ def run_torchrun(words: Sequence[str]) -> int:
     from torch.distributed.run import config_from_args, main, parse_args
 
     try:
-        options = parse_args(list(words))
+        options = parse_args(list(words))  # type: ignore[no-untyped-call]
         if config_from_args(options)[0].nproc_per_node < 1:
             raise ValueError(f"--nproc-per-node {options.nproc_per_node} is below 1")
     except (AssertionError, ValueError) as error:

@@ -11,6 +11,7 @@ from fgoffload.cli.errors import show_line
 from fgoffload.cli.options import suggest
 from fgoffload.cli.script import find_fault
 from fgoffload.errors import ConfigError, OffloadError
+from fgoffload.units import SIZE_UNITS
 
 if TYPE_CHECKING:
     from fgoffload.integrations.megatron import MegatronOffload
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `--help` says of the flags; the words are read by `read_request`."""
     listed = "\n".join(f"  {flag}" for flag in OWN_FLAGS)
     parser.epilog = (
-        f"our flags, of which the first switches offload on:\n{listed}\n\n"
+        f"our flags, of which the first switches offload on:\n{listed}\n\n{SIZE_UNITS}\n"
         "The exit code is the script's; 2 where a flag of ours is wrong, before the script starts."
     )
 

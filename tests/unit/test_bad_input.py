@@ -53,6 +53,17 @@ def test_a_word_that_is_typed_wrongly_gets_a_suggestion(capsys, words, meant):
     assert f"Did you mean {meant}?" in refuse(capsys, *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plan", ARGUMENTS, "--gpu", "h100", "--optimizer"), "the command line: --optimizer expected one argument."),
+        (("bench", ARGUMENTS, "--optimizer", "adam"), "the command line: --optimizer is not a flag that this version knows."),
+    ],
+)
+def test_megatrons_own_optimizer_flag_is_not_taken_for_one_of_ours(capsys, words, message):
+    assert message in refuse(capsys, *words)
+
+
 @pytest.mark.parametrize("value", ["x" * 100_000, "a b " * 25_000, "'\"" * 50_000], ids=["word", "words", "quotes"])
 def test_an_error_cuts_the_values_that_it_repeats(value):
     with pytest.raises(ConfigError) as caught:
