@@ -184,7 +184,7 @@ def parse_file(text):
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (parse_flags, [f"--f{number}" for number in range(30_000)]),
+        (parse_flags, [f"--f{number}" for number in range(15_000)]),
         (parse_file, "A+=(1)\n" * 100_000),
         (parse_file, f"A=(x{'#' * 100_000})\n"),
         (parse_file, f"A=({'1 ' * 150_000})\n"),
@@ -194,7 +194,7 @@ def parse_file(text):
 def test_reading_words_takes_time_in_proportion_to_their_number(read, text):
     before = time.process_time()
     assert read(text)
-    assert time.process_time() - before < 5  # under 1 here, and 10 to 20 where each word looks at all the others
+    assert time.process_time() - before < 3  # CPU seconds: under 1, and 5 to 10 where each word looks at all the others
 
 
 @pytest.mark.parametrize("line", ['X="$X$X"', 'A=("${A[@]}" "${A[@]}")'])

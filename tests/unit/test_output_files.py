@@ -68,9 +68,14 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
     assert (link.is_symlink(), target.read_text(), stat.S_IMODE(target.stat().st_mode)) == (True, "newer", 0o640)
 
 
-def test_a_device_is_written_to_and_stays_one():
-    write_file(Path(os.devnull), "x")
-    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+def test_what_is_no_regular_file_is_written_to_and_stays_what_it_is(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(pipe, "x")
+    assert os.read(reader, 2) == b"x"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
 def test_a_name_as_long_as_names_can_be_is_written(tmp_path):
