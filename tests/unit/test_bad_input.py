@@ -1,6 +1,7 @@
 """Input that cannot be right ends in one error, with code 2."""
 
 import gzip
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from support.command import ARGUMENTS
 from fgoffload import OffloadConfig, text_files
 from fgoffload.cli import main
 from fgoffload.cli.process import run_torchrun
+from fgoffload.cli.streams import LibraryLog
 from fgoffload.doctor.machine import run_command
 from fgoffload.errors import LONGEST_MESSAGE, LONGEST_VALUE, ConfigError
 from fgoffload.integrations.megatron.argument_files import parse_argument_file
@@ -73,6 +75,12 @@ def test_an_error_cuts_the_values_that_it_repeats(value):
     assert message.endswith(" is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB.")
     assert len(message) < 2 * LONGEST_VALUE
     assert str(ConfigError(f"x.sh: {message}")) == f"x.sh: {message}"  # one that is taken in by another is not cut again
+
+
+def test_a_warning_cuts_them_too(capsys):
+    with LibraryLog().attached():
+        logging.getLogger("fgoffload").warning("--flag %s has no effect.", "x" * 100_000)
+    assert len(capsys.readouterr().err) < 2 * LONGEST_VALUE
 
 
 def test_an_error_of_many_values_is_cut_in_the_middle():
@@ -200,7 +208,7 @@ def test_reading_words_takes_time_in_proportion_to_their_number(read, text):
 @pytest.mark.parametrize("line", ['X="$X$X"', 'A=("${A[@]}" "${A[@]}")'])
 def test_an_argument_file_whose_variables_grow_without_end_is_refused(line):
     with pytest.raises(ConfigError, match=r"x\.sh, line \d\d: .* come to more than 16777216 characters\."):
-        parse_file("X=aa\nA=(1 2)\n" + f"{line}\n" * 60)
+        parse_file("X=aa\nA=(1 2)\n" + f"{line}\n" * 24)
 
 
 def test_an_array_may_go_on_from_itself():
