@@ -7,7 +7,7 @@ where a flag takes a size as text (`60GiB`), the field holds bytes and says so.
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
@@ -57,6 +57,7 @@ class OffloadConfig:
         Raises:
             ConfigError: With the flag, the value, the limit and the fix.
         """
+        _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
                 "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would leave. "
@@ -206,3 +207,15 @@ class OffloadConfig:
             offload_prefetch_bytes=DEFAULT_PREFETCH_BYTES if prefetch_bytes is None else prefetch_bytes,
             tags=default_tags() if tags is None else tags,
         )
+
+
+def _check_sequence_of_names(modules: object) -> None:
+    """Refuse what is no sequence of names: of one name, each letter would be taken for a tag.
+
+    Raises:
+        ConfigError: With the value and one that would do.
+    """
+    if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
+        return
+    wanted = (modules,) if isinstance(modules, str) else ("core_attn",)
+    raise ConfigError(f"offload_modules {modules!r} is not a sequence of tags. Give one, as in {wanted!r}.")

@@ -12,9 +12,43 @@ Every error that a user can cause says three things: the value as it was typed, 
     └── InternalError      a fault of fgoffload itself: please report it
 """
 
+import re
+
+LONGEST_VALUE = 200
+"""Characters of a value that an error repeats."""
+
+LONGEST_MESSAGE = 4000
+"""Characters of a whole message: a value may be many short words."""
+
+_QUOTED_OR_LONG = re.compile(rf"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|\S{{{LONGEST_VALUE + 1},}}""")
+
 
 class OffloadError(Exception):
-    """Base of all errors that fgoffload raises on purpose."""
+    """Base of all errors that fgoffload raises on purpose. Messages cut the values that they repeat: see `cut_values`."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(cut_values(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+def cut_values(message: str) -> str:
+    """Return `message` with its quoted values and its words cut at `LONGEST_VALUE` characters.
+
+    What an error repeats was typed or read from a file, and may be of any length. A message that is cut stays as it is when
+    another error takes it in.
+    """
+    message = _QUOTED_OR_LONG.sub(_cut_value, message)
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    part = LONGEST_MESSAGE // 2 - 3  # its start has the flag, and its end the fix
+    return f"{message[:part]} ... {message[-part:]}"
+
+
+def _cut_value(match: re.Match[str]) -> str:
+    value = match[0]
+    quote = value[0] if value[0] in "'\"" and value[-1] == value[0] and len(value) > 1 else ""
+    if len(value) <= LONGEST_VALUE + 2 * len(quote):
+        return value
+    return f"{value[: LONGEST_VALUE - 3 + len(quote)]}...{quote}"
 
 
 class ConfigError(OffloadError, ValueError):

@@ -1,6 +1,7 @@
 """Bytes and seconds, read from and written for people.
 
-Sizes are binary: 1 KiB is 1024 bytes. Rates of links are decimal, as their makers give them: 1 GB/s is 1e9 bytes a second.
+G and GiB are 2**30 bytes, GB is 1e9, and so with K, M and T. We write sizes in GiB, and the rates of links in GB/s, as their
+makers do.
 """
 
 import math
@@ -13,17 +14,23 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 
-_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+SIZE_UNITS = "SIZE: in KiB, MiB, GiB or TiB; G is GiB (2^30 bytes), GB is 10^9 bytes."
+"""For the help of commands."""
+
+_BYTES_PER_UNIT = {
+    "": 1,
+    "B": 1,
+    **{unit: 1024**power for power, prefix in enumerate("KMGT", 1) for unit in (prefix, f"{prefix}IB")},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
-    """Return the number of bytes that `text` names: `60GiB`, `18.9 GiB`, `1048576`. Parts of a byte are dropped.
-
-    Decimal units are refused rather than guessed at: whether a "GB" of GPU memory means 1e9 or 2**30 differs by tool.
+    """Return the number of bytes that `text` names: `60GiB`, `18.9 G`, `64GB`, `1048576`. Parts of a byte are dropped.
 
     Args:
-        text: A number, whole or with a decimal point, and one of B, KiB, MiB, GiB, TiB (any case; none means bytes).
+        text: A number, whole or with a decimal point, and B, KiB, K or KB, or the same of M, G, T (any case; none means bytes).
         name: The flag or option that `text` was given for, as the user typed it.
         needs_unit: Refuse a number without a unit, 0 excepted: where sizes are of gigabytes, `76` means no bytes.
 
@@ -34,7 +41,7 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
         raise ConfigError(f"{name} {text!r} is below 0, and sizes cannot be negative. Give 0 or a size like 512MiB.")
     match = _SIZE.fullmatch(text)
     if match is None or match["unit"].upper() not in _BYTES_PER_UNIT:
-        raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB.")
+        raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB.")
     bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
     size_bytes = float(match["number"]) * bytes_per_unit
     if math.isinf(size_bytes):

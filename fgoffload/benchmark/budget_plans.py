@@ -18,6 +18,7 @@ from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.planning import build_profile_ranks, plan_for_budget
 from fgoffload.benchmark.settings import Setting
 from fgoffload.errors import PlanError
+from fgoffload.output_files import write_file
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.late_host import HostGuess, Tried, assume_other_host, describe_trial, find_guess
 from fgoffload.planner.ranks.rank_model import RankModel
@@ -159,5 +160,5 @@ class BudgetPlans:
     def _write(self, setting: Setting, plan: OffloadPlan) -> Setting:
         """Return `setting` with `plan`, in the file of this process for its budget."""
         path = self._job.find_plan_path(setting, rank=self._rank)
-        path.write_text(plan.to_json(), encoding="utf-8")
+        write_file(path, plan.to_json())
         return setting.with_plan(path)

@@ -47,7 +47,7 @@ def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Upd
         words = ("without an optimizer", "with an optimizer")
         raise ConfigError(
             f"{source} was measured {words[profile.has_optimizer]}, and this benchmark runs {words[not profile.has_optimizer]} "
-            f"(--optimizer). {here}"
+            f"(--with-optimizer). {here}"
         )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from fgoffload.benchmark.measurement import Summary
 from fgoffload.benchmark.prediction import NO_FORECASTS, Forecast, Forecasts, choose_source
 from fgoffload.benchmark.settings import NOTHING, Setting, System
+from fgoffload.output_files import replacing
 from fgoffload.units import GIB, MIB
 
 LINES: Mapping[System, tuple[str, str, str]] = {
@@ -125,7 +126,8 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str,
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=150)
 
 
 def _draw_line(axes: object, points: Sequence[Point], scale: int, **style: str) -> None:

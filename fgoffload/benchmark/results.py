@@ -20,6 +20,7 @@ from fgoffload.benchmark.report import Workload, format_csv, format_json
 from fgoffload.benchmark.search import SearchResult
 from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.surroundings import Surroundings, find_hardware
+from fgoffload.output_files import write_file
 
 if TYPE_CHECKING:
     from fgoffload.benchmark.forecaster import Forecaster
@@ -99,10 +100,7 @@ class Results:
         about = {**self.about, "predictions": compared}
         document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, about)
         for name, text in ((CSV_NAME, rows), (JSON_NAME, document)):
-            # Never half a file, also where the machine goes away while it is written.
-            partial = folder / f".{name}"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / name)
+            write_file(folder / name, text)
 
 
 def list_runs(

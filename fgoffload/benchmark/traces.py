@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fgoffload.output_files import replacing
+
 Event = dict[str, Any]
 """One of a trace. `ts` and `dur` are microseconds, of one clock for host and device."""
 
@@ -24,7 +26,8 @@ def write_trace(run: Callable[[], object], path: Path) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         run()
-    profiler.export_chrome_trace(str(path))
+    with replacing(path) as partial:
+        profiler.export_chrome_trace(str(partial))
 
 
 def read_events(path: Path) -> list[Event]:

@@ -6,6 +6,7 @@ is, 130 Ctrl-C, 141 nobody reads the output any more. `fgoffload run` passes its
 
 import argparse
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -18,12 +19,15 @@ from fgoffload.cli import bench, doctor, plan, profile, run, train
 from fgoffload.cli.command import Command
 from fgoffload.cli.errors import show_error, show_line
 from fgoffload.cli.interrupt import end_soon_after_interrupt
+from fgoffload.cli.options import suggest
 from fgoffload.cli.streams import LibraryLog, drop_unread_output, flush_at_end
 from fgoffload.errors import ConfigError, OffloadError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 EXIT_UNREAD = 141  # 128 + SIGPIPE
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 COMMANDS: tuple[Command, ...] = (train, run, plan, profile, bench, doctor)
 """In the order of the help."""
@@ -48,6 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         drop_unread_output()
         return EXIT_UNREAD
+    except OSError as error:
+        # Files that are written by their names are named in errors of their own: what is left is stdout and stderr.
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        full = ConfigError(f"the output cannot be written: {error.strerror}. Free space, or send it elsewhere.")
+        full.__cause__ = error
+        show_error(full)
+        drop_unread_output()
+        return EXIT_ERROR
     except KeyboardInterrupt:
         show_line("interrupted")
         if argv is None:
@@ -78,6 +91,9 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
         if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
             return command, parser.parse_args(words[:1]), words[1:]
     options, rest = parser.parse_known_args(_join_negative_values(words))
+    meant = suggest(rest[0], ("--help", "--version")) if rest else ""
+    if meant:
+        raise ConfigError(f"{rest[0]!r} is no option of this program.{meant}")
     for command in COMMANDS:
         if options.command == command.NAME:
             return command, options, rest
@@ -111,7 +127,8 @@ class _Parser(argparse.ArgumentParser):
             raise ConfigError(f"{flag} {rest}. Give it after the flag, as in {flag} {values.get(flag, 'VALUE')}.")
         if match := re.match(r"invalid choice: ('.*?') \(choose from", rest):
             names = ", ".join(command.NAME for command in COMMANDS)
-            raise ConfigError(f"{flag} {match[1]} is not one of: {names}. Give one, as in: {train.EXAMPLE}.")
+            meant = suggest(match[1].strip("'"), [command.NAME for command in COMMANDS])
+            raise ConfigError(f"{flag} {match[1]} is not one of: {names}.{meant} Give one, as in: {train.EXAMPLE}.")
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 

@@ -30,7 +30,7 @@ from fgoffload.cli.options import check_argument_file, read_count
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
-from fgoffload.units import parse_bytes
+from fgoffload.units import SIZE_UNITS, parse_bytes
 
 if TYPE_CHECKING:
     from fgoffload.benchmark.job import Job, Message
@@ -60,6 +60,7 @@ EXAMPLE_VALUES: Mapping[str, str] = {
     "--nothing-every": "1",
     "--out": "bench_w2_moe",
 }
+OWN_FLAGS = (*EXAMPLE_VALUES, "--steps", "--check-bits", "--with-optimizer", "--search-megatron", "--trace")
 RUNS_A_SCRIPT = False
 EXIT_MEASURED, EXIT_MISSED = 0, 1
 
@@ -128,13 +129,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
     add("--nothing-every", metavar="N", help="measure `nothing` again behind so many settings (default: once a repeat)")
     add("--check-bits", action="store_true", help="compare losses and gradients instead, with deterministic kernels")
-    add("--optimizer", action=argparse.BooleanOptionalAction, default=False, help="update the parameters too (default: no)")
+    add("--with-optimizer", action="store_true", help="update the parameters too")
     add("--trace", action="store_true", help="write a Chrome trace of one step of each setting")
     add("--out", metavar="FOLDER", help="for tables, picture, traces and logs (default: bench_ and the file's name)")
     parser.epilog = (
         "Settings: nothing, recompute:full, recompute:layernorm+moe_act, megatron:core_attn+attn_proj, ours:expert_fc1, "
         "ours:layer_input/full, te-layers:2, save_on_cpu, plan:FILE, budget:SIZE; @0.5 after modules takes a part of them, "
-        "/layernorm recomputes beside. Any other flag goes to Megatron, after those of the file."
+        f"/layernorm recomputes beside. Any other flag goes to Megatron, after those of the file. {SIZE_UNITS}"
     )
 
 
@@ -149,7 +150,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         ConfigError: An option cannot be what it is.
         PlanError: A plan file cannot be read.
     """
-    arguments_file = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags)
+    arguments_file = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=OWN_FLAGS)
     compares_bits = options.check_bits
     if compares_bits and options.trace:
         raise ConfigError("--check-bits and --trace exclude each other: a trace is of a timed setting. Give one of them.")
@@ -182,7 +183,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         **counts,
         nothing_every=_read_nothing_every(options),
         compares_bits=compares_bits,
-        has_optimizer=options.optimizer,
+        has_optimizer=options.with_optimizer,
         writes_traces=options.trace,
         folder=Path(os.path.expanduser(options.out or f"bench_{arguments_file.stem}")),
     )
@@ -318,7 +319,7 @@ def _make_job(checked: BenchOptions, file_flags: Sequence[str]) -> "Job":
         source=str(checked.arguments_file),
         file_flags=tuple(file_flags),
         typed_flags=checked.megatron_flags,
-        own_flags=(*EXAMPLE_VALUES, "--steps", "--check-bits", "--optimizer", "--trace"),
+        own_flags=OWN_FLAGS,
         warmup=checked.warmup,
         steps=checked.steps,
         purpose=Purpose.BITS if checked.compares_bits else Purpose.TIMES,

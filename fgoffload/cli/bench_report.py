@@ -29,6 +29,7 @@ from fgoffload.benchmark.search_report import build_search_table, format_search
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.trace_report import build_trace_table, format_traces, read_traces
 from fgoffload.cli.errors import show_line
+from fgoffload.output_files import write_file
 
 
 def show_bits(console: Console, results: Results, surroundings: Surroundings, *, folder: Path) -> bool:
@@ -41,7 +42,7 @@ def show_bits(console: Console, results: Results, surroundings: Surroundings, *,
         folder: Where the page goes.
     """
     rows = compare_bits(results.outcomes)
-    (folder / BITS_NAME).write_text(format_bits(rows, results.workload, surroundings), encoding="utf-8")
+    write_file(folder / BITS_NAME, format_bits(rows, results.workload, surroundings))
     console.print(build_bits_table(rows, results.workload, surroundings))
     return all(row.is_equal for row in rows)
 
@@ -77,7 +78,7 @@ def show_times(
     if has_traces:
         pages[TRACES_NAME] = format_traces(traces)
     for name, page in pages.items():
-        (folder / name).write_text(page, encoding="utf-8")
+        write_file(folder / name, page)
     console.print(build_times_table(summaries, workload, surroundings, forecasts))
     if budgets_bytes:
         console.print(build_budget_table(summaries, budgets_bytes))

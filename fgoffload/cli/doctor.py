@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fgoffload.cli.options import suggest
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Check, show the rows, and return 1 where one is an error."""
     if words:
-        raise ConfigError(f"{words[0]!r} is no option of this command. Leave it out: {USAGE}.")
+        raise ConfigError(f"{words[0]!r} is no option of this command.{suggest(words[0], ('--json',))} Leave it out: {USAGE}.")
     from fgoffload.doctor import Machine, Status, check_machine
 
     results = list(check_machine(Machine.here()))

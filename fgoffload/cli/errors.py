@@ -17,4 +17,9 @@ def show_error(error: Exception) -> None:
 
 def show_line(message: str) -> None:
     """Show `message` on stderr in one line, under the program's name."""
-    print(f"fgoffload: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    try:
+        print(f"fgoffload: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return  # stderr is full: the exit code alone can tell

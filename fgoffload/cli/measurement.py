@@ -14,11 +14,13 @@ from fgoffload.cli.launch import Launch
 from fgoffload.cli.report import Setting
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
+from fgoffload.engine.host_memory import get_default_budget_bytes
 from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.collectives import gather
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.data import TextData
+from fgoffload.integrations.megatron.device_memory import check_static, count_parameter_bytes
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
 from fgoffload.integrations.megatron.parallel import join_processes, name_device
@@ -80,8 +82,11 @@ def load_training(source: TrainingSource) -> Training:
     # What the second training needs is checked here too: a fault found there would cost the whole first one.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
-    if arguments.offload is not None and arguments.offload.offload_plan is not None:
-        check_plan_file(arguments.offload.offload_plan, arguments, config)
+    if arguments.offload is not None:
+        if arguments.offload.offload_plan is not None:
+            check_plan_file(arguments.offload.offload_plan, arguments, config)
+        if arguments.offload.offload_host_budget_bytes is None:
+            get_default_budget_bytes()  # which raises where the launcher's variables are no numbers
     text = TextData.load(source.data)
     text.check_length(arguments.seq_length)
     return Training(arguments_file=source.arguments_file, arguments=arguments, text=text, steps=arguments.train_iters)
@@ -127,11 +132,13 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 
     Raises:
         ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
+        PlanError: The memory budget is below what the model takes before a step.
         InternalError: It did so with offload alone.
     """
     with _explain_refusal(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
     with contextlib.closing(trainer):
+        _check_budget(training, trainer)
         if not needs_cpu_support():
             torch.cuda.reset_peak_memory_stats()
         ledger = ActivationLedger(parameters=trainer.parameters())
@@ -154,6 +161,13 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
             transfers=_read_transfers(trainer),
         )
         return merge_ranks(gather(record))  # on every rank, so that all end with the same exit code
+
+
+def _check_budget(training: Training, trainer: Trainer) -> None:
+    """Refuse a budget for which no plan will be found, before the first training and not behind it."""
+    budget_bytes = None if training.arguments.offload is None else training.arguments.offload.offload_memory_budget_bytes
+    if budget_bytes is not None:
+        check_static(count_parameter_bytes(trainer.chunks), budget_bytes=budget_bytes)
 
 
 def _average_loss(step: StepRecord) -> float:

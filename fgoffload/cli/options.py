@@ -1,33 +1,43 @@
 """What commands read of their own options alike."""
 
+import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import check_writable
 
 
-def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] = ()) -> Path:
+def suggest(word: str, known: Collection[str]) -> str:
+    """Return the sentence ` Did you mean --json?` where one of `known` is near to `word`, or nothing."""
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] = (), own_flags: Collection[str] = ()) -> Path:
     """Return the path of an argument file.
 
     Args:
         name: As typed; None where there is none.
         example: A whole command line.
         flags: Words that the command does not know: flags of Megatron, and their values.
+        own_flags: Those of the command, to be suggested for one typed wrongly.
 
     Raises:
         ConfigError: It is missing, or no file, or one of another kind.
     """
+    meant = suggest(flags[0], own_flags) if flags else ""
     if not name:
-        raise ConfigError(f"ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: {example}.")
+        raise ConfigError(f"ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: {example}.{meant}")
     # os.path here and elsewhere: Path.is_file raises where a name is too long.
     if not os.path.isfile(name):
         flag = None if name.endswith(".sh") or os.path.exists(name) else _find_flag_without_value(flags)
         if flag is not None:
             raise ConfigError(
                 f"ARGUMENTS.sh is missing: {name!r} stands where it should. Give a Megatron argument file before {flag}, as in "
-                f"{example} {flag} {name}."
+                f"{example} {flag} {name}.{meant}"
             )
         raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}. Give a file, before any Megatron flag.")
     if name.endswith(".json"):
@@ -100,7 +110,7 @@ def check_output_file(
         why = "is a folder"
     elif not os.path.isdir(folder):
         why = f"is in {folder!r}, which {say_why_no_folder(folder)}"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    elif not _can_write(Path(path)):
         why = "may not be written"
     else:
         read = {os.path.realpath(os.path.expanduser(given)): what for what, given in inputs.items() if given is not None}
@@ -108,6 +118,14 @@ def check_output_file(
             raise ConfigError(f"{flag} {name!r} is {what}, and would be written over. Give another file, as in {example}.")
         return Path(path)
     raise ConfigError(f"{flag} {name!r} {why}. Give a file that can be written, as in {example}.")
+
+
+def _can_write(path: Path) -> bool:
+    try:
+        check_writable(path)
+    except OSError:
+        return False
+    return True
 
 
 def say_why_no_folder(name: str) -> str:

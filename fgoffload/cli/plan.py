@@ -22,7 +22,7 @@ from fgoffload.cli.plan_device import (
 from fgoffload.cli.plan_host import check_host_of_link, find_host
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
-from fgoffload.units import parse_bytes
+from fgoffload.units import SIZE_UNITS, parse_bytes
 
 if TYPE_CHECKING:
     from fgoffload.planner.late_host import HostGuess
@@ -71,7 +71,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 }
 """What people call the parallel sizes, and Megatron's flag for each."""
 
-OWN_FLAGS = (*EXAMPLE_VALUES, "--optimizer", "--sweep", "--thorough", "--late-host", "--host-in-time")
+OWN_FLAGS = (*EXAMPLE_VALUES, "--with-optimizer", "--no-optimizer", "--sweep", "--thorough", "--late-host", "--host-in-time")
 """All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
 
 FRONTIER = "frontier.png"
@@ -120,7 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")
     add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
-    add("--optimizer", action=argparse.BooleanOptionalAction, help="with Adam's states (default: yes)")
+    add("--with-optimizer", action="store_true", default=None, help="count Adam's states (default, unless profiled without)")
+    add("--no-optimizer", action="store_false", dest="with_optimizer", help="count none")
     add("--thorough", action="store_true", help="look about ten times as long for a faster plan")
     add("--late-host", action="store_true", help="plan for a late host: what leaves costs more, recompute does not")
     add("--host-in-time", action="store_true", help="with --profile, plan for a host in time, however late it was measured")
@@ -130,7 +131,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeline", metavar="FILE", help="write the simulated lanes as a Chrome trace")
     for short, flag in SHORT_FLAGS.items():
         add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
-    parser.epilog = "Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256."
+    parser.epilog = (
+        f"Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
+    )
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:
@@ -171,7 +174,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         budget_bytes=sizes["offload_memory_budget"],
         host_budget_bytes=sizes["offload_host_budget"],
         reserve_bytes=sizes["reserve"],
-        has_optimizer=options.optimizer,
+        has_optimizer=options.with_optimizer,
         sweeps=options.sweep,
         is_thorough=options.thorough,
         host=find_host(options),

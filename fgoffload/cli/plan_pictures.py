@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import replacing
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import GIB
@@ -104,7 +105,9 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
 
 def _save(figure: "object", path: Path) -> None:
     try:
-        figure.savefig(path, dpi=120)  # type: ignore[attr-defined]
+        # Without a suffix matplotlib adds one.
+        with replacing(path if path.suffix else path.with_suffix(".png")) as partial:
+            figure.savefig(partial, dpi=120)  # type: ignore[attr-defined]
     except (OSError, ValueError) as error:
         # matplotlib says a suffix that it has no format for as a ValueError, and lists those that it has.
         raise ConfigError(f"--plot {path} cannot be written: {error}. Give another file, as in plan.png.") from error

@@ -30,7 +30,7 @@ _FLAGS: Mapping[str, str] = {
     "has_fused_activation": "--bias-swiglu-fusion",
     "has_fused_rotary": "--rope-fusion",
     "experts.has_fused_permutation": "--moe-permute-fusion",
-    "has_optimizer": "--optimizer",
+    "has_optimizer": "--with-optimizer",
 }
 """Of what differs, the flag that says so where its name does not."""
 

@@ -20,6 +20,7 @@ from fgoffload.cli.plan_tables import (
     build_sweep_table,
 )
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import write_file
 from fgoffload.plan import NOTHING
 from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.planning import plan_ranks
@@ -219,6 +220,6 @@ def describe_plan_file(path: Path, solution: Solution) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        write_file(path, text + "\n")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Give another file.") from error

@@ -39,11 +39,20 @@ def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
 
     torchrun itself ends with 1 whatever its ranks end with. What its parser refuses ends the process with 2, in its own words.
+
+    Raises:
+        ConfigError: An option has a value that torchrun cannot use.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    from torch.distributed.run import config_from_args, main, parse_args
 
+    try:
+        options = parse_args(list(words))  # type: ignore[no-untyped-call]
+        if config_from_args(options)[0].nproc_per_node < 1:
+            raise ValueError(f"--nproc-per-node {options.nproc_per_node} is below 1")
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"torchrun refuses its options: {error}. See `torchrun --help`.") from error
     try:
         main(list(words))
     except ChildFailedError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
-from fgoffload.cli.options import check_argument_file, check_output_file
+from fgoffload.cli.options import check_argument_file, check_output_file, suggest
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
@@ -84,11 +84,13 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
     """
     name = options.arguments_file
     if name is None and megatron_flags:
-        raise ConfigError(f"{megatron_flags[0]!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
+        word = megatron_flags[0]
+        meant = suggest(word, tuple(EXAMPLE_VALUES))
+        raise ConfigError(f"{word!r} is for a model, and there is none.{meant} Give an argument file first: {EXAMPLE}.")
     if name is None and options.data is not None:
         raise ConfigError(f"--data {options.data!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
     if name is not None:
-        check_argument_file(name, example="fgoffload profile arguments/x.sh", flags=megatron_flags)
+        check_argument_file(name, example="fgoffload profile arguments/x.sh", flags=megatron_flags, own_flags=EXAMPLE_VALUES)
     inputs = {"the argument file": name, "the file of --data": options.data}
     if options.json is not None:
         return check_output_file(options.json, flag="--json", example=PROFILE_NAME, inputs=inputs) or Path(PROFILE_NAME)

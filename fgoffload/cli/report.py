@@ -10,6 +10,7 @@ from rich.text import Text
 from fgoffload.benchmark.steps import Difference
 from fgoffload.cli.comparison import Comparison, RunRecord
 from fgoffload.config import OffloadConfig
+from fgoffload.output_files import replacing
 from fgoffload.units import MIB, format_bytes, format_ms
 
 
@@ -103,7 +104,8 @@ def write_memory_plot(path: Path, records: dict[str, RunRecord], setting: Settin
     axes.set_title(f"Activation memory over one step\n{setting.title}", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", frameon=False, ncols=len(records))
-    figure.savefig(path, dpi=150)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=150)
 
 
 def _start_table(setting: Setting, *columns: str, record: RunRecord) -> Table:

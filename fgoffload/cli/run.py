@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
+from fgoffload.cli.options import suggest
+from fgoffload.cli.script import find_fault
 from fgoffload.errors import ConfigError, OffloadError
+from fgoffload.units import SIZE_UNITS
 
 if TYPE_CHECKING:
     from fgoffload.integrations.megatron import MegatronOffload
@@ -59,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `--help` says of the flags; the words are read by `read_request`."""
     listed = "\n".join(f"  {flag}" for flag in OWN_FLAGS)
     parser.epilog = (
-        f"our flags, of which the first switches offload on:\n{listed}\n\n"
+        f"our flags, of which the first switches offload on:\n{listed}\n\n{SIZE_UNITS}\n"
         "The exit code is the script's; 2 where a flag of ours is wrong, before the script starts."
     )
 
@@ -89,16 +92,16 @@ def read_request(words: Sequence[str]) -> RunRequest:
     if words and words[0].startswith("-"):
         if "--" not in words:
             raise ConfigError(
-                f"{words[0]} stands where the script should. Options for torchrun end with --, as in: {EXAMPLE}; flags of the "
-                "script come after it."
+                f"{words[0]} stands where the script should.{suggest(words[0], ('--help',))} Options for torchrun end with --, "
+                f"as in: {EXAMPLE}; flags of the script come after it."
             )
         end = list(words).index("--")
         options, words = words[:end], words[end + 1 :]
     if not words or words[0].startswith("-"):
         raise ConfigError(f"SCRIPT.py is missing. Give it before its flags, as in: {EXAMPLE}.")
     script = words[0]
-    if not os.path.isfile(script):
-        why = "is a folder" if os.path.isdir(script) else "does not exist"
+    why = find_fault(script)
+    if why is not None:
         raise ConfigError(f"script {script!r} {why}. Give the Python file that trains, as in: {EXAMPLE}.")
     return RunRequest(torchrun_options=tuple(options), script=script, words=tuple(words[1:]))
 

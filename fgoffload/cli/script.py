@@ -1,14 +1,37 @@
 """Running a Python script in this process as `python SCRIPT WORDS` would."""
 
 import contextlib
+import importlib.util
 import os
 import runpy
 import sys
+import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
+from fgoffload.cli.options import say_why_no_file
+
 EXIT_FAILED = 1  # Python's own for an exception that nobody caught
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
+
+
+def find_fault(script: str) -> str | None:
+    """Return why Python cannot run the file `script`, as the end of a sentence; None where it can."""
+    if not os.path.isfile(script):
+        return say_why_no_file(script)
+    try:
+        with open(script, "rb") as file:
+            source = file.read()
+        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # which Python runs too
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compile(source, script, "exec", dont_inherit=True)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (SyntaxError, ValueError) as error:
+        return f"is no Python source: {error}"
+    return None
 
 
 @contextlib.contextmanager

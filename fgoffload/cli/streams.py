@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 
+from fgoffload.errors import cut_values
+
 _LIBRARY = "fgoffload"
 _SHOWN_INFO = ("fgoffload.integrations.megatron.cpu_support", "fgoffload.integrations.megatron.auto")
 """The loggers whose INFO is shown too: what says that symbols of torch and Megatron-Core are replaced, and what
@@ -31,7 +33,7 @@ class LibraryLog(logging.Handler):
         if self._held is not None:
             self._held.append(record)
             return
-        message = " ".join(record.getMessage().split())
+        message = cut_values(" ".join(record.getMessage().split()))
         is_warning = record.levelno >= logging.WARNING
         if self._is_silent or message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
             return
@@ -105,6 +107,7 @@ def flush_at_end() -> Iterator[None]:
 
     Raises:
         BrokenPipeError: Nobody reads any more, as after `| head -2`.
+        OSError: There is no room, as on a full disk.
     """
     try:
         yield
@@ -115,12 +118,12 @@ def flush_at_end() -> Iterator[None]:
 
 
 def drop_unread_output() -> None:
-    """Discard what nobody reads: Python flushes at exit, and would report the broken pipe again."""
+    """Discard what cannot be written: Python flushes at exit, and would report the fault again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
-        except BrokenPipeError:
+        except OSError:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, stream.fileno())
             os.close(devnull)

@@ -13,6 +13,7 @@ from fgoffload.cli.launch import Launch, find_launch
 from fgoffload.cli.options import check_argument_file, read_count, say_why_no_file
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import check_writable
 
 if TYPE_CHECKING:
     from fgoffload.cli.report import Setting
@@ -73,7 +74,9 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], la
     Raises:
         ConfigError: An option cannot be what it is.
     """
-    arguments_file = check_argument_file(options.arguments_file, example="fgoffload train arguments/x.sh", flags=megatron_flags)
+    arguments_file = check_argument_file(
+        options.arguments_file, example="fgoffload train arguments/x.sh", flags=megatron_flags, own_flags=EXAMPLE_VALUES
+    )
     if options.data == "":
         raise ConfigError("--data '' names nothing. Give a text file or a folder of them, or leave --data out.")
     return TrainOptions(
@@ -183,17 +186,12 @@ def _check_plot(name: str) -> Path:
     path = Path(name)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise ConfigError(f"--plot {name!r} is no picture's name. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
-    existed = os.path.exists(name)
-    if existed and not os.path.isfile(name):
+    if os.path.exists(name) and not os.path.isfile(name):
         raise ConfigError(f"--plot {name!r} {say_why_no_file(name)}. Give a file, as in memory.png.")
     if not os.path.isdir(path.absolute().parent):
         raise ConfigError(f"--plot {name!r}: folder {str(path.parent)!r} does not exist. Make it or give another.")
     try:
-        # Permission bits do not tell of read-only file systems and names that are too long.
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.resolve().unlink()  # resolved: where `path` is a link to nothing, its target was made
+        check_writable(path)
     except OSError as error:
         raise ConfigError(
             f"--plot {name!r} cannot be written: {error.strerror}. Give a file in a folder that you may write to."

@@ -7,7 +7,6 @@ from fgoffload.doctor.copies import COPY_BYTES
 from fgoffload.doctor.gpus import Gpu
 from fgoffload.doctor.machine import Machine
 from fgoffload.doctor.result import CheckResult, Status, skip
-from fgoffload.engine.host_memory import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
@@ -55,6 +54,10 @@ def check_locked_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
 def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     """Check what each rank may take of the host memory that is free, the control group's limit counted in."""
     name = "host memory"
+    if machine.find_import_fault("torch") is not None:
+        return skip(name, "torch is missing")
+    from fgoffload.engine.host_memory import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
+
     try:
         share_bytes = get_default_budget_bytes(root=machine.root)
     except ConfigError as error:

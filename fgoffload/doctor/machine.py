@@ -1,6 +1,7 @@
 """What the checks read of a machine. Everything goes through here, so that tests can give another machine."""
 
 import dataclasses
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -10,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.doctor.copies import CopyRates, measure_copies, try_locking
+
+_IGNORE_FOLDER = "-P" if sys.version_info >= (3, 11) else "-I"
+"""What keeps Python from importing a `torch.py` that lies in the working folder. Before 3.11 user packages go with it."""
 
 TIMEOUT_SECONDS = 120.0
 """Of a command. Importing torch and Transformer Engine takes half a minute from a slow disk."""
@@ -37,6 +41,8 @@ class Machine:
     """Runs a command with further environment variables."""
     find_version: Callable[[str], str | None]
     """Returns the version of an installed distribution, or None."""
+    find_import_fault: Callable[[str], str | None]
+    """Returns why a module cannot be imported, or None where it can."""
     find_cuda_version: Callable[[], str | None]
     """Returns the CUDA version that torch was built for, or None."""
     count_gpus: Callable[[], int]
@@ -61,6 +67,7 @@ class Machine:
             python_version=platform.python_version(),
             run=run_command,
             find_version=_find_version,
+            find_import_fault=_find_import_fault,
             find_cuda_version=_find_cuda_version,
             count_gpus=_count_gpus,
             find_gpu_uuid=_find_gpu_uuid,
@@ -75,13 +82,13 @@ def run_command(words: Sequence[str], variables: Mapping[str, str]) -> CommandRe
     """Run a command and wait for it.
 
     Args:
-        words: The program and its arguments; `python` is this process's own.
+        words: The program and its arguments; `python` is this process's own, which finds no modules in the working folder.
         variables: Environment variables beside those of this process.
     """
-    program = sys.executable if words[0] == "python" else words[0]
+    program = (sys.executable, _IGNORE_FOLDER) if words[0] == "python" else words[:1]
     try:
         ended = subprocess.run(
-            [program, *words[1:]],
+            [*program, *words[1:]],
             env={**os.environ, **variables},
             capture_output=True,
             text=True,
@@ -102,19 +109,25 @@ def _find_version(distribution: str) -> str | None:
         return None
 
 
-def _find_cuda_version() -> str | None:
+def _find_import_fault(module: str) -> str | None:
     try:
-        import torch
-    except (ImportError, OSError):  # OSError: a shared library of torch is missing
-        return None
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        return str(error)
+    return None
+
+
+def _find_cuda_version() -> str | None:
+    import torch
+
     return torch.version.cuda
 
 
 def _count_gpus() -> int:
-    try:
-        import torch
-    except (ImportError, OSError):
+    if _find_import_fault("torch") is not None:
         return 0
+    import torch
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

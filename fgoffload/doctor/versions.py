@@ -35,6 +35,10 @@ def _check_torch(machine: Machine) -> CheckResult:
         return CheckResult(
             name="torch", status=Status.ERROR, found="not installed", fix="install torch 2.9 or newer: pip install torch"
         )
+    fault = machine.find_import_fault("torch")
+    if fault is not None:
+        found = f"{found} is missing: it cannot be imported. {fault}"
+        return CheckResult(name="torch", status=Status.ERROR, found=found, fix="install torch again: pip install torch")
     cuda = machine.find_cuda_version()
     if _read(found) < _TORCH_FROM:
         return CheckResult(name="torch", status=Status.ERROR, found=found, fix="install torch 2.9 or newer")

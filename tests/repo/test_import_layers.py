@@ -1,7 +1,7 @@
 """Holds the one-way rule of imports, from the left to the right:
 
-units, errors, environment <- text_files, config, tags, plan, policy <- {engine, planner} <- {integrations, doctor}
-    <- benchmark <- cli.
+units, errors, environment, output_files <- text_files, config, tags, plan, policy <- {engine, planner}
+    <- {integrations, doctor} <- benchmark <- cli.
 
 Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <-
 {profiled_ranks, planning}.
@@ -18,7 +18,8 @@ import pytest
 MAY_IMPORT = {
     "errors": (),
     "units": ("errors",),
-    "text_files": ("errors",),
+    "output_files": (),
+    "text_files": ("errors", "units"),
     "policy": ("errors", "units"),
     "tags": ("errors", "units"),
     "watched": (),
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "config": ("errors", "units", "tags", "policy", "plan"),
     "transfer_config": ("errors", "units", "policy"),
     "engine": ("errors", "units", "tags", "policy", "plan", "config", "engine"),
-    "planner": ("errors", "units", "text_files", "tags", "watched", "policy", "plan", "config", "planner"),
+    "planner": ("errors", "units", "output_files", "text_files", "tags", "watched", "policy", "plan", "config", "planner"),
     "integrations": (
         "errors",
         "environment",
@@ -48,6 +49,7 @@ MAY_IMPORT = {
         "errors",
         "environment",
         "units",
+        "output_files",
         "tags",
         "policy",
         "plan",
@@ -61,6 +63,8 @@ MAY_IMPORT = {
     "cli": (
         "errors",
         "units",
+        "output_files",
+        "text_files",
         "tags",
         "policy",
         "plan",

@@ -49,6 +49,7 @@ def make_machine(root, **changes):
         python_version="3.12.1",
         run=Answers().run,
         find_version=VERSIONS.get,
+        find_import_fault=lambda module: None,
         find_cuda_version=lambda: "13.0",
         count_gpus=lambda: 1,
         find_gpu_uuid=lambda index: UUID,

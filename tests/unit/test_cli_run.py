@@ -152,7 +152,7 @@ def test_an_exception_of_the_script_is_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--offload-window", "1MB"), "the command line: --offload-window '1MB' is not a size."),
+        (("--offload-window", "1PB"), "the command line: --offload-window '1PB' is not a size."),
         (
             ("--recompute-granularity", "selective", "--recompute-modules", "core_attn"),
             "the command line: --offload-modules 'core_attn' and --recompute-modules 'core_attn' exclude each other",
@@ -169,17 +169,17 @@ def test_an_error_of_ours_is_one_line_with_code_2_before_the_script_starts(tmp_p
 
 def test_in_another_rank_an_error_names_it(tmp_path):
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    ended = start(SCRIPT, *MODEL, *ON, "--offload-window", "1MB", "--result", str(tmp_path / "result"), **ranks)
+    ended = start(SCRIPT, *MODEL, *ON, "--offload-window", "1PB", "--result", str(tmp_path / "result"), **ranks)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-    assert ended.stderr.startswith("fgoffload: error: rank 1: the command line: --offload-window '1MB'")
+    assert ended.stderr.startswith("fgoffload: error: rank 1: the command line: --offload-window '1PB'")
 
 
 def test_with_torchrun_an_error_of_ours_is_one_line_before_any_process_starts(tmp_path):
     ended = start(
-        "--nproc-per-node", "2", "--", SCRIPT, *MODEL, *ON, "--offload-window", "1MB", "--result", str(tmp_path / "r")
+        "--nproc-per-node", "2", "--", SCRIPT, *MODEL, *ON, "--offload-window", "1PB", "--result", str(tmp_path / "r")
     )
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-    assert ended.stderr.startswith("fgoffload: error: the command line: --offload-window '1MB'")
+    assert ended.stderr.startswith("fgoffload: error: the command line: --offload-window '1PB'")
 
 
 def test_an_option_that_torchrun_does_not_know_is_torchruns_to_refuse():

@@ -202,11 +202,11 @@ def test_a_plan_flag_becomes_a_path():
 
 @pytest.mark.parametrize("flag", ["offload_host_budget", "offload_window", "offload_prefetch", "offload_memory_budget"])
 def test_a_size_that_cannot_be_read_is_refused_with_its_flag(flag):
-    flags = argparse.Namespace(fine_grained_activation_offloading=True, offload_modules=["core_attn"], **{flag: "60GB"})
+    flags = argparse.Namespace(fine_grained_activation_offloading=True, offload_modules=["core_attn"], **{flag: "60PB"})
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.from_flags(flags)
     assert str(caught.value) == (
-        f"--{flag.replace('_', '-')} '60GB' is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB."
+        f"--{flag.replace('_', '-')} '60PB' is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB."
     )
 
 

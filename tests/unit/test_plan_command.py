@@ -399,7 +399,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--gpu and --hardware both say"),
         ((LLAMA, "--gpu", "h100", "--late-host", "--host-in-time"), "--late-host and --host-in-time exclude each other."),
         ((LLAMA, "--gpu", "h100", "--host-in-time"), "Leave it out, or give --profile FILE."),
-        ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "70GB"), "--offload-memory-budget '70GB' is not a size"),
+        ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "70PB"), "--offload-memory-budget '70PB' is not a size"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget=-1GiB"), "below 0"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
         ((LLAMA, "--gpu", "h100", "--pp", "3", "--num-gpus", "6"), "--num-layers 32"),

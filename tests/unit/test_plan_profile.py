@@ -182,7 +182,7 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
         (("--grad-reduce-in-bf16",), "gradient_bytes 4, and"),
         (("--no-bias-dropout-fusion",), "has_fused_dropout_add True, and"),
         (("--no-bias-swiglu-fusion",), "has_fused_activation True (--bias-swiglu-fusion), and"),
-        (("--no-optimizer",), "has_optimizer True (--optimizer), and"),
+        (("--no-optimizer",), "has_optimizer True (--with-optimizer), and"),
     ],
 )
 def test_another_training_is_refused_with_the_first_difference(capsys, arguments, profile, words, says):
@@ -206,7 +206,7 @@ def test_a_profile_without_an_optimizer_says_so_and_is_not_planned_with_one(caps
         code, out, _ = plan(capsys, arguments, "--profile", str(path), *BUDGET, *words)
         assert code == 0
         assert "1 x A device, profiled without an optimizer" in out
-    code, _, err = plan(capsys, arguments, "--profile", str(path), *BUDGET, "--optimizer")
+    code, _, err = plan(capsys, arguments, "--profile", str(path), *BUDGET, "--with-optimizer")
     assert code == 2
     assert "has_optimizer False (--no-optimizer), and" in err
 

@@ -5,7 +5,11 @@ from hypothesis import strategies as st
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, KIB, MIB, TIB, format_bytes, format_ms, parse_bytes
 
-UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+UNITS = {
+    **{"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB},
+    **{"K": KIB, "M": MIB, "G": GIB, "T": TIB},
+    **{"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
 
 
 def test_a_unit_is_1024_of_the_one_below():
@@ -29,12 +33,12 @@ def test_a_decimal_fraction_of_a_unit_is_read(text, size_bytes):
     assert parse_bytes(text, name="--size") == size_bytes
 
 
-@pytest.mark.parametrize("text", ["60GB", "60G", "1e9", "--1GiB", "GiB", "", "60 Gi B", "1,5GiB", "nan", "inf"])
+@pytest.mark.parametrize("text", ["60Gb/s", "60P", "1e9", "--1GiB", "GiB", "", "60 Gi B", "1,5GiB", "nan", "inf"])
 def test_text_that_is_no_size_is_refused_with_flag_value_and_units(text):
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text, name="--offload-window")
     assert str(caught.value) == (
-        f"--offload-window {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, as in 60GiB."
+        f"--offload-window {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB."
     )
 
 

@@ -36,10 +36,13 @@ _TOKEN = re.compile(
 )
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _VARIABLE = re.compile(r"\$(?:(?P<bare>\w+)|\{(?P<name>\w+)(?:(?P<array>\[[@*]\])|(?P<colon>:?)-(?P<default>[^}]*))?\})")
+_EXPANSION = re.compile(r"\$[\w{(]")
 _IGNORED_COMMANDS = frozenset({"set", "shopt"})
 """They change how bash runs a script, not what its arrays hold."""
 _LONGEST_SHOWN = 100
 """Characters of what cannot be read, in an error: a file of bytes may be one long word."""
+_LARGEST_EXPANSION = 16 * 1024 * 1024
+"""Characters of variables, and words of arrays, that a whole file may take in: `X="$X$X"` doubles with each line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,13 +57,14 @@ class _Word:
     """A word under construction: None until a piece of it has come, since `""` is a word and nothing is none."""
 
     def __init__(self) -> None:
-        self.text: str | None = None
+        self._pieces: list[str] = []
 
     def add(self, text: str) -> None:
-        self.text = (self.text or "") + text
+        self._pieces.append(text)
 
     def take(self) -> str | None:
-        text, self.text = self.text, None
+        text = "".join(self._pieces) if self._pieces else None
+        self._pieces.clear()
         return text
 
 
@@ -103,9 +107,12 @@ class _Reader:
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._source = source
-        self._scalars = dict(variables)
+        self._scalars = {name: [value] for name, value in variables.items()}
+        """In pieces, as `+=` adds them."""
         self._arrays: dict[str, list[str]] = {}
         self._taken_in: set[str] = set()
+        self._expanded = 0
+        """Characters of variables and words of arrays that were taken in."""
 
     def collect_flags(self) -> tuple[str, ...]:
         """Return the words of all arrays that no other array took in."""
@@ -119,9 +126,7 @@ class _Reader:
         if first.kind == "plain" and first.text in _IGNORED_COMMANDS:
             return
         if first.kind == "plain" and first.text in {"export", "declare", "local", "readonly"}:
-            tokens = [token for token in tokens[1:] if not token.text.startswith("-")]
-            while tokens and tokens[0].kind == "blank":
-                tokens = tokens[1:]
+            tokens = _strip([token for token in tokens[1:] if not token.text.startswith("-")])
             if not tokens:
                 return
             first = tokens[0]
@@ -139,18 +144,22 @@ class _Reader:
     def _assign_array(self, match: re.Match[str], tokens: list[_Token]) -> None:
         if tokens[-1].kind != "close":
             self._refuse(tokens[-1], f"text after the end of array {match['name']}")
-        words = list(self._split_words(tokens[1:-1]))
-        earlier = self._arrays.get(match["name"], []) if match["append"] else []
-        self._arrays[match["name"]] = [*earlier, *words]
+        name, words = match["name"], list(self._split_words(tokens[1:-1]))
+        if match["append"] and name in self._arrays:
+            self._arrays[name] += words
+        else:
+            self._arrays[name] = words
+        self._taken_in.discard(name)  # an array that takes itself in goes on
 
     def _assign_scalar(self, match: re.Match[str], tokens: list[_Token]) -> None:
-        value = ""
+        pieces = []
         for index, token in enumerate(tokens):
             if token.kind == "blank":
                 self._refuse(tokens[min(index + 1, len(tokens) - 1)], f"a command after the assignment of {match['name']}")
-            value += self._expand(token)
-        earlier = self._scalars.get(match["name"], "") if match["append"] else ""
-        self._scalars[match["name"]] = earlier + value
+            pieces.append(self._expand(token))
+        earlier = self._scalars.get(match["name"], []) if match["append"] else []
+        earlier += pieces
+        self._scalars[match["name"]] = earlier
 
     def _split_words(self, tokens: list[_Token]) -> Iterator[str]:
         """Yield the words of an array, split and unquoted as bash does."""
@@ -186,7 +195,9 @@ class _Reader:
         if match["name"] not in self._arrays:
             self._refuse(token, f"array {match['name']}, which is not assigned above,")
         self._taken_in.add(match["name"])
-        return self._arrays[match["name"]]
+        array = self._arrays[match["name"]]
+        self._count_expanded(len(array), token)
+        return array
 
     def _expand(self, token: _Token) -> str:
         """Return what `token` stands for: quotes gone, variables replaced."""
@@ -210,7 +221,7 @@ class _Reader:
             if character == "\\" and token.text[position + 1] in '"\\$`\n':
                 pieces.append("" if token.text[position + 1] == "\n" else token.text[position + 1])
                 position += 2
-            elif character == "$" and re.match(r"\$[\w{(]", token.text[position:]):
+            elif character == "$" and _EXPANSION.match(token.text, position):
                 match = _VARIABLE.match(token.text, position)
                 pieces.append(self._expand_variable(match, token))
                 position = match.end() if match else position
@@ -224,14 +235,31 @@ class _Reader:
             self._refuse(token, f"{token.text}, an expansion")
         name = match["bare"] or match["name"]
         # `:-` takes the default for an empty value too, `-` only for a name that is not assigned.
-        if name in self._scalars and (self._scalars[name] or not match["colon"]):
-            return self._scalars[name]
+        value = self._find_scalar(name)
+        if value is not None and (value or not match["colon"]):
+            self._count_expanded(len(value), token)
+            return value
         if match["default"] is not None and "$" not in match["default"]:
             return match["default"].strip("\"'")
         raise ConfigError(
             f"{self._source}, line {token.line}: variable ${name} is not assigned above. "
             f"Assign it before its use, or write ${{{name}:-default}}."
         )
+
+    def _find_scalar(self, name: str) -> str | None:
+        if name not in self._scalars:
+            return None
+        pieces = self._scalars[name]
+        pieces[:] = ["".join(pieces)]
+        return pieces[0]
+
+    def _count_expanded(self, size: int, token: _Token) -> None:
+        self._expanded += size
+        if self._expanded > _LARGEST_EXPANSION:
+            raise ConfigError(
+                f"{self._source}, line {token.line}: {token.text} and the variables before it come to more than "
+                f"{_LARGEST_EXPANSION} characters. Write out what they hold."
+            )
 
     def _refuse(self, token: _Token, what: str) -> NoReturn:
         _refuse(self._source, token.line, what, token.text)
@@ -276,13 +304,14 @@ def _tokenize(text: str, source: str) -> Iterator[_Token]:
     position, line = 0, 1
     starts_word = True
     while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            _refuse(source, line, *_name_unknown(text, position))
-        kind, piece = str(match.lastgroup), match.group()
-        if kind == "comment" and not starts_word:
+        if text[position] == "#" and not starts_word:
             # In bash a # inside a word is a part of the word.
             kind, piece = "plain", "#"
+        else:
+            match = _TOKEN.match(text, position)
+            if match is None:
+                _refuse(source, line, *_name_unknown(text, position))
+            kind, piece = str(match.lastgroup), match.group()
         if kind not in {"comment", "continuation"}:
             yield _Token(kind, piece, line)
         starts_word = kind in {"blank", "end", "open", "continuation"}

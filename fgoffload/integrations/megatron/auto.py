@@ -34,6 +34,7 @@ from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.collectives import ask_first, broadcast, gather, is_first_process
+from fgoffload.integrations.megatron.device_memory import check_static
 from fgoffload.integrations.megatron.measured_plans import (
     Layers,
     MeasuredStep,
@@ -160,6 +161,8 @@ class AutoOffload(StepMeasurement):
             self._plan(call)
         if self.state is MeasurementState.WANTED:
             self._kept_bytes = self._count_bytes()
+            if self._measured is None:
+                check_static(self._kept_bytes, budget_bytes=self._budget_bytes)
         self._current, self._ended_call = call, None
         super().begin_step(call)
 

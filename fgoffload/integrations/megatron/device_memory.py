@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from fgoffload.errors import PlanError
+from fgoffload.integrations.megatron.collectives import gather
+from fgoffload.units import format_bytes
+
 
 class MemoryReading(NamedTuple):
     """Device bytes at one moment."""
@@ -61,6 +65,25 @@ class CudaMemory(DeviceMemory):
 def find_device_memory(device_type: str) -> CudaMemory | None:
     """Return what counts the bytes of devices of this type, or None where nobody does, as on a CPU."""
     return CudaMemory() if device_type == "cuda" else None
+
+
+def check_static(static_bytes: int, *, budget_bytes: int) -> None:
+    """Refuse a budget that what is there before the first step is not below. All processes call this, and raise alike.
+
+    Args:
+        static_bytes: Of weights, gradients and whatever else is on the device of this process.
+        budget_bytes: Of each device.
+
+    Raises:
+        PlanError: With both sizes and the fix.
+    """
+    largest_bytes = max(gather(static_bytes))
+    if largest_bytes >= budget_bytes:
+        raise PlanError(
+            f"--offload-memory-budget {format_bytes(budget_bytes)} is not above the static memory of a rank, weights and "
+            f"gradients, which is {format_bytes(largest_bytes)} before the first step. Give a larger budget, or spread the "
+            "model over more ranks."
+        )
 
 
 def count_parameter_bytes(models: Iterable[torch.nn.Module]) -> int:

@@ -113,7 +113,9 @@ def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Its own where it knows it: without a model around it, forward need not be in it yet.
         offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
-        registrar.register([self], offload.chunk if chunk is None else chunk)
+        chunk = offload.chunk if chunk is None else chunk
+        registrar.register([self], chunk)
+        offload.enter_block(self, chunk)
         outputs = original(self, *args, **kwargs)
         offload.leave_block(self)
         return outputs

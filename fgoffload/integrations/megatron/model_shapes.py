@@ -75,6 +75,9 @@ _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim":
 """Of latent attention, in Megatron-LM and in megatron-core 0.16.1. They differ in the rank of keys and values, which is asked
 for."""
 
+_MOST_SHOWN = 20
+"""Unknown flags, in a warning."""
+
 _DEFAULT_VOCAB_SIZE = 256
 """As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""
 
@@ -220,7 +223,9 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
     parser = build_model_parser(source)
     parsed, left = parser.parse_known_args(list(flags))
     if unknown := list_unknown(left):
-        shown = [_show_with_nearest(flag, parser) for flag in unknown]
+        shown = [_show_with_nearest(flag, parser) for flag in unknown[:_MOST_SHOWN]]
+        if len(unknown) > _MOST_SHOWN:
+            shown.append(f"and {len(unknown) - _MOST_SHOWN} more")
         logger.warning("%s: a plan does not know %s, and is made without.", source, ", ".join(shown))
     if "vocab_size" not in parsed and any(word.startswith("--tokenizer-") for word in left):
         raise ConfigError(

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.handing_on import OpenReruns
+from fgoffload.integrations.megatron.holding import Holding
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.plan_files import naming_file
 from fgoffload.integrations.megatron.selected_tags import list_selected_tags
@@ -60,11 +60,13 @@ class MegatronOffload:
         """Whether a layer of this rank lets the host wait in each of its forwards, as token dispatchers do."""
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._lane: Lane | None = None
+        self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
+        """Those that forward has reached in the lane; None where a model began it, and begins the next one too."""
         self._chunk = 0
         self._layer = -1
         self._microbatches_begun: dict[int, int] = {}
         self._open: list[tuple[str, Region]] = []
-        self._holding = _Holding(self._submit_held)
+        self._holding = Holding(self._submit_held)
         self._call: ScheduleCall | None = None
         """Of the step that a schedule is in."""
         self._ending_block: weakref.ref[torch.nn.Module] | None = None
@@ -111,14 +113,38 @@ class MegatronOffload:
         self._chunk = chunk
         if torch.is_grad_enabled():
             self._begin_lane()
+            self._lane_blocks = None
+
+    def enter_block(self, block: torch.nn.Module, chunk: int) -> None:
+        """Forward reaches `block`, of model chunk `chunk`.
+
+        Not every model says that a forward of it begins: BERT and T5 do not. A block that forward reaches again does.
+        """
+        if is_inert():
+            return
+        if self._lane is None or (self._lane_blocks is not None and block in self._lane_blocks):
+            self._chunk = chunk
+            self._begin_lane()
+        if self._lane_blocks is not None:
+            self._lane_blocks.add(block)
 
     def _begin_lane(self) -> Lane:
         microbatch = self._microbatches_begun.get(self._chunk, 0)
-        self._microbatches_begun[self._chunk] = microbatch + 1
+        if torch.is_grad_enabled():  # an evaluation is no part of a step
+            self._microbatches_begun[self._chunk] = microbatch + 1
         self._layer = -1
+        self._lane_blocks = weakref.WeakSet()
         self._lane = lane = Lane(chunk=self._chunk, microbatch=microbatch)
         self._open.clear()  # regions that nobody ended
         return lane
+
+    def count_microbatches(self) -> dict[int, int]:
+        """Return how many microbatches of the step have begun, by model chunk."""
+        return dict(self._microbatches_begun)
+
+    def leave_out_microbatches(self, before: dict[int, int]) -> None:
+        """Take those that have begun since they were counted for no part of the step."""
+        self._microbatches_begun = dict(before)
 
     def abandon_microbatch(self) -> None:
         """Forward raised: hold nothing of it. A recompute that raises in backward, or stops early, has nothing here."""
@@ -318,7 +344,7 @@ class MegatronOffload:
         self.actions.use_plan(plan)
 
     def finish_open_step(self) -> None:
-        """Finish the step that is under way, if one is; where Megatron's own flag is on, its schedule has done so already.
+        """Finish the step that is under way, if one is: if a forward has begun since the last one.
 
         Raises:
             IntegrationError: As `finish_step`.
@@ -377,27 +403,3 @@ class MegatronOffload:
             len(kept),
             len(moved_bytes),
         )
-
-
-class _Holding:
-    """Whether groups that end are held, and the context in which they are. One for all layers, which do not nest."""
-
-    __slots__ = ("_submit", "is_on")
-
-    def __init__(self, submit: Callable[[], None]) -> None:
-        self._submit = submit
-        self.is_on = False
-
-    def flush(self) -> None:
-        """Hold no more."""
-        self.is_on = False
-        self._submit()
-
-    def __enter__(self) -> None:
-        self.is_on = True
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.flush()
-        else:
-            self.is_on = False  # what is held is nobody's any more

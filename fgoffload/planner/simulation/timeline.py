@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import write_file
 from fgoffload.planner.simulation.simulation_result import LaneName, RankResult, RankTimeline, Span, StepResult
 
 _MICROSECONDS = 1e6
@@ -33,7 +34,7 @@ def write_chrome_trace(result: StepResult, path: Path) -> None:
     events = list(itertools.chain.from_iterable(list_events(rank) for rank in result.ranks))
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
     try:
-        path.write_text(text, encoding="utf-8")
+        write_file(path, text)
     except OSError as error:
         raise ConfigError(f"trace file {path}: {error.strerror}. Give the path of a file that can be written.") from error
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import write_file
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import (
     ChunkModel,
@@ -176,7 +177,7 @@ class Profile:
             ConfigError: The file cannot be written.
         """
         try:
-            path.write_text(self.to_json(), encoding="utf-8")
+            write_file(path, self.to_json())
         except OSError as error:
             raise ConfigError(f"profile {path} cannot be written: {error.strerror}. Give another file.") from error
 

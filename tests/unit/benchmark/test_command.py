@@ -51,7 +51,7 @@ REFUSED = [
     ),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--plans", "none.json"), "none.json: No such file or directory."),
-    ((ARGUMENTS, "--budgets", "18.9GB"), "--budgets '18.9GB' is not a size."),
+    ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
     ((ARGUMENTS, "--budgets", "5"), "--budgets '5' has no unit. Add one of B, KiB, MiB, GiB, TiB, as in 5GiB."),
     ((ARGUMENTS, "--settings", "budget:5"), "--settings budget:5: '5' has no unit."),
     ((ARGUMENTS, "--search-megatron"), "--search-megatron looks for what is fastest at each budget. Give --budgets"),

@@ -180,7 +180,7 @@ def test_a_fault_of_the_planner_costs_a_prediction_and_is_logged(monkeypatch, ca
         (make_profile(layers=4, has_optimizer=False), "p.json is of 4 layers, and the model has 6. Give --profile without"),
         (
             make_profile(),
-            r"p.json was measured with an optimizer, and this benchmark runs without an optimizer \(--optimizer\)",
+            r"p.json was measured with an optimizer, and this benchmark runs without an optimizer \(--with-optimizer\)",
         ),
     ],
 )

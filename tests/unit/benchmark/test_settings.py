@@ -107,7 +107,7 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         ("ours:expert_fc1@half", "'half' is no part"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),
         ("ours:core_atn", "Did you mean 'core_attn'?"),
-        ("budget:18.9GB", "--settings budget:18.9GB: '18.9GB' is not a size"),
+        ("budget:18.9PB", "--settings budget:18.9PB: '18.9PB' is not a size"),
         ("budget:18", "--settings budget:18: '18' has no unit. Add one of B, KiB, MiB, GiB, TiB, as in 18GiB."),
     ],
 )

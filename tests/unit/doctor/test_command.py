@@ -55,7 +55,7 @@ def test_this_machine_without_a_gpu_can_be_checked(capsys):
     assert rows["host memory"]["status"] in ("ok", "warning")
 
 
-@pytest.mark.parametrize("word", ["--jason", "extra"])
+@pytest.mark.parametrize("word", ["--all", "extra"])
 def test_a_word_that_is_no_option_is_refused(word, capsys):
     assert main(["doctor", word]) == 2
     assert f"{word!r} is no option of this command. Leave it out" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_fraction_that_keeps_all_is_said():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*ON, "--offload-window", "1MB"], "the command line: --offload-window '1MB' is not a size"),
+        ([*ON, "--offload-window", "1PB"], "the command line: --offload-window '1PB' is not a size"),
         ([*ON, "--offload-prefetch"], "the command line: --offload-prefetch expected one argument. Give it after the flag"),
         ([*ON, "--activation-offload-fraction", "x"], "--activation-offload-fraction 'x' is not a number"),
         ([*ON, "--delay-offload-until-cuda-graph"], "--delay-offload-until-cuda-graph is not built yet"),

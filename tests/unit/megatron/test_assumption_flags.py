@@ -57,7 +57,7 @@ def test_a_flag_says_what_a_parameter_has_beside_its_weight(flags, expected):
         ("--main-params-dtype bf16", "--main-params-dtype 'bf16' is none of: fp32, fp16"),
         (f"{AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other. Give one of them"),
         ("--min-offloaded-tensor-size -1", "--min-offloaded-tensor-size -1 is below 0"),
-        ("--offload-window 1GB", "--offload-window '1GB' is not a size"),
+        ("--offload-window 1PB", "--offload-window '1PB' is not a size"),
         ("--offload-prefetch 5", "--offload-prefetch '5' has no unit"),
     ],
 )

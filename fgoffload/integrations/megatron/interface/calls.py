@@ -35,8 +35,8 @@ class Calls:
         """Whether sites save for us; off between `disable_offload` and `enable_offload`."""
         self.is_replaying = False
         """Whether forward is between `enter_replay` and `exit_replay`, so that groups which allow it wait with leaving."""
-        self._trained_forwards = 0
-        self._evaluated_forwards = 0
+        self._begun: dict[int, int] = {}
+        """Microbatches, by chunk, when offload was disabled."""
         self._warned: set[str] = set()
 
     @property
@@ -52,26 +52,31 @@ class Calls:
             settings: What Megatron's config says, by the name of its field. Ours says what counts.
         """
         self._warn_of_settings(settings)
-        if torch.is_grad_enabled():
-            self._trained_forwards += 1
-        else:
-            self._evaluated_forwards += 1
         self.offload.begin_microbatch(vp_stage or 0)
 
     def finish_step(self) -> None:
         """A schedule has run all its microbatches.
 
-        From 0.18 on Megatron says so after an evaluation too, which is no step: nothing was saved, so the check that each tag
-        saved something must not count it.
+        From 0.18 on Megatron says so after an evaluation too, and around the capture of CUDA graphs. Without a forward that
+        saves since the last time that is no step.
 
         Raises:
             IntegrationError: A selected tag saved nothing on any rank.
             PlanError: The plan names a site that no rank has.
         """
-        is_evaluation = self._evaluated_forwards > 0 and self._trained_forwards == 0
-        self._trained_forwards = self._evaluated_forwards = 0
-        if not is_evaluation:
-            self.offload.finish_step()
+        self.offload.finish_open_step()
+
+    def disable(self) -> None:
+        """What comes now is the warm-up of a CUDA graph: nothing leaves, and it is no part of a step."""
+        if self.is_enabled:
+            self._begun = self.offload.count_microbatches()
+        self.is_enabled = False
+
+    def enable(self) -> None:
+        """The warm-up is over."""
+        if not self.is_enabled:
+            self.offload.leave_out_microbatches(self._begun)
+        self.is_enabled = True
 
     def keep(self, tensor: torch.Tensor | None) -> None:
         """Never move `tensor`; Megatron passes None where a module has no such parameter."""

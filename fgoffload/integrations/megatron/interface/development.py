@@ -74,10 +74,10 @@ def _make_step_methods(calls: Calls) -> dict[str, Any]:
 
 def _make_graph_methods(calls: Calls) -> dict[str, Any]:
     def disable_offload() -> None:
-        calls.is_enabled = False
+        calls.disable()
 
     def enable_offload() -> None:
-        calls.is_enabled = True
+        calls.enable()
 
     def enter_replay() -> None:
         calls.is_replaying = True

@@ -229,7 +229,7 @@ def test_memory_is_read_with_its_unit_or_in_bytes(number, unit):
         ({"gpus_per_node": 0}, r"gpus_per_node 0 is below 1. Give 1 or more"),
         ({"gpus_per_node": 8.0}, r"gpus_per_node 8.0 is no whole number"),
         ({"device_memory_bytes": 80e9}, r"device_memory_bytes 80000000000.0 is no whole number"),
-        ({"device_memory_bytes": "80GB"}, r"device_memory_bytes '80GB' is not a size. .* as in 60GiB"),
+        ({"device_memory_bytes": "80PB"}, r"device_memory_bytes '80PB' is not a size. .* as in 60GiB"),
         ({"device_memory_bytes": "-1GiB"}, r"device_memory_bytes '-1GiB' is below 0"),
         ({"host_memory_bytes_per_node": -5}, r"host_memory_bytes_per_node -5 is below 1"),
         ({"bf16_flop": 1e12}, r"hardware has no field 'bf16_flop'. Did you mean 'bf16_flop_per_s'\?"),

@@ -1,0 +1,28 @@
+"""Groups that wait with their copies until the host has waited for something else."""
+
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Holding:
+    """Whether groups that end are held, and the context in which they are. One for all layers, which do not nest."""
+
+    __slots__ = ("_submit", "is_on")
+
+    def __init__(self, submit: Callable[[], None]) -> None:
+        self._submit = submit
+        self.is_on = False
+
+    def flush(self) -> None:
+        """Hold no more."""
+        self.is_on = False
+        self._submit()
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.flush()
+        else:
+            self.is_on = False  # what is held is nobody's any more

@@ -1,0 +1,27 @@
+"""`--offload-modules auto` with a budget that the weights alone are above."""
+
+import pytest
+from support.trainings import DENSE, make_trainer
+
+from fgoffload import OffloadConfig, PlanError
+from fgoffload.integrations.megatron import profiling
+from fgoffload.integrations.megatron.device_memory import MemoryReading
+
+BUDGET_BYTES = 1000
+
+
+class FullMemory:
+    """In place of an allocator that has handed out the whole budget."""
+
+    def read(self):
+        return MemoryReading(allocated_bytes=BUDGET_BYTES, peak_bytes=BUDGET_BYTES)
+
+
+@pytest.mark.usefixtures("parallel")
+def test_what_an_allocator_counts_above_the_budget_ends_the_first_step_before_a_forward(monkeypatch):
+    monkeypatch.setattr(profiling, "find_device_memory", lambda device_type: FullMemory())
+    config = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=BUDGET_BYTES)
+    with make_trainer(DENSE, config) as trainer:
+        trainer.chunks[0].register_forward_pre_hook(lambda module, args: pytest.fail("a forward ran"))
+        with pytest.raises(PlanError, match="--offload-memory-budget 1000 B is not above the static memory of a rank"):
+            trainer.run_step()

@@ -1,0 +1,25 @@
+"""`reset` ends a step only where a forward of a training came before it: Megatron calls it around other things too."""
+
+from support.megatron_stub.training import LAYERS, with_offload
+
+
+def test_a_reset_before_the_first_forward_is_no_step():
+    with with_offload("core_attn") as training:
+        training.layers.finish_schedule()
+        assert training.offload.last_step is None
+        training.step()
+        assert training.offload.last_step.tags["core_attn"].groups == 2 * LAYERS
+
+
+def test_a_reset_behind_a_step_or_a_warm_up_leaves_the_step_before():
+    with with_offload("core_attn") as training:
+        training.step()
+        step = training.offload.last_step
+        training.layers.finish_schedule()
+        assert training.offload.last_step is step
+        interface = training.layers.off_interface
+        interface.disable_offload()
+        training.forward().sum().backward()
+        interface.enable_offload()
+        training.layers.finish_schedule()
+        assert training.offload.last_step is step

@@ -1,0 +1,215 @@
+"""Input that cannot be right ends in one error, with code 2."""
+
+import gzip
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.command import ARGUMENTS
+
+from fgoffload import OffloadConfig, text_files
+from fgoffload.cli import main
+from fgoffload.cli.process import run_torchrun
+from fgoffload.cli.streams import LibraryLog
+from fgoffload.doctor.machine import run_command
+from fgoffload.errors import LONGEST_MESSAGE, LONGEST_VALUE, ConfigError
+from fgoffload.integrations.megatron.argument_files import parse_argument_file
+from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
+from fgoffload.integrations.megatron.flags import FlagParser
+from fgoffload.text_files import read_text_file
+from fgoffload.units import parse_bytes
+
+
+@pytest.fixture(autouse=True)
+def _work_in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refuse(capsys, *words):
+    """Return the one line that a command ends with."""
+    assert main(words) == 2
+    shown, said = capsys.readouterr()
+    (line,) = said.splitlines()
+    assert shown == ""
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("trian",), "train"),
+        (("--verson",), "--version"),
+        (("train", "--hepl"), "--help"),
+        (("train", "--stesp", "3"), "--steps"),
+        (("doctor", "--jsn"), "--json"),
+        (("profile", "--jsn=x"), "--json"),
+        (("bench", "--search-megatrn"), "--search-megatron"),
+        (("run", "--hepl"), "--help"),
+    ],
+)
+def test_a_word_that_is_typed_wrongly_gets_a_suggestion(capsys, words, meant):
+    assert f"Did you mean {meant}?" in refuse(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plan", ARGUMENTS, "--gpu", "h100", "--optimizer"), "the command line: --optimizer expected one argument."),
+        (("bench", ARGUMENTS, "--optimizer", "adam"), "the command line: --optimizer is not a flag that this version knows."),
+    ],
+)
+def test_megatrons_own_optimizer_flag_is_not_taken_for_one_of_ours(capsys, words, message):
+    assert message in refuse(capsys, *words)
+
+
+@pytest.mark.parametrize("value", ["x" * 100_000, "a b " * 25_000, "'\"" * 50_000], ids=["word", "words", "quotes"])
+def test_an_error_cuts_the_values_that_it_repeats(value):
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(value, name="--reserve")
+    message = str(caught.value)
+    assert message.startswith("--reserve ")
+    assert message.endswith(" is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB.")
+    assert len(message) < 2 * LONGEST_VALUE
+    assert str(ConfigError(f"x.sh: {message}")) == f"x.sh: {message}"  # one that is taken in by another is not cut again
+
+
+def test_a_warning_cuts_them_too(capsys):
+    with LibraryLog().attached():
+        logging.getLogger("fgoffload").warning("--flag %s has no effect.", "x" * 100_000)
+    assert len(capsys.readouterr().err) < 2 * LONGEST_VALUE
+
+
+def test_an_error_of_many_values_is_cut_in_the_middle():
+    message = str(ConfigError(f"--tags {' '.join(map(str, range(100_000)))} are too many. Give fewer."))
+    assert len(message) <= LONGEST_MESSAGE
+    assert message.startswith("--tags 0 1 2 ")
+    assert message.endswith(" 99999 are too many. Give fewer.")
+
+
+@pytest.mark.parametrize(("modules", "wanted"), [("core_attn", "('core_attn',)"), (7, "('core_attn',)"), ((7,), "as in")])
+def test_tags_that_are_no_sequence_of_names_are_refused(modules, wanted):
+    with pytest.raises(ConfigError, match=r"is not a sequence of tags\. Give one") as caught:
+        OffloadConfig(offload_modules=modules)
+    assert wanted in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["abc", "-1"])
+def test_a_variable_of_a_launcher_that_is_no_number_is_found_before_the_first_training(capsys, monkeypatch, value):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    assert f"LOCAL_WORLD_SIZE='{value}', which is no number" in refuse(capsys, "train", ARGUMENTS, "--steps", "1")
+
+
+def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys, monkeypatch):
+    monkeypatch.setattr("fgoffload.cli.measurement.Trainer.run_step", lambda trainer: pytest.fail("a step ran"))
+    assert main(("train", ARGUMENTS, "--offload-modules", "auto", "--offload-memory-budget", "100KiB")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--offload-memory-budget 100.00 KiB is not above the static memory of a rank" in line
+
+
+@pytest.mark.parametrize(("option", "value"), [("--nproc-per-node", "0"), ("--nproc-per-node", "abc"), ("--nnodes", "0")])
+def test_what_torchrun_cannot_use_is_one_error(option, value):
+    with pytest.raises(ConfigError, match=r"^torchrun refuses its options: .*(0|abc).*\. See `torchrun --help`\.$"):
+        run_torchrun([option, value, "x.py"])
+
+
+@pytest.mark.parametrize("content", [b"def f(:\n", b"\0\1", b"\xff\xfe"], ids=["syntax", "zeros", "encoding"])
+def test_a_script_that_is_no_python_source_is_refused_before_it_runs(capsys, content):
+    Path("x.py").write_bytes(content)
+    assert "script 'x.py' is no Python source: " in refuse(capsys, "run", "x.py")
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_large_file(path):
+    path.write_bytes(bytes(101))
+
+
+def make_packed_bomb(path):
+    path.write_bytes(gzip.compress(bytes(101)))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("pipe.json", make_pipe, "profile: no regular file. Measure again."),
+        ("large.json", make_large_file, "profile: larger than 100 B. Measure again."),
+        ("bomb.json.gz", make_packed_bomb, "profile: larger than 100 B, unpacked. Measure again."),
+        ("/dev/zero", lambda path: None, "profile: no regular file. Measure again."),
+    ],
+)
+def test_a_file_that_has_no_end_or_is_too_large_is_refused(monkeypatch, name, make, message):
+    monkeypatch.setattr(text_files, "LARGEST_TEXT_BYTES", 100)
+    make(Path(name))
+    with pytest.raises(ConfigError) as caught:
+        read_text_file(Path(name), name="profile", fix="Measure again.")
+    assert str(caught.value) == message
+
+
+def start(*words, **options):
+    # Buffered, as for users.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment, **options)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--help")])
+def test_output_that_there_is_no_room_for_is_one_error(words):
+    with open("/dev/full", "wb") as full:
+        ended = start("-m", "fgoffload", *words, stdout=full)
+    said = "fgoffload: error: the output cannot be written: No space left on device. Free space, or send it elsewhere.\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
+def test_the_check_of_a_machine_imports_nothing_from_the_working_folder():
+    Path("torch.py").write_text("print('mine')\n", encoding="utf-8")
+    ended = run_command(("python", "-c", "import importlib.util; print(importlib.util.find_spec('torch').origin)"), {})
+    assert ended.exit_code == 0, ended.output
+    assert str(Path.cwd()) not in ended.output
+
+
+def test_a_machine_without_torch_is_checked_and_told_so():
+    code = "import sys; sys.modules['torch'] = None; from fgoffload.cli import main; sys.exit(main(['doctor']))"
+    ended = start("-c", code, stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "is missing: it cannot be" in ended.stdout
+    assert "cuDNN" in ended.stdout  # the last row
+
+
+def parse_flags(words):
+    return add_fine_grained_offload_args(FlagParser(source="x.sh")).parse_known_args(words)[1]
+
+
+def parse_file(text):
+    return parse_argument_file(text, source="x.sh")
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (parse_flags, [f"--f{number}" for number in range(15_000)]),
+        (parse_file, "A+=(1)\n" * 100_000),
+        (parse_file, f"A=(x{'#' * 100_000})\n"),
+        (parse_file, f"A=({'1 ' * 150_000})\n"),
+    ],
+    ids=["flags", "arrays", "word", "words"],
+)
+def test_reading_words_takes_time_in_proportion_to_their_number(read, text):
+    before = time.process_time()
+    assert read(text)
+    assert time.process_time() - before < 3  # CPU seconds: under 1, and 5 to 10 where each word looks at all the others
+
+
+@pytest.mark.parametrize("line", ['X="$X$X"', 'A=("${A[@]}" "${A[@]}")'])
+def test_an_argument_file_whose_variables_grow_without_end_is_refused(line):
+    with pytest.raises(ConfigError, match=r"x\.sh, line \d\d: .* come to more than 16777216 characters\."):
+        parse_file("X=aa\nA=(1 2)\n" + f"{line}\n" * 24)
+
+
+def test_an_array_may_go_on_from_itself():
+    assert parse_file('A=(--one)\nA=("${A[@]}" --two)\n') == ("--one", "--two")
