@@ -122,8 +122,13 @@ class Device(abc.ABC):
             stream: Inside of `copying_on` for it: to switch costs the host half a copy, and who queues several does it once.
         """
 
-    def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """Return whether `on_host` has the bytes of `tensor`, both uint8. The host waits for what the current stream queued."""
+    def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
+        """Return whether `on_host` has the bytes of `tensor`, both uint8, when `after` has passed.
+
+        The host blocks until then, and until what the current stream has queued is done.
+        """
+        if after is not None:
+            self.synchronize(after)
         return torch.equal(on_host, tensor.to(on_host.device))
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:

@@ -63,13 +63,16 @@ class Rewrites:
     def _is_equal(self, saved: SavedStorage, tensor: torch.Tensor) -> bool:
         if saved.block is None or saved.block.parts[0].is_meta:
             return True  # nothing was copied, as in an estimate
-        if saved.d2h_done is not None:
-            self._device.synchronize(saved.d2h_done)
         stretch = get_stretch(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
             # Padding between the views is whatever lay there: it is taken from the copy.
+            if saved.d2h_done is not None:
+                self._device.synchronize(saved.d2h_done)
             dense = torch.cat(saved.block.parts).to(tensor.device)
             gather(saved.gathered, tensor, dense)
             stretch = dense
-        sizes = [part.numel() for part in saved.block.parts]
-        return all(map(self._device.is_equal, saved.block.parts, torch.split(stretch, sizes)))
+        stretches = torch.split(stretch, [part.numel() for part in saved.block.parts])
+        return all(
+            self._device.is_equal(part, now, after=saved.d2h_done)
+            for part, now in zip(saved.block.parts, stretches, strict=True)
+        )

@@ -147,11 +147,11 @@ class RecordingCpuDevice(ClockedCpuDevice):
         self._access(source, "copy", work, is_write=False)
         self._access(destination, "copy", work, is_write=True)
 
-    def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor) -> bool:
+    def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: object) -> bool:
         self.run_kernel("compare", [tensor], [])
         self.synchronize(self.record_event(self._current))
         with self._internal():
-            return super().is_equal(on_host, tensor)
+            return super().is_equal(on_host, tensor, after=after)
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
         with self._internal():

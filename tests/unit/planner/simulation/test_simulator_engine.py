@@ -85,6 +85,9 @@ class ClockDevice(CpuDevice):
     def synchronize(self, event):
         self._times[self.current_stream()] = max(self.clock_s, event)
 
+    def is_equal(self, on_host, tensor, *, after):
+        return True  # asked in the first steps alone, which nobody simulates
+
     def copy_bytes(self, *, destination, source, stream):
         super().copy_bytes(destination=destination, source=source, stream=stream)
         seconds = source.numel() * source.element_size() / self._rates[stream]
