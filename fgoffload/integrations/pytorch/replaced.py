@@ -90,7 +90,7 @@ class ReplacedForward:
         module = None if self._module is None else self._module()
         forward = self._find_before()
         handle = self._handle
-        if handle is None or module is None or torch.compiler.is_exporting():
+        if handle is None or module is None:
             return forward(*args, **kwargs)
         if self._is_torch_container:
             forward = functools.partial(_call, forward)
@@ -106,7 +106,7 @@ class ReplacedForward:
                 if around.is_left():
                     around.restore()
         finally:
-            if around.is_left():
+            if around.is_left():  # an exception of the module's, and an interrupt while the lines above close behind it
                 around.restore()
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
