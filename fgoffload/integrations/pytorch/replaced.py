@@ -90,7 +90,7 @@ class ReplacedForward:
         module = None if self._module is None else self._module()
         forward = self._find_before()
         handle = self._handle
-        if handle is None or module is None:
+        if handle is None or module is None or torch.compiler.is_exporting():
             return forward(*args, **kwargs)
         if self._is_torch_container:
             forward = functools.partial(_call, forward)
