@@ -6,10 +6,9 @@ each knows the one around it: a module finds the forward of its own handle, a ha
 Nothing is looked up by process, so two threads, two models, and a model within another do not know each other.
 
 [Note: Interrupted forwards]
-An exception may come between any two lines of ours: Ctrl-C, an alarm, memory that runs out. A saved-tensor hook that stayed
-on the thread would reach into whatever the process does next. So who opens something takes `Surroundings` before, and
-restores them in a `finally`, whatever was opened since and however far it came. The `finally` has another one around it, for
-an exception that comes while the first one restores.
+An exception may come between any two lines of ours: Ctrl-C, an alarm, memory that runs out. A saved-tensor hook that stayed on
+the thread would reach into whatever the process does next. So who opens something takes `Surroundings` before, and restores
+them in a `finally`, whatever was opened since and however far it came.
 """
 
 import contextvars
@@ -283,10 +282,7 @@ class Forward:
 
     def leave(self) -> None:
         """Stop to take notice, however far `begin` or `finish` came."""
-        try:
-            self._around.restore()
-        finally:
-            self._around.restore()
+        self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""

@@ -126,13 +126,10 @@ class ModelOffload(EngineOwner):
         """
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
-            try:
-                begun = None if is_inert() or not self.config.enabled else self._begin(self._model(), ())
-                yield
-                if begun is not None:
-                    begun.finish()
-            finally:
-                around.restore()
+            begun = None if is_inert() or not self.config.enabled else self._begin(self._model(), ())
+            yield
+            if begun is not None:
+                begun.finish()
         finally:
             around.restore()
 

@@ -106,7 +106,7 @@ class ReplacedForward:
                 if around.is_left():
                     around.restore()
         finally:
-            if around.is_left():
+            if around.is_left():  # an exception of the module's, and an interrupt while the lines above close behind it
                 around.restore()
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from support.models import ALL, check_equal, copy_gradients, make_inputs, make_net
 from support.sites import has_hooks
 from torch import nn
@@ -69,11 +70,17 @@ def make_step(kind: str) -> tuple[nn.Module, Any, Callable[[], None]]:
             loss = net(inputs)
         loss.backward()
 
+    def run_failing() -> None:
+        with contextlib.suppress(RuntimeError):
+            net.layers[0].mlp(torch.ones(2, 3))
+        assert not has_hooks()
+        run_model()
+
     if kind == "block":
         handle = fgoffload.saved_tensors(ALL, group_bytes=2000, device="cpu")
         return net, handle, run_block
     handle = fgoffload.offload(net, {"layers.*.attn": "attn", "layers.*.mlp": "mlp"}, ALL)
-    return net, handle, run_model if kind == "model" else run_parts
+    return net, handle, {"model": run_model, "parts": run_parts, "failing": run_failing}[kind]
 
 
 def is_unguarded(line: Line) -> bool:
@@ -86,7 +93,7 @@ def is_unguarded(line: Line) -> bool:
 UNGUARDED_EXIT = "self._leave(is_failed=error is not None)"
 
 
-@pytest.mark.parametrize("kind", ["model", "parts", "block"])
+@pytest.mark.parametrize("kind", ["model", "parts", "failing", "block"])
 def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # pytest's holds what a `__del__` was about to drop
     net, handle, step = make_step(kind)

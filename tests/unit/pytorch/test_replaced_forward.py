@@ -150,8 +150,10 @@ def test_a_scripted_module_may_be_a_region():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_an_offloaded_model_is_exported_or_told_to_be_removed_first():
     model, inputs = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(2, 4)
-    with fgoffload.offload(model, ["0"]):
-        check_equal([model(inputs)], [torch.export.export(model, (inputs,)).module()(inputs)])
+    with fgoffload.offload(model, ["0"]) as handle:
+        exported = torch.export.export(model, (inputs,)).module()
+        assert handle.engine is None
+        check_equal([model(inputs)], [exported(inputs)])
         with pytest.raises(torch._dynamo.exc.Unsupported, match="Call `remove` on its handle first"):
             torch.export.export(model, (inputs,), strict=True)
         with pytest.raises(StateError, match="Call `remove` on its handle first"):
