@@ -90,6 +90,9 @@ class Hostile(Device):
         self.nap(stream)
         super().copy_bytes(destination=destination, source=source, stream=stream)
 
+    def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Any) -> bool:
+        return True  # asked in the first steps alone: to wait here would make in time what is late on purpose
+
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
         return super().allocate_device(size_bytes).fill_(POISON)
 

@@ -1,0 +1,88 @@
+"""What plain torch allows, on a device whose copies are under way while forward goes on."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fgoffload
+
+N = 2048
+ALL = fgoffload.TransferConfig(min_offloaded_bytes=0)
+
+pytestmark = pytest.mark.usefixtures("_deterministic")
+
+
+class WritesLogits(torch.autograd.Function):
+    """Writes its gradient over what it was given, and counts no version, as a Triton kernel does."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        loss = logits.logsumexp(-1).sum()
+        logits.data.copy_(logits.detach().softmax(-1))
+        ctx.save_for_backward(logits.detach())
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0] * gradient
+
+
+class Dot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, buffer):
+        ctx.save_for_backward(buffer)
+        return (weight * buffer).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0], None
+
+
+def write_logits(x, context):
+    with context:
+        logits = x * 2
+        log = logits.cosh()
+        _ = log.sin()  # the logits are on their way to the host now
+        loss = WritesLogits.apply(logits)
+    return loss
+
+
+def noise(x, context):
+    torch.manual_seed(0)
+    with context:
+        return functional.rrelu(functional.rrelu(x * 2, training=True).sin(), training=True).sum()
+
+
+def transforms(x, context):
+    with context:
+        value, tangent = torch.func.jvp(lambda v: (v.sin() * x).cos(), (x.detach(),), (torch.ones_like(x),))
+        inner = torch.func.grad(lambda v: v.sin().sum())(x.detach())
+        return (value + tangent + inner * x).sum()
+
+
+@pytest.mark.parametrize("step", [write_logits, noise, transforms])
+def test_gradients_are_those_of_plain_torch(step):
+    def run(context):
+        x = torch.linspace(-1, 1, N * N, device="cuda").view(N, N).requires_grad_()
+        step(x, context).backward()
+        return x.grad
+
+    expected = run(contextlib.nullcontext())
+    block = fgoffload.saved_tensors(ALL, group_bytes=1)
+    for _ in range(3):
+        assert torch.equal(expected, run(block))
+    block.close()
+
+
+def test_a_gradient_that_is_scaled_in_place_changes_no_buffer():
+    weight, buffer = nn.Parameter(torch.ones(N, N, device="cuda")), torch.ones(N, N, device="cuda")
+    block = fgoffload.saved_tensors(ALL, group_bytes=1)
+    with block:
+        loss = Dot.apply(weight, buffer)
+    loss.backward()
+    weight.grad.mul_(2)
+    assert torch.equal(buffer, torch.ones_like(buffer))
+    block.close()
