@@ -46,8 +46,7 @@ def write_logits(x, context):
         logits = x * 2
         log = logits.cosh()
         _ = log.sin()  # the logits are on their way to the host now
-        loss = WritesLogits.apply(logits)
-    return loss
+        return WritesLogits.apply(logits)
 
 
 def noise(x, context):
