@@ -62,6 +62,7 @@ def transforms(x, context):
         return (value + tangent + inner * x).sum()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
 @pytest.mark.parametrize("step", [write_logits, noise, transforms])
 def test_gradients_are_those_of_plain_torch(step):
     def run(context):
