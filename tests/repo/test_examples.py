@@ -1,7 +1,5 @@
 """Every example runs and prints what its top says."""
 
-import argparse
-import json
 import os
 import re
 import subprocess
@@ -9,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from fgoffload.benchmark.settings import parse_setting
-from fgoffload.cli import bench
 
 ROOT = Path(__file__).parents[2]
 EXPECTED_LINES = {
@@ -42,45 +37,6 @@ EXPECTED_LINES = {
         r"host memory in use: 0 B",
     ],
 }
-
-
-FRONTIER = ROOT / "examples" / "benchmarks" / "frontier_w2.sh"
-
-
-def test_the_long_run_is_one_command_that_bench_takes_from_any_folder(tmp_path, monkeypatch):
-    text = FRONTIER.read_text(encoding="utf-8")
-    assert text.startswith("#!/usr/bin/env bash\n# ")
-    assert "What you should see:" in text
-    command = tmp_path / "fgoffload"
-    command.write_text(
-        f"#!{sys.executable}\n"
-        "import json, os, sys\n"
-        "names = ('CUDA_DEVICE_MAX_CONNECTIONS', 'NVTE_USE_CUTLASS_GROUPED_GEMM')\n"
-        "print(json.dumps([sys.argv[1:], os.getcwd(), [os.environ.get(name) for name in names]]))\n",
-        encoding="utf-8",
-    )
-    command.chmod(0o755)
-    shown = subprocess.run(
-        ["bash", str(FRONTIER), "--out", "a folder"],
-        capture_output=True,
-        text=True,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        cwd=tmp_path,
-        check=True,
-    ).stdout
-    words, folder, variables = json.loads(shown)
-    assert (folder, variables) == (str(ROOT), ["1", "1"])
-    assert words[0] == bench.NAME
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    bench.add_arguments(parser)
-    options, flags = parser.parse_known_args(words[1:])
-    monkeypatch.chdir(folder)
-    checked = bench.check_options(options, flags)
-    assert checked.megatron_flags == ("--no-bias-swiglu-fusion", "--moe-permute-fusion", "--rope-fusion")
-    assert checked.measures_profile
-    assert [size / 2**30 for size in checked.budgets_bytes] == pytest.approx([20.2, 18.9, 16.5, 14.6])
-    assert len({parse_setting(word) for word in checked.settings}) == len(checked.settings) == 14
-    assert (checked.repeats, checked.nothing_every, checked.folder) == (2, 5, Path("a folder"))
 
 
 def test_the_list_of_examples_is_whole():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+BELOW_ENGINE = ("errors", "units", "tags", "policy", "plan", "config")
 MAY_IMPORT = {
     "errors": (),
     "units": ("errors",),
@@ -27,48 +28,24 @@ MAY_IMPORT = {
     "plan": ("errors", "units", "text_files", "tags", "policy"),
     "config": ("errors", "units", "tags", "policy", "plan"),
     "transfer_config": ("errors", "units", "policy"),
-    "engine": ("errors", "units", "tags", "policy", "plan", "config", "engine"),
-    "planner": ("errors", "units", "output_files", "text_files", "tags", "watched", "policy", "plan", "config", "planner"),
+    "engine": (*BELOW_ENGINE, "engine"),
+    "planner": (*BELOW_ENGINE, "output_files", "text_files", "watched", "planner"),
     "integrations": (
-        "errors",
+        *BELOW_ENGINE,
         "environment",
-        "units",
         "text_files",
-        "tags",
         "watched",
-        "policy",
-        "plan",
-        "config",
         "transfer_config",
         "engine",
         "planner",
         "integrations",
     ),
     "doctor": ("errors", "units", "engine", "doctor"),
-    "benchmark": (
-        "errors",
-        "environment",
-        "units",
-        "output_files",
-        "tags",
-        "policy",
-        "plan",
-        "config",
-        "engine",
-        "planner",
-        "integrations",
-        "doctor",
-        "benchmark",
-    ),
+    "benchmark": (*BELOW_ENGINE, "environment", "output_files", "engine", "planner", "integrations", "doctor", "benchmark"),
     "cli": (
-        "errors",
-        "units",
+        *BELOW_ENGINE,
         "output_files",
         "text_files",
-        "tags",
-        "policy",
-        "plan",
-        "config",
         "engine",
         "planner",
         "integrations",
@@ -77,7 +54,7 @@ MAY_IMPORT = {
         "cli",
         "__init__",
     ),
-    "__init__": ("errors", "units", "tags", "policy", "plan", "config", "transfer_config", "integrations"),
+    "__init__": (*BELOW_ENGINE, "transfer_config", "integrations"),
     "__main__": ("cli",),
 }
 """By part of the package: the parts that it may import."""
@@ -177,9 +154,8 @@ FILES = list(find_modules(PACKAGE))
 MODULES = [module for _, module in FILES]
 
 
-@pytest.mark.parametrize(("path", "module"), FILES, ids=MODULES)
-def test_a_module_imports_only_what_lies_below_it(path, module):
-    assert find_violations(path.read_text(encoding="utf-8"), module) == []
+def test_every_module_imports_only_what_lies_below_it():
+    assert [line for path, module in FILES for line in find_violations(path.read_text(encoding="utf-8"), module)] == []
 
 
 @pytest.mark.parametrize("package", RULES)
@@ -195,75 +171,17 @@ def test_the_rule_itself_goes_one_way(package):
 @pytest.mark.parametrize(
     ("module", "line", "name"),
     [
-        ("fgoffload.units", "from fgoffload.config import OffloadConfig", "fgoffload.config"),
         ("fgoffload.config", "import torch", "torch"),
-        ("fgoffload.plan", "import torch.nn as nn", "torch.nn"),
-        ("fgoffload.engine.group", "from fgoffload.planner.solving.solver import solve", "fgoffload.planner.solving.solver"),
-        ("fgoffload.engine.group", "from fgoffload import planner", "fgoffload.planner"),
-        ("fgoffload.engine.group", "from fgoffload import OffloadConfig", "fgoffload"),
         ("fgoffload.engine.group", "from ..planner import solver", "fgoffload.planner"),
-        ("fgoffload.engine.group", "from .. import planner", "fgoffload.planner"),
-        ("fgoffload.planner.solving.solver", "import fgoffload.engine", "fgoffload.engine"),
         ("fgoffload.engine.group", "import megatron.core", "megatron.core"),
-        ("fgoffload.cli.train", "from megatron.core import parallel_state", "megatron.core"),
-        ("fgoffload.engine.group", "import transformer_engine", "transformer_engine"),
-        ("fgoffload.planner.solving.solver", "from transformers import AutoConfig", "transformers"),
-        ("fgoffload.integrations.megatron.sites", "from fgoffload.cli import main", "fgoffload.cli"),
-        ("fgoffload.doctor.attention", "import transformer_engine", "transformer_engine"),
-        ("fgoffload.benchmark.runner", "import megatron.core", "megatron.core"),
-        ("fgoffload.benchmark.runner", "from fgoffload.cli import report", "fgoffload.cli"),
-        ("fgoffload.integrations.megatron.training", "import fgoffload.benchmark", "fgoffload.benchmark"),
-        ("fgoffload.doctor.host", "from fgoffload.integrations.megatron import apply", "fgoffload.integrations.megatron"),
-        ("fgoffload.engine.arena", "from fgoffload.doctor import Machine", "fgoffload.doctor"),
         (
             "fgoffload.planner.ranks.schedule",
             "from fgoffload.planner.model.parallelism import Parallelism",
             "fgoffload.planner.model.parallelism",
         ),
-        ("fgoffload.planner.memory.saved_bytes", "from fgoffload.planner.timing import hardware", "fgoffload.planner.timing"),
-        ("fgoffload.planner.simulation.simulator", "from fgoffload.planner import solving", "fgoffload.planner.solving"),
-        ("fgoffload.planner.simulation.simulator", "from fgoffload.planner import Hardware", "fgoffload.planner"),
-        ("fgoffload.planner.solving.solver", "from ..timing import hardware", "fgoffload.planner.timing"),
-        ("fgoffload.planner.solving.solver", "from .. import planning", "fgoffload.planner.planning"),
-        (
-            "fgoffload.planner.timing.profile",
-            "def f():\n    import fgoffload.planner.simulation",
-            "fgoffload.planner.simulation",
-        ),
         ("fgoffload.tags", "def f():\n    import torch", "torch"),
-        ("fgoffload.tags", "try:\n    import torch\nexcept ImportError:\n    pass", "torch"),
     ],
 )
 def test_an_import_that_goes_the_wrong_way_is_found(module, line, name):
     number = line[: line.index("import")].count("\n") + 1
     assert find_violations(line, module) == [f"{module}:{number} imports {name}"]
-
-
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("fgoffload.config", "from fgoffload.tags import Tag"),
-        ("fgoffload.engine.group", "import torch\nfrom fgoffload.policy import TransferPolicy"),
-        ("fgoffload.engine.group", "from fgoffload.engine.arena import Arena\nfrom . import arena"),
-        ("fgoffload.integrations.megatron.sites", "import megatron.core\nfrom fgoffload.engine import OffloadEngine"),
-        ("fgoffload.cli.train", "import torch\nfrom fgoffload.integrations.megatron import data\nimport fgoffload"),
-        ("fgoffload.engine.group", "import transformers_of_mine, torchlike"),
-        (
-            "fgoffload.planner.solving.solver",
-            "from fgoffload.planner.simulation.simulator import simulate\nfrom .. import ranks",
-        ),
-        ("fgoffload.planner.__init__", "from fgoffload.planner.planning import plan"),
-        (
-            "fgoffload.cli.plan",
-            "from fgoffload.planner.solving.solver import solve\nfrom fgoffload.planner import plan, timing",
-        ),
-    ],
-)
-def test_an_import_that_goes_the_right_way_is_allowed(module, line):
-    assert find_violations(line, module) == []
-
-
-@pytest.mark.parametrize("package", RULES)
-def test_a_part_without_a_rule_is_found(package):
-    module = f"{package}.extra"
-    assert find_violations("", module) == [f"{module}: part 'extra' of {package} has no rule; add it to RULES"]

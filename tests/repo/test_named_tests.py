@@ -58,15 +58,3 @@ def test_the_faults_of_the_page_are_the_tests_in_their_order():
     assert [int(number) for number, _ in rows] == [int(name.split("_")[2]) for name in functions] == list(range(1, 24))
     assert read(FAULTS).count("test_fault_") == len(rows)
     assert "\nTwenty-three faults " in read(FAULTS)
-
-
-@pytest.mark.parametrize("page", [FAULTS, ASSUMPTIONS], ids=lambda page: page.name)
-def test_what_is_named_without_a_folder_is_a_test_of_the_engine(page):
-    named = {name for name in NAME.findall(read(page)) if name.endswith(".py") and "/" not in name}
-    assert named
-    assert sorted(name for name in named if not (ENGINE_TESTS / name).is_file()) == []
-
-
-def test_names_that_do_not_exist_are_found():
-    text = "`test_threads.py`, `test_thread.py`, `tests/unit/test_none.py`, [x](../tests/gpu/test_races.py), `test_none_of_it`"
-    assert list(find_missing(text)) == ["test_thread.py", "tests/unit/test_none.py", "test_none_of_it"]

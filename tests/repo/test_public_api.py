@@ -59,10 +59,6 @@ def test_importing_loads_nothing_heavy(module):
     assert run_python(code) == ""
 
 
-def test_the_check_for_heavy_modules_sees_one_that_is_loaded():
-    assert run_python(f"import sys, json; print(*sorted({ {'json'}!r} & set(sys.modules)))") == "json"
-
-
 def test_importing_takes_less_than_half_a_second():
     code = "import time; start = time.process_time(); import fgoffload.cli; print(time.process_time() - start)"
     # Seconds of this process, the least of three.

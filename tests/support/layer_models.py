@@ -31,9 +31,6 @@ TENSORS = (
     save("activated", "expert_fc2", size_bytes=350),
     save("places", "moe_combine", size_bytes=30),
 )
-SAVED_BYTES = 100 + 110 + 300 + 130 + 5 + 140 + 150 + 20 + 160 + 400 + 600 + 350 + 30
-"""Of a layer that keeps everything, without what all layers share: 2495."""
-
 UNITS = (
     UnitModel(
         name="layer",
@@ -63,16 +60,6 @@ def make_moe_layer(*, host_wait=None):
     )
     return LayerModel(kind="moe", segments=segments, tensors=TENSORS, units=UNITS)
 
-
-PERMUTATION = UnitModel(
-    name="dispatch",
-    segments=("dispatch",),
-    drops=("permuted tokens",),
-    held=("permuted tokens",),
-    before="expert_fc1",
-    forward_part=0.75,
-)
-"""Of a layer on a rank that has all experts: a quarter of the stretch does not run again."""
 
 HOLDING = make_moe_layer(host_wait=HostWait.HOLD)
 PLAIN = make_moe_layer()

@@ -1,16 +1,13 @@
 """Megatron-Core's symbols are replaced for the CPU, and come back as they were."""
 
-import contextlib
 import importlib
-import logging
 
 import pytest
 import torch
 
 from fgoffload.errors import IntegrationError
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, apply_local_layer_support, needs_cpu_support
+from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.patches import Patches
 
 pytestmark = pytest.mark.skipif(not needs_cpu_support(), reason="a GPU needs no CPU support")
 ABSENT = object()
@@ -44,29 +41,6 @@ def test_remove_restores_every_symbol() -> None:
     assert all(after[name] is before[name] for name in names)
 
 
-def test_removing_twice_does_nothing() -> None:
-    support = apply_cpu_support()
-    support.remove()
-    zeros = torch.zeros
-    support.remove()
-
-    assert torch.zeros is zeros
-    assert support.names == ()
-
-
-def test_tensors_for_the_gpu_are_made_on_the_cpu() -> None:
-    with apply_cpu_support():
-        made = (
-            torch.zeros(1, device="cuda"),
-            torch.ones(1, device=torch.device("cuda", 0)),
-            torch.tensor([1.0], device=torch.cuda.current_device()),
-            torch.empty(1).cuda(),
-        )
-        module = torch.nn.Linear(1, 1).cuda()
-
-    assert {tensor.device.type for tensor in (*made, *module.parameters())} == {"cpu"}
-
-
 def test_the_gpus_random_state_is_that_of_the_cpu() -> None:
     random = load_module("megatron.core.tensor_parallel.random")
     with apply_cpu_support():
@@ -82,27 +56,6 @@ def test_the_gpus_random_state_is_that_of_the_cpu() -> None:
     assert torch.equal(first, third)
 
 
-def test_fp8_is_off_and_asking_for_it_raises() -> None:
-    random = load_module("megatron.core.tensor_parallel.random")
-    with apply_local_layer_support():
-        assert not random.FP8GlobalStateManager.is_fp8_enabled()
-        with random.activation_recompute_forward(activation_recompute=True, recompute_phase=False):
-            pass
-        with random.fp8_autocast(enabled=False, fp8_recipe=None):
-            pass
-        with pytest.raises(IntegrationError, match="Transformer Engine is not installed"):
-            random.fp8_autocast(enabled=True, fp8_recipe=None)
-        with pytest.raises(IntegrationError, match="Transformer Engine is not installed"):
-            random.FP8GlobalStateManager.get_fp8_recipe()
-
-
-def test_one_line_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="fgoffload"), apply_cpu_support():
-        pass
-
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-
-
 def test_a_missing_symbol_is_named_and_nothing_stays_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     random = load_module("megatron.core.tensor_parallel.random")
     monkeypatch.delattr(random, "_set_cuda_rng_state")
@@ -112,12 +65,3 @@ def test_a_missing_symbol_is_named_and_nothing_stays_replaced(monkeypatch: pytes
         apply_cpu_support()
 
     assert torch.zeros is zeros
-
-
-def test_a_missing_class_and_a_missing_module_are_named() -> None:
-    with contextlib.closing(contextlib.ExitStack()):
-        patches = Patches()
-        with pytest.raises(IntegrationError, match=r"torch\.NoSuchClass does not exist"):
-            patches.replace("torch:NoSuchClass", "cuda", None)
-        with pytest.raises(IntegrationError, match=r"torch\.no_such_module cannot be imported"):
-            patches.replace("torch.no_such_module", "cuda", None)

@@ -1,13 +1,12 @@
 """Text becomes microbatches: the same arguments give the same bits, and a text that cannot serve is refused."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.data import LARGEST_TEXT_BYTES, Batches, TextData
+from fgoffload.integrations.megatron.data import Batches, TextData
 
 BATCHES = Batches(seq_length=8, micro_batch_size=2, seed=1)
 
@@ -38,23 +37,6 @@ def test_the_same_arguments_give_the_same_microbatch_and_others_another() -> Non
     assert not any(torch.equal(first, other) for other in others)
 
 
-def test_torchs_random_state_is_not_touched() -> None:
-    state = torch.get_rng_state()
-    list(TextData(bytes(100), name="x").iterate_microbatches(BATCHES, step=0, count=3))
-
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_the_default_text_is_pythons_own_library() -> None:
-    text = TextData.load()
-
-    assert len(text) == LARGEST_TEXT_BYTES
-    assert torch.equal(
-        text.get_microbatch(BATCHES, step=0, microbatch=0).tokens,
-        TextData.load().get_microbatch(BATCHES, step=0, microbatch=0).tokens,
-    )
-
-
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c.txt").write_bytes(b"third")
@@ -65,47 +47,6 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     whole = Batches(seq_length=len(text) - 1, micro_batch_size=1, seed=1)
 
     assert bytes(text.get_microbatch(whole, step=0, microbatch=0).tokens[0].tolist()) == b"first, second, thirdfourt"
-
-
-def test_a_file_is_read_only_as_far_as_it_is_used(tmp_path: Path) -> None:
-    path = tmp_path / "large.txt"
-    with path.open("wb") as file:
-        file.truncate(2**40)  # a file of 1 TiB that takes no space: no machine could read it whole
-
-    assert len(TextData.load(path)) == LARGEST_TEXT_BYTES
-
-
-def test_what_comes_after_the_used_part_of_a_folder_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(LARGEST_TEXT_BYTES))
-    (tmp_path / "b").mkdir()
-    listed = []
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
-
-    assert len(TextData.load(tmp_path)) == LARGEST_TEXT_BYTES
-    assert listed == [tmp_path]
-
-
-def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"once")
-    (tmp_path / "again").symlink_to(tmp_path)
-
-    assert len(TextData.load(tmp_path)) == len(b"once")
-
-
-def test_a_pipe_is_refused_and_left_out_of_a_folder(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "text").write_bytes(b"text")
-
-    with pytest.raises(ConfigError, match=r"--data .*pipe is no regular file. Give a text file"):
-        TextData.load(tmp_path / "pipe")
-    assert len(TextData.load(tmp_path)) == len(b"text")
-
-
-def test_a_text_of_exactly_one_sequence_serves() -> None:
-    batch = TextData(b"123456789", name="x").get_microbatch(BATCHES, step=0, microbatch=0)
-
-    assert bytes(batch.tokens[0].tolist()) == b"12345678"
 
 
 def test_a_path_without_text_is_refused(tmp_path: Path) -> None:

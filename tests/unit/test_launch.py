@@ -38,21 +38,6 @@ def test_what_no_launcher_would_set_is_refused(environment, message):
         find_launch(environment)
 
 
-def test_the_first_process_of_a_machine_shows_an_error_at_once_and_the_others_give_it_time_to(monkeypatch):
-    slept_s = []
-    monkeypatch.setattr("fgoffload.cli.launch.time.sleep", slept_s.append)
-
-    def fail(launch: Launch) -> None:
-        with pytest.raises(ConfigError, match="the user's own"), launch.one_voice():
-            raise ConfigError("the user's own")
-
-    fail(Launch(rank=0, world_size=4, local_rank=0))
-    fail(Launch(rank=2, world_size=4, local_rank=0))
-    assert slept_s == []
-    fail(Launch(rank=1, world_size=4, local_rank=1))
-    assert slept_s == [30.0]
-
-
 def test_warnings_come_from_the_first_process_alone():
     logger = logging.getLogger("fgoffload")
     level = logger.level

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +11,7 @@ from support.pipeline import run_pipeline
 from support.sites import has_hooks
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site, Tag, default_tags
-from fgoffload.engine import ActivationLedger, Group
+from fgoffload.engine import ActivationLedger
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.data import Batches, TextData
@@ -67,18 +65,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("flags", "tags"),
-    [
-        *((DENSE, (tag,)) for tag in DENSE_TAGS if tag != "attn_proj"),
-        (DENSE, ("core_attn", "attn_proj")),
-        (DENSE, DENSE_TAGS),
-        (MOE, ("expert_fc1",)),
-        (MOE, ("moe_act",)),
-        (MOE, MOE_TAGS),
-        (f"{MOE} --bf16", MOE_TAGS),
-        (f"{MOE} --hidden-dropout 0 --attention-dropout 0 --group-query-attention --num-query-groups 2", MOE_TAGS),
-        (f"{MOE} --moe-shared-expert-intermediate-size 32", MOE_TAGS),
-        (f"{MOE} --moe-token-dispatcher-type alltoall", MOE_TAGS),
-    ],
+    [(DENSE, DENSE_TAGS), (f"{MOE} --bf16", MOE_TAGS), (f"{MOE} --moe-token-dispatcher-type alltoall", MOE_TAGS)],
 )
 def test_losses_and_gradients_are_the_same_to_the_bit(flags, tags, text):
     expected, _ = train(flags, text)
@@ -91,16 +78,7 @@ def test_losses_and_gradients_are_the_same_to_the_bit(flags, tags, text):
 
 @pytest.mark.parametrize(
     ("recompute", "tags"),
-    [
-        ("--recompute-granularity selective --recompute-modules layernorm", MOE_TAGS),
-        (
-            "--recompute-granularity selective --recompute-modules core_attn",
-            ("attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act"),
-        ),
-        ("--recompute-granularity selective --recompute-modules moe", DENSE_TAGS),
-        ("--recompute-granularity selective --recompute-modules mlp layernorm", MOE_TAGS),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", MOE_TAGS),
-    ],
+    [("--recompute-granularity selective --recompute-modules mlp layernorm", MOE_TAGS)],
 )
 def test_recompute_and_offload_together_give_the_same_bits(recompute, tags, text):
     # Compared with the same recompute: around a norm of plain ops Megatron's own sums the gradients in another order.
@@ -108,15 +86,6 @@ def test_recompute_and_offload_together_give_the_same_bits(recompute, tags, text
     found, moved = train(f"{MOE} {recompute}", text, make_config(*tags))
     assert found == expected
     assert sum(moved.values()) > 0
-
-
-def test_full_recompute_of_every_layer_leaves_nothing_to_offload_and_says_so(text):
-    flags = f"{MOE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    with (
-        make_trainer(flags, text, make_config("core_attn")) as trainer,
-        pytest.raises(IntegrationError, match=r"'core_attn' saved nothing in the first step on any rank.*Full recompute"),
-    ):
-        trainer.run_step()
 
 
 def test_layernorm_recompute_keeps_its_storages_and_moves_what_it_reads(text):
@@ -134,13 +103,7 @@ def test_layernorm_recompute_keeps_its_storages_and_moves_what_it_reads(text):
 
 @pytest.mark.parametrize(
     ("flags", "tags", "gathered_bytes"),
-    [
-        (DENSE.replace("rope", "learned_absolute"), DENSE_TAGS, 0),
-        # With rotary embeddings only the value is saved of the storage of query, key and value: a third moves, all is freed.
-        (DENSE, DENSE_TAGS, 4 * 2 * HIDDEN_BYTES),
-        (MOE, MOE_TAGS, 4 * 2 * HIDDEN_BYTES),
-    ],
-    ids=["dense", "dense-rope", "moe"],
+    [(MOE, MOE_TAGS, 4 * 2 * HIDDEN_BYTES)],
 )
 def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flags, tags, gathered_bytes, text):
     resident, moved, held = [], 0, 0
@@ -168,6 +131,7 @@ def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flag
     assert held < resident[0] // 100  # routing probabilities, which the router saves too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "processes"),
     [
@@ -224,7 +188,7 @@ def test_forward_without_grad_before_and_between_steps_touches_nothing(text):
     assert bits == expected
 
 
-@pytest.mark.parametrize(("fraction", "offloaded"), [(1.0, 10), (0.9, 9), (0.8, 8), (0.25, 2), (0.0, 0)])
+@pytest.mark.parametrize(("fraction", "offloaded"), [(0.8, 8)])
 def test_a_fraction_keeps_the_last_sites_and_changes_no_bit(fraction, offloaded, text):
     flags = DENSE.replace("--num-layers 4", "--num-layers 2")
     expected, _ = train(flags, text)
@@ -233,17 +197,6 @@ def test_a_fraction_keeps_the_last_sites_and_changes_no_bit(fraction, offloaded,
         groups = {tag: numbers.groups for tag, numbers in trainer.integration.last_step.tags.items()}
     assert [(r.losses, r.gradient_digests) for r in results] == expected
     assert sum(groups.values()) == 3 * offloaded  # three microbatches
-
-
-def test_a_plan_file_says_which_sites_leave(tmp_path, text):
-    plan = OffloadPlan(actions={Site(chunk=0, layer=2, tag="core_attn"): Action.OFFLOAD})
-    path = tmp_path / "plan.json"
-    path.write_text(plan.to_json())
-    expected, _ = train(MOE, text)
-    found, moved = train(MOE, text, make_config("core_attn", offload_plan=path))
-    assert found == expected
-    _, moved_everywhere = train(MOE, text, make_config("core_attn"))
-    assert moved == {"core_attn": moved_everywhere["core_attn"] // 4}
 
 
 def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp_path, text):
@@ -258,39 +211,6 @@ def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp
     assert str(caught.value).startswith(f"--offload-plan {path}: The plan names ")
 
 
-def test_one_plan_serves_all_pipeline_stages(tmp_path):
-    path = tmp_path / "plan.json"
-    sites = (Site(chunk=0, layer=1, tag="core_attn"), Site(chunk=0, layer=3, tag="mlp_norm"))  # a layer of each stage
-    path.write_text(OffloadPlan(actions=dict.fromkeys(sites, Action.OFFLOAD)).to_json())
-    argv = [
-        *f"{MOE} --global-batch-size 8 --pipeline-model-parallel-size 2 --fine-grained-activation-offloading".split(),
-        *f"--offload-modules core_attn mlp_norm --min-offloaded-tensor-size 64 --offload-plan {path}".split(),
-    ]
-    first, second = run_pipeline(argv, processes=2, steps=1, offload=True)
-    assert {tag for tag, size_bytes in first.transfers.items() if size_bytes} == {"core_attn"}
-    assert {tag for tag, size_bytes in second.transfers.items() if size_bytes} == {"mlp_norm"}
-
-
-def test_recompute_in_backward_invents_no_sites(text):
-    # The experts' forward runs again in backward, when the layer that forward reached last is one without experts.
-    flags = f"{MOE} --moe-layer-freq [1]*3+[0]*1 --recompute-granularity selective --recompute-modules moe"
-    with make_trainer(flags, text, make_config("core_attn")) as trainer:
-        trainer.run_step()
-        sites = trainer.integration.list_sites()
-    assert {site.tag for site in sites} == {"core_attn"}
-    assert len(sites) == 4
-
-
-def test_fused_accumulation_of_weight_gradients_is_refused_by_name(text):
-    with make_trainer(DENSE, text, make_config("core_attn")) as trainer:
-        linear = trainer.chunks[0].decoder.layers[2].self_attention.linear_qkv
-        linear.gradient_accumulation_fusion = True
-        with pytest.raises(
-            IntegrationError, match=r"gradient_accumulation_fusion is on in layers\.2\.self_attention\.linear_qkv"
-        ):
-            trainer.run_step()
-
-
 def test_cuda_graphs_are_refused():
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
 
@@ -300,58 +220,6 @@ def test_cuda_graphs_are_refused():
     with pytest.raises(IntegrationError, match="CUDA graphs together with activation offload"):
         FineGrainedActivationOffloadingInterface.forward_record(None)
     offload.remove()
-
-
-def test_a_tag_without_a_site_in_the_model_is_refused_after_the_first_step(text):
-    with (
-        make_trainer(DENSE, text, make_config("core_attn", "moe_act")) as trainer,
-        pytest.raises(IntegrationError, match="'moe_act' has no site in this model on any rank"),
-    ):
-        trainer.run_step()
-
-
-def test_a_tag_whose_tensors_are_all_too_small_is_named_in_one_warning(text, caplog):
-    with (
-        make_trainer(DENSE, text, make_config("mlp_norm", min_offloaded_tensor_size=1 << 20)) as trainer,
-        caplog.at_level(logging.WARNING),
-    ):
-        trainer.run_step()
-        trainer.run_step()
-    warnings = [record.message for record in caplog.records if record.name.startswith("fgoffload")]
-    assert len(warnings) == 1
-    assert "mlp_norm moved nothing" in warnings[0]
-    assert "below the minimum size" in warnings[0]
-
-
-def test_a_tag_whose_storages_left_with_another_tag_is_not_warned_about(text, caplog):
-    # qkv_linear saves the norm's output, and so does a tag of the user's own around the same linear.
-    tags = default_tags().with_tag(Tag(name="again", saves="what qkv_linear saves"))
-    config = make_config("qkv_linear", "again", tags=tags)
-    with make_trainer(DENSE, text, config) as trainer, caplog.at_level(logging.WARNING):
-        for layer in trainer.chunks[0].decoder.layers:
-            linear = layer.self_attention.linear_proj
-            linear.forward = functools.partial(save_again, trainer.integration, layer.self_attention, linear.forward)
-        for layer in trainer.chunks[0].decoder.layers:
-            layer.self_attention.linear_qkv.register_forward_pre_hook(remember_input)
-        trainer.run_step()
-        again = trainer.integration.last_step.tags["again"]
-    assert again.d2h_bytes == 0
-    assert again.shared_bytes == 4 * 3 * HIDDEN_BYTES
-    assert "moved nothing" not in caplog.text
-
-
-def remember_input(linear: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    linear.last_input = args[0]
-
-
-def save_again(offload: megatron.MegatronOffload, attention: torch.nn.Module, forward, *args):
-    """Run `forward`, and save the input of the query-key-value linear once more, in a region of the tag `again`."""
-    region = offload.find_region("again")
-    with region.saving():
-        again = attention.linear_qkv.last_input.square().sum()
-    region.end(again)
-    output, bias = forward(*args)
-    return output + 0 * again, bias
 
 
 def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
@@ -403,24 +271,6 @@ def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right(text
         gc.collect()  # the exception and its frames, which held the first graph, are a cycle of Python's
         assert trainer.integration.engine.arena.used_bytes == 0
     assert [(r.losses, r.gradient_digests) for r in results] == expected
-
-
-def test_after_an_exception_nothing_of_the_microbatch_is_held(text):
-    def fail(module, args):
-        raise ValueError("the user's own")
-
-    def count_groups() -> int:
-        gc.collect()  # the exception and its frames, which hold the graph, are a cycle of Python's
-        return sum(type(item) is Group for item in gc.get_objects())
-
-    with make_trainer(DENSE, text, make_config(*DENSE_TAGS)) as trainer:
-        groups = count_groups()  # what other tests' models hold
-        hook = trainer.chunks[0].decoder.layers[2].self_attention.linear_proj.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="the user's own"):
-            trainer.run_step()
-        hook.remove()
-        assert count_groups() <= groups
-        assert trainer.integration.engine.arena.used_bytes == 0
 
 
 def test_a_users_own_site_with_a_tag_of_their_own_moves(text):

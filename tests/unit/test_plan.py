@@ -28,20 +28,6 @@ def test_a_plan_comes_back_from_its_json_as_it_was(plan):
     assert OffloadPlan.from_json(plan.to_json(), source="test") == plan
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
-@given(PLANS)
-def test_equal_plans_have_equal_json_in_whatever_order_they_were_filled(plan):
-    turned = OffloadPlan(actions=dict(reversed(plan.actions.items())), made_for=plan.made_for)
-    assert turned.to_json() == plan.to_json()
-
-
-def test_a_plan_comes_back_from_its_file_as_it_was(tmp_path):
-    plan = OffloadPlan.from_fraction(make_sites(4), 0.5)
-    path = tmp_path / "plan.json"
-    path.write_text(plan.to_json(), encoding="utf-8")
-    assert OffloadPlan.load(path) == plan
-
-
 @pytest.mark.parametrize(
     ("fraction", "count", "offloaded"),
     [(0.9, 10, 9), (0.8, 10, 8), (0.29, 100, 29), (0.0, 10, 0), (1.0, 10, 10), (0.5, 3, 1), (0.7, 0, 0), (0.999, 1, 0)],
@@ -53,33 +39,12 @@ def test_a_fraction_offloads_exactly_that_many_sites_and_no_part_of_one(fraction
 
 
 @settings(deadline=None)
-@given(hundredths=st.integers(0, 100), hundreds=st.integers(1, 20))
-def test_hundredths_of_hundreds_are_exact_for_every_fraction(hundredths, hundreds):
-    plan = OffloadPlan.from_fraction(make_sites(100 * hundreds), float(f"{hundredths / 100:.2f}"))
-    assert plan.count(Action.OFFLOAD) == hundredths * hundreds
-
-
-@settings(deadline=None)
 @given(count=st.integers(0, 60), fraction=st.floats(0, 1))
 def test_the_sites_that_a_fraction_keeps_are_the_last_of_forward(count, fraction):
     sites = make_sites(count)
     plan = OffloadPlan.from_fraction(sites, fraction)
     offloaded = plan.count(Action.OFFLOAD)
     assert [plan.get_action(site) for site in sites] == [Action.OFFLOAD] * offloaded + [Action.KEEP] * (count - offloaded)
-
-
-def test_a_site_that_is_not_in_the_plan_is_kept():
-    assert OffloadPlan(actions={}).get_action(Site(chunk=0, layer=0, tag="moe_act")) is Action.KEEP
-
-
-def test_a_site_is_shown_by_its_layer_and_tag():
-    assert str(Site(chunk=1, layer=3, tag="core_attn")) == "layers.3.core_attn"
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000], ids=["open", "nested", "long number"])
-def test_text_that_is_not_json_is_refused_with_its_source(text):
-    with pytest.raises(PlanError, match=r"^plan\.json is not JSON: .* Give a file that `OffloadPlan\.to_json` wrote\.$"):
-        OffloadPlan.from_json(text, source="plan.json")
 
 
 MADE_FOR = {"num_layers": 4, "hidden_size": 128, FP8_RECIPE: "delayed", MICROBATCHES: 3, TOKENS: 512}
@@ -99,10 +64,8 @@ def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_and_smaller_m
     ("found", "difference"),
     [
         ({"hidden_size": 256, "num_layers": 6}, "num_layers 4, and this training has 6"),
-        ({"hidden_size": 64, "num_layers": 4}, "hidden_size 128, and this training has 64"),
         ({TOKENS: 513}, "tokens 512, and this training has 513"),
         ({MICROBATCHES: 4}, "microbatches 3, and this training has 4"),
-        ({FP8_RECIPE: "none"}, "fp8_recipe delayed, and this training has none"),
     ],
 )
 def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_difference(found, difference):
@@ -110,13 +73,6 @@ def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_diffe
         PlanError, match=rf"^The plan was made for {difference}\. Plan for this training, or leave `made_for` out"
     ):
         OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
-
-
-@pytest.mark.parametrize("made_for", [[], 3, {"num_layers": [4]}, {"num_layers": True}, {"num_layers": 4.0}])
-def test_what_a_plan_was_made_for_is_whole_numbers_or_words_by_name(made_for):
-    text = json.dumps({"format": FORMAT, "made_for": made_for, "sites": []})
-    with pytest.raises(PlanError, match=r"^p: made_for is .*\. It has whole numbers or words by name, or is left out\.$"):
-        OffloadPlan.from_json(text, source="p")
 
 
 @pytest.mark.parametrize(("document", "found"), [({}, "None"), ([], "None"), ({"format": 2, "sites": []}, "2"), ("x", "None")])
@@ -135,22 +91,12 @@ def test_a_plan_with_what_no_plan_has_is_refused():
     )
 
 
-@pytest.mark.parametrize("sites", [None, {}, "core_attn"])
-def test_a_plan_without_a_list_of_sites_is_refused(sites):
-    with pytest.raises(PlanError) as caught:
-        OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": sites}), source="plan.json")
-    assert str(caught.value) == "plan.json has no list `sites`. Give a file that `OffloadPlan.to_json` wrote."
-
-
 @pytest.mark.parametrize(
     "row",
     [
         {},
-        "core_attn",
         {"chunk": 0, "layer": 1, "tag": "core_attn"},
         {"chunk": "x", "layer": 1, "tag": "core_attn", "action": "keep"},
-        {"chunk": 0, "layer": 1.9, "tag": "core_attn", "action": "keep"},
-        {"chunk": 0, "layer": "1", "tag": "core_attn", "action": "keep"},
         {"chunk": True, "layer": 1, "tag": "core_attn", "action": "keep"},
         {"chunk": 0, "layer": 1, "tag": "core_attn", "action": "drop"},
     ],
@@ -165,14 +111,6 @@ def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
     )
 
 
-def test_a_plan_file_that_is_no_text_is_refused_with_its_flag(tmp_path):
-    path = tmp_path / "binary.json"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(PlanError) as caught:
-        OffloadPlan.load(path)
-    assert str(caught.value) == f"--offload-plan {path}: not UTF-8 text. Give the path of a plan file."
-
-
 def test_a_plan_file_that_does_not_exist_is_refused_with_its_flag(tmp_path):
     path = tmp_path / "none.json"
     with pytest.raises(PlanError) as caught:
@@ -185,10 +123,3 @@ def test_a_site_that_is_named_twice_is_refused():
     text = json.dumps({"format": FORMAT, "sites": [row, {**row, "action": "keep"}]})
     with pytest.raises(PlanError, match=r"plan.json: row 1 of `sites` names layers\.3\.core_attn in chunk 0 a second time"):
         OffloadPlan.from_json(text, source="plan.json")
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, "1GiB", True])
-def test_bytes_that_may_be_on_their_way_when_the_loss_begins_are_a_whole_number(size):
-    text = json.dumps({"format": 1, "loss_window_bytes": size, "sites": []})
-    with pytest.raises(PlanError, match=r"p: loss_window_bytes is .*It is a whole number of bytes from 0, or left out"):
-        OffloadPlan.from_json(text, source="p")

@@ -10,10 +10,6 @@ pytestmark = pytest.mark.quick
 SIZES = st.integers(0, 2**50)
 
 
-def test_the_defaults_are_one_gib_of_window_and_half_a_gib_of_prefetch():
-    assert TransferPolicy() == TransferPolicy(window_bytes=2**30, prefetch_bytes=2**29)
-
-
 @given(window_bytes=SIZES)
 def test_compute_waits_from_the_first_byte_past_the_window(window_bytes):
     policy = TransferPolicy(window_bytes=window_bytes)
@@ -34,10 +30,6 @@ def test_one_group_comes_back_ahead_however_large_it_is(prefetch_bytes, group_by
     assert TransferPolicy(prefetch_bytes=prefetch_bytes).may_prefetch(ahead_bytes=0, group_bytes=group_bytes)
 
 
-def test_no_group_comes_back_ahead_without_prefetch():
-    assert not TransferPolicy(prefetch_bytes=0).may_prefetch(ahead_bytes=0, group_bytes=1)
-
-
 @given(ahead_bytes=SIZES, group_bytes=SIZES)
 def test_before_backward_comes_to_a_group_no_more_comes_back_than_it_let_go_of(ahead_bytes, group_bytes):
     policy = TransferPolicy(prefetch_bytes=2**51)
@@ -46,38 +38,8 @@ def test_before_backward_comes_to_a_group_no_more_comes_back_than_it_let_go_of(a
         assert found is may
 
 
-@given(prefetch_bytes=SIZES)
-def test_groups_are_looked_for_when_half_of_the_prefetch_is_used(prefetch_bytes):
-    policy = TransferPolicy(prefetch_bytes=prefetch_bytes)
-    assert policy.may_begin_prefetch(ahead_bytes=prefetch_bytes // 2)
-    assert not policy.may_begin_prefetch(ahead_bytes=prefetch_bytes // 2 + 1)
-
-
 @pytest.mark.parametrize(("field", "flag"), [("window_bytes", "--offload-window"), ("prefetch_bytes", "--offload-prefetch")])
 def test_a_size_below_zero_is_refused_with_its_flag(field, flag):
     with pytest.raises(ConfigError) as caught:
         TransferPolicy(**{field: -1})
     assert str(caught.value) == f"{flag} -1 is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB."
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (
-            "1GiB",
-            "--offload-window '1GiB' is text, and not a number of bytes. Give an int, as `fgoffload.units.parse_bytes` "
-            "returns it for text like '1MiB'.",
-        ),
-        (1.5, "--offload-window 1.5 is not a whole number of bytes. Give an int, as in 64 * fgoffload.units.MIB."),
-        (True, "--offload-window True is not a whole number of bytes. Give an int, as in 64 * fgoffload.units.MIB."),
-    ],
-)
-def test_what_is_no_whole_number_of_bytes_is_refused(value, says):
-    with pytest.raises(ConfigError) as caught:
-        TransferPolicy(window_bytes=value)
-    assert str(caught.value) == says
-
-
-@pytest.mark.parametrize("field", ["window_bytes", "prefetch_bytes"])
-def test_zero_is_a_size(field):
-    assert getattr(TransferPolicy(**{field: 0}), field) == 0

@@ -21,18 +21,6 @@ def test_a_whole_number_with_a_unit_is_that_many_bytes(number, unit, space):
     assert parse_bytes(f"{number}{space}{unit}", name="--size") == number * UNITS[unit]
 
 
-@given(st.sampled_from(sorted(UNITS)), st.sampled_from([str.lower, str.upper]))
-def test_the_case_of_a_unit_does_not_matter(unit, change_case):
-    assert parse_bytes("3" + change_case(unit), name="--size") == 3 * UNITS[unit]
-
-
-@pytest.mark.parametrize(
-    ("text", "size_bytes"), [("1.5KiB", 1536), ("0.5 GiB", 2**29), (" 60GiB ", 60 * 2**30), ("18.9GiB", 20_293_720_473)]
-)
-def test_a_decimal_fraction_of_a_unit_is_read(text, size_bytes):
-    assert parse_bytes(text, name="--size") == size_bytes
-
-
 @pytest.mark.parametrize("text", ["60Gb/s", "60P", "1e9", "--1GiB", "GiB", "", "60 Gi B", "1,5GiB", "nan", "inf"])
 def test_text_that_is_no_size_is_refused_with_flag_value_and_units(text):
     with pytest.raises(ConfigError) as caught:
@@ -55,10 +43,6 @@ def test_a_part_of_a_byte_is_refused():
     with pytest.raises(ConfigError) as caught:
         parse_bytes("307.2 B", name="--offload-window")
     assert str(caught.value) == "--offload-window '307.2 B' is 307.2 bytes. Give a whole number of bytes."
-
-
-def test_a_part_of_a_byte_that_comes_from_a_unit_is_dropped():
-    assert parse_bytes("0.3KiB", name="--offload-window") == 307
 
 
 @pytest.mark.parametrize(
@@ -85,13 +69,3 @@ def test_seconds_are_written_as_milliseconds():
 def test_where_a_unit_is_needed_a_number_alone_is_refused(text):
     with pytest.raises(ConfigError, match=rf"--reserve {text!r} has no unit\. Add one of B, KiB, .* as in {text.strip()}GiB"):
         parse_bytes(text, name="--reserve", needs_unit=True)
-
-
-def test_where_a_unit_is_needed_zero_and_bytes_are_sizes():
-    assert [parse_bytes(text, name="--reserve", needs_unit=True) for text in ("0", "7B", "1KiB")] == [0, 7, KIB]
-
-
-@pytest.mark.parametrize("unit", ["", "B", "GiB"])
-def test_a_number_beyond_all_numbers_is_no_size(unit):
-    with pytest.raises(ConfigError, match=r"^--limit has 400 digits\. Give a size that memory can have, as in 60GiB\.$"):
-        parse_bytes("9" * 400 + unit, name="--limit")

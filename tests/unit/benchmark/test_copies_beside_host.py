@@ -36,24 +36,6 @@ def test_each_traffic_has_a_row_and_the_rates_of_its_directions(script, monkeypa
     assert all(float(row[1]) > 0 and float(row[2]) > 0 for row in rows)
 
 
-def test_copies_to_the_host_write_other_memory_than_copies_to_the_device_read(script):
-    copied = []
-
-    class Device(CpuDevice):
-        def copy_bytes(self, *, destination, source, stream):
-            copied.append((destination.data_ptr(), source.data_ptr()))
-
-    copies = script.Copies(Device())
-    copies.queue(4, to_host=True)
-    to_host = copied[:]
-    copies.queue(4, to_host=False)
-    to_device = copied[4:]
-    written, read = {destination for destination, _ in to_host}, {source for _, source in to_device}
-    assert len(written) == len(read) == 2
-    assert not written & read
-    assert not {source for _, source in to_host} & {destination for destination, _ in to_device}
-
-
 def test_without_a_gpu_there_is_nothing_to_measure(script, monkeypatch, capsys):
     assert run(script, monkeypatch) == 2
     assert "none is here" in capsys.readouterr().err

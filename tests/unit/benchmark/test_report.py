@@ -2,29 +2,18 @@
 
 import csv
 import io
-import json
-
-import pytest
-from rich.console import Console
 
 from fgoffload.benchmark.measurement import Measurement, Outcome, summarize
 from fgoffload.benchmark.prediction import PREDICTION_COLUMNS, Forecast, Prediction, Source
 from fgoffload.benchmark.report import (
     HEADINGS,
-    INTERVALS,
     Workload,
-    build_bits_table,
-    build_budget_table,
-    build_times_table,
     compare_bits,
     format_csv,
-    format_json,
-    format_markdown,
     list_rows,
 )
-from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, parse_setting
+from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
 from fgoffload.benchmark.steps import StepRecord
-from fgoffload.benchmark.surroundings import Surroundings
 
 GIB = 2**30
 FULL = parse_setting("recompute:full")
@@ -40,15 +29,6 @@ WORKLOAD = Workload(
     model_flop=4_000_000,
     world_size=2,
     device_flop_per_s=10e6,
-)
-SURROUNDINGS = Surroundings(
-    device="A device",
-    driver="1.2",
-    python="3.11.1",
-    packages={"torch": "2.11", "megatron-core": "0.16.1"},
-    cuda="13.0",
-    cpus=2,
-    variables={"NVTE_DEBUG": "1"},
 )
 
 
@@ -83,12 +63,6 @@ FORECASTS = {
 }
 
 
-def show(table):
-    console = Console(width=200, file=io.StringIO())
-    console.print(table)
-    return console.file.getvalue()
-
-
 def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
     nothing, ours, full, again, megatron = list_rows(summarize(OUTCOMES, PROCESSES), WORKLOAD, FORECASTS)
     # p20 of 400, 500, 600 is 0.4 of the way to 500. MFU: 4e6 operations in 0.5 s on two devices of 10e6 a second.
@@ -106,85 +80,6 @@ def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
     assert again[0] == "nothing (megatron)"
     assert megatron[:3] == ("megatron:core_attn", "750.0 (750.0 750.0)", "1.500")
     assert {len(cells) for cells in (nothing, ours, full, again, megatron)} == {len(HEADINGS)}
-
-
-def test_a_device_that_the_table_does_not_know_has_no_utilization():
-    unknown = Workload(arguments_file="x.sh", layers=1, dtype="float32", tokens=10, model_flop=10, world_size=1)
-    assert unknown.find_utilization(1.0) is None
-    assert list_rows(summarize(OUTCOMES, PROCESSES), unknown)[0][-1] == "-"
-
-
-def test_two_repeats_are_both_shown_and_three_have_an_interval():
-    two = [outcome(NOTHING, 1.0), outcome(OURS, 1.1), outcome(NOTHING, 2.0, repeat=1), outcome(OURS, 2.4, repeat=1)]
-    assert list_rows(summarize(two, PROCESSES), WORKLOAD)[1][2] == "1.100 1.200"
-    three = [*two, outcome(NOTHING, 1.0, repeat=2), outcome(OURS, 1.3, repeat=2)]
-    cell = list_rows(summarize(three, PROCESSES), WORKLOAD)[1][2]
-    ratio, low, high = cell.replace("[", "").replace("]", "").split()
-    assert ratio == f"{(1.1 * 1.2 * 1.3) ** (1 / 3):.3f}" == "1.197"
-    assert 0.9 < float(low) < 1.1
-    assert 1.3 < float(high) < 1.5
-
-
-def test_tables_with_intervals_say_of_what_they_are():
-    runs = [outcome(setting, 1.0 + repeat / 100, repeat=repeat) for repeat in range(3) for setting in (NOTHING, OURS)]
-    for outcomes, is_said in ((runs, True), (runs[:4], False), (runs[::2], False)):
-        summaries = summarize(outcomes, PROCESSES)
-        page = format_markdown(summaries, WORKLOAD, SURROUNDINGS)
-        shown = show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
-        assert [INTERVALS in page, "Over nothing: the geometric mean of the repeats" in shown] == [is_said, is_said]
-
-
-def test_the_table_shows_what_failed_and_why_below_it_as_it_was_said():
-    shown = show(build_times_table(summarize(OUTCOMES, PROCESSES), WORKLOAD, SURROUNDINGS))
-    assert "x.sh: 6 layers on 2 x A device" in shown
-    assert "torch 2.11, megatron-core 0.16.1, driver 1.2" in shown
-    assert "recompute:full: refused [bold]" in shown
-    assert "megatron:core_attn" in shown
-
-
-def test_a_setting_that_failed_in_a_repeat_says_in_how_many_it_was_measured_and_why():
-    sizes = {"peak_allocated_bytes": 18 * GIB}
-    outcomes = [
-        *(outcome(NOTHING, 1.0), outcome(OURS, 1.1, **sizes), outcome(FULL, 1.2, **sizes)),
-        outcome(NOTHING, 1.0, repeat=1),
-        outcome(OURS, repeat=1, failure="out of [memory]"),
-        # A session that is over begins with another `nothing`, which may fail where the first did not.
-        outcome(NOTHING, repeat=1, session=1, failure="no more"),
-        outcome(FULL, 1.3, repeat=1, **sizes),
-    ]
-    summaries = summarize(outcomes, [ProcessKind.MAIN, ProcessKind.MAIN])
-    nothing, ours, full = list_rows(summaries, WORKLOAD)
-    assert (nothing[1], full[1]) == ("1000.0 (1000.0 1000.0)", "1250.0 (1220.0 1280.0)")
-    assert ours[1:3] == ("1100.0 (1100.0 1100.0), 1 of 2 repeats", "1.100")
-    shown = show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
-    page = format_markdown(summaries, WORKLOAD, SURROUNDINGS)
-    for text in (shown, page):
-        assert "ours:core_attn: measured in 1 of 2 repeats: out of [memory]" in text
-        assert "nothing: measured in all repeats, where another run of it failed: no more" in text
-        assert "recompute:full:" not in text
-    assert "1.100 ours:core_attn, 1 of 2 repeats" in show(build_budget_table(summaries, [18 * GIB]))
-    # One that crashed does not come again, so that the third repeat does not know of it.
-    assert summarize(outcomes, [ProcessKind.MAIN] * 2, repeats=3)[1].missed_repeats == 2
-    rows = list(csv.DictReader(io.StringIO(format_csv(outcomes, [ProcessKind.MAIN] * 2, WORKLOAD))))
-    of_ours = [(row["repeat"], row["over_nothing"], row["failure"]) for row in rows if row["setting"] == OURS.name]
-    assert of_ours == [("0", "1.1", ""), ("1", "", "out of [memory]")]
-
-
-def test_the_table_of_budgets_names_the_fastest_of_each_system():
-    shown = show(build_budget_table(summarize(OUTCOMES, PROCESSES), [18 * GIB, 20 * GIB]))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "GiB" in line]
-    assert rows == [
-        ["20.00 GiB", "1.000 nothing", "-", "1.500 megatron:core_attn", "1.100 ours:core_attn"],
-        ["18.00 GiB", "-", "-", "-", "1.100 ours:core_attn"],
-    ]
-
-
-def test_a_page_has_the_table_as_markdown():
-    lines = format_markdown(summarize(OUTCOMES, PROCESSES), WORKLOAD, SURROUNDINGS).splitlines()
-    assert lines[0] == "x.sh: 6 layers on 2 x A device"
-    rows = [line for line in lines if line.startswith("|")]
-    assert len(rows) == 2 + 5
-    assert {line.count("|") for line in rows} == {len(HEADINGS) + 1}
 
 
 def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
@@ -218,42 +113,6 @@ def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
     assert (rows[2]["failure"], rows[2]["step_p50_s"]) == ("refused [bold]", "")
 
 
-def test_the_json_has_every_step_and_the_flags_of_every_setting():
-    document = json.loads(format_json(OUTCOMES, PROCESSES, WORKLOAD, SURROUNDINGS, {"date": "today"}))
-    assert document["date"] == "today"
-    assert document["surroundings"]["variables"] == {"NVTE_DEBUG": "1"}
-    assert document["workload"]["tokens"] == 1000
-    first, second, third, *_ = document["runs"]
-    assert first["measurement"]["step_seconds"] == [0.4, 0.5, 0.6]
-    assert second["flags"][:3] == ["--fine-grained-activation-offloading", "--offload-modules", "core_attn"]
-    assert third["measurement"] is None
-    assert third["failure"] == "refused [bold]"
-
-
-def test_a_profile_is_no_row_of_the_tables_and_has_no_rates():
-    runs = [outcome(NOTHING, 1.0), outcome(PROFILE, 0.965, peak_allocated_bytes=20 * GIB), outcome(OURS, 1.1)]
-    summaries = summarize(runs, PROCESSES)
-    assert [cells[0] for cells in list_rows(summaries, WORKLOAD)] == ["nothing", "ours:core_attn"]
-    assert "profile" not in format_markdown(summaries, WORKLOAD, SURROUNDINGS)
-    _, profile, ours = csv.DictReader(io.StringIO(format_csv(runs, PROCESSES, WORKLOAD)))
-    rates = ("over_nothing", "tokens_per_s", "model_flop_utilization")
-    assert [profile[name] for name in ("setting", *rates)] == ["profile", "", "", ""]
-    assert (profile["step_p50_s"], profile["peak_allocated_bytes"]) == ("0.965", str(20 * GIB))
-    assert all(ours[name] for name in rates)
-
-
-def test_a_profile_that_failed_says_why():
-    summaries = summarize([outcome(NOTHING, 1.0), outcome(PROFILE, failure="no memory")], PROCESSES)
-    assert list_rows(summaries, WORKLOAD)[1][:2] == ("profile", "not measured: no memory")
-    assert "profile: no memory" in show(build_times_table(summaries, WORKLOAD, SURROUNDINGS))
-
-
-def test_the_json_says_no_flags_of_what_is_not_chosen_by_flags():
-    runs = [outcome(PROFILE, 0.5), outcome(parse_setting("budget:1GiB"), 0.5)]
-    document = json.loads(format_json(runs, PROCESSES, WORKLOAD, SURROUNDINGS, {}))
-    assert [run["flags"] for run in document["runs"]] == [None, None]
-
-
 # Bits.
 
 
@@ -283,27 +142,3 @@ def test_settings_are_compared_with_the_first_nothing_of_their_process():
     ]
     assert rows[2].differences == ("gradients from step 1, 0.weight",)
     assert rows[3].differences == ("losses from step 1, microbatch 1",)
-
-
-@pytest.mark.parametrize("reference", [outcome(NOTHING, failure="no memory"), None])
-def test_what_has_nothing_to_be_compared_with_is_not_equal(reference):
-    outcomes = [reference] if reference else []
-    rows = compare_bits([*outcomes, outcome(OURS, bits=(step(),))])
-    assert [row.failure for row in rows] == [*(["no memory"] if reference else []), "nothing to compare with"]
-    assert not any(row.is_equal for row in rows)
-    assert not any(row.differences for row in rows)
-
-
-def test_the_table_of_bits_says_where_they_first_differ():
-    rows = compare_bits(
-        [
-            outcome(NOTHING, bits=(step(), step())),
-            outcome(NOTHING, bits=(step(), step())),
-            outcome(FULL, bits=(step(), step(loss=3.0, digest="x[/]y"))),
-            outcome(OURS, failure="refused [/bold]"),
-        ]
-    )
-    shown = show(build_bits_table(rows, WORKLOAD, SURROUNDINGS))
-    assert "nothing, again" in shown
-    assert "losses from step 2, microbatch 1; gradients from step 2, 0.weight" in shown
-    assert "refused [/bold]" in shown

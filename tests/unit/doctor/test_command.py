@@ -42,20 +42,8 @@ def test_json_has_the_same_rows_and_codes(use, capsys):
     assert {row["status"] for row in rows[1:]} == {"ok"}
 
 
-def test_brackets_in_what_was_found_are_shown_as_they_are(use, capsys):
-    use(run=Answers(smi=CommandResult(1, "[bold]no driver[/bold]")).run)
-    main(["doctor"])
-    assert "[bold]no" in capsys.readouterr().out
-
-
 def test_this_machine_without_a_gpu_can_be_checked(capsys):
     assert main(["doctor", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
     assert rows["GPUs"] == {"name": "GPUs", "status": "skipped", "found": "no GPU that torch can use", "fix": ""}
     assert rows["host memory"]["status"] in ("ok", "warning")
-
-
-@pytest.mark.parametrize("word", ["--all", "extra"])
-def test_a_word_that_is_no_option_is_refused(word, capsys):
-    assert main(["doctor", word]) == 2
-    assert f"{word!r} is no option of this command. Leave it out" in capsys.readouterr().err

@@ -11,8 +11,7 @@ from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
-from fgoffload.planner.timing.profile import Profile, RankProfile, make_rank_model
-from fgoffload.policy import TransferPolicy
+from fgoffload.planner.timing.profile import Profile, RankProfile
 
 NOTHING = OffloadPlan(actions={})
 RATE = CopyRate(size_bytes=1024, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, duplex_bytes_per_s=1e9)
@@ -47,15 +46,6 @@ def test_another_number_of_microbatches_is_late_by_as_much_in_each():
     # Five forwards one after the other were 4.5 s late together, and nine are 8.1.
     found = count_step_s(make_profile(plain_step_s=STEP_S + END_S + 4.5), microbatches=8)
     assert found == pytest.approx(8 * 3 + 3 + END_S + 8.1, rel=1e-12)
-
-
-def test_a_plain_step_that_was_shorter_changes_nothing():
-    assert make_rank_models(make_profile(plain_step_s=10.0)) == make_rank_models(make_profile())
-
-
-def test_one_stage_is_what_it_is_by_itself():
-    profile, policy = make_profile(stages=1, plain_step_s=20.0), TransferPolicy(window_bytes=5)
-    assert make_rank_models(profile, policy=policy) == (make_rank_model(profile, rank=0, policy=policy),)
 
 
 def test_a_profile_of_the_link_alone_is_refused():

@@ -2,7 +2,6 @@
 
 import pytest
 
-from fgoffload.errors import ConfigError
 from fgoffload.planner.memory.development_bytes import (
     GatedDeltaProductShape,
     list_fused_experts_tensors,
@@ -52,13 +51,3 @@ def test_fused_experts_save_rows_padded_to_256():
     # Tokens, gate and up, the activation's output, in bf16; a probability a row; the rows of each of four experts in int64.
     assert sum(tensor.size_bytes for tensor in tensors) == 2 * padded * (384 + 3 * 448) + 2 * padded + 8 * 4
     assert {tensor.tags for tensor in tensors} == {("fused_group_mlp",)}
-
-
-def test_rows_that_are_not_those_of_the_experts_are_refused():
-    with pytest.raises(ConfigError, match=r"rows \[1, 2\] are not those of 4 experts"):
-        list_fused_experts_tensors(make_layer(), rows=(1, 2))
-
-
-def test_ranks_that_cannot_share_the_heads_are_refused():
-    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide mamba_num_heads 8"):
-        GatedDeltaProductShape(**PRODUCT, tensor_parallel_size=3)

@@ -129,10 +129,6 @@ def test_a_formula_of_what_attention_that_runs_again_keeps_gives_what_the_code_g
     assert evaluate(copied, sizes) == unit.extra_bytes
 
 
-def test_the_page_says_of_four_kinds_of_attention_what_they_keep():
-    assert len(RECOMPUTED_ROWS) == 4
-
-
 def test_the_page_has_a_formula_for_all_that_no_tag_saves():
     names = [name for name, *_ in UNTAGGED_ROWS]
     for where in {where for _, where, _ in UNTAGGED_ROWS}:
@@ -145,15 +141,3 @@ def test_the_page_has_a_formula_for_each_tag_that_the_code_has_one_for():
     known = {tag for row in ROWS for tag in count_tag_bytes(make_shape(MEASURED, row[0], row[1]))}
     assert {tag for tag, *_ in ROWS} == known
     assert list(dict.fromkeys(tag for tag, *_ in ROWS)) == [tag for tag in default_tags().names if tag in known]
-
-
-@pytest.mark.parametrize(
-    ("formula", "expected"),
-    [
-        ("2sbh/t", 2 * 48 * 3 * 40 / 2),
-        ("4sb(2E + 1)/t + 16", 4 * 48 * 3 * 25 / 2 + 16),
-        ("2sbn(2dqk + dv)", 2 * 48 * 3 * 8 * 22),
-    ],
-)
-def test_letters_side_by_side_are_multiplied(formula, expected):
-    assert evaluate(formula, UNEQUAL) == expected

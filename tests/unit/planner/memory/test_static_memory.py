@@ -6,8 +6,6 @@ That each rank has the parameters that Megatron builds there is in tests/unit/me
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fgoffload import ConfigError
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
@@ -17,7 +15,6 @@ from fgoffload.planner.memory.static_memory import (
     NO_OPTIMIZER,
     ParameterState,
     StaticMemory,
-    count_active_parameters,
     count_output_bytes,
     count_parameters,
     list_static_memory,
@@ -26,7 +23,6 @@ from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
-from fgoffload.planner.model.parameters import count_rank_parameters
 from fgoffload.units import GIB
 
 LLAMA_8B = ModelShape(
@@ -40,27 +36,12 @@ LLAMA_8B = ModelShape(
     vocab_size=128256,
     seq_length=8192,
 )
-LLAMA_70B = dataclasses.replace(
-    LLAMA_8B, name="Llama 3 70B", num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64
-)
 MIXTRAL = dataclasses.replace(
     LLAMA_8B,
     name="Mixtral 8x7B",
     vocab_size=32000,
     ffn_hidden_size=0,
     experts=ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=14336),
-)
-QWEN3 = ModelShape(
-    name="Qwen3-30B-A3B",
-    num_layers=48,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_query_groups=4,
-    kv_channels=128,
-    vocab_size=151936,
-    seq_length=4096,
-    has_qk_norm=True,
-    experts=ExpertsShape(num_experts=128, topk=8, ffn_hidden_size=768),
 )
 DEEPSEEK_V3 = ModelShape(
     name="DeepSeek-V3",
@@ -76,46 +57,15 @@ DEEPSEEK_V3 = ModelShape(
     experts=ExpertsShape(num_experts=256, topk=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048),
     moe_layers=(False,) * 3 + (True,) * 58,
 )
-GPT_OSS = ModelShape(
-    name="gpt-oss-120b",
-    num_layers=36,
-    hidden_size=2880,
-    num_attention_heads=64,
-    num_query_groups=8,
-    kv_channels=64,
-    vocab_size=201088,
-    seq_length=4096,
-    has_linear_bias=True,
-    has_attention_sinks=True,
-    experts=ExpertsShape(num_experts=128, topk=4, ffn_hidden_size=2880),
-)
-
-
-# Public models.
 
 
 @pytest.mark.parametrize(
     ("model", "published"),
-    [(LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496), (MIXTRAL, 46_702_792_704)],
+    [(LLAMA_8B, 8_030_261_248), (MIXTRAL, 46_702_792_704)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_a_public_model_has_the_parameters_of_its_checkpoint(model, published):
     assert count_parameters(model) == published
-
-
-@pytest.mark.parametrize(
-    ("model", "billions", "active_billions"),
-    [
-        (QWEN3, 30.5, 3.35),  # the card says 3.3
-        (DEEPSEEK_V3, 671.0, 37.6),  # the card says 37
-        (MIXTRAL, 46.7, 12.9),
-        (GPT_OSS, 116.8, 5.7),  # the card says 5.1, without the 0.6 of the embedding
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_a_public_model_has_as_many_billions_as_its_card_says(model, billions, active_billions):
-    assert count_parameters(model) / 1e9 == pytest.approx(billions, abs=0.05)
-    assert count_active_parameters(model) / 1e9 == pytest.approx(active_billions, abs=0.05)
 
 
 def test_each_term_of_a_latent_model_is_counted():
@@ -129,12 +79,6 @@ def test_each_term_of_a_latent_model_is_counted():
     predicting = dataclasses.replace(DEEPSEEK_V3, mtp_num_layers=1)
     added = attention + norms + mixture + 3 * 7168 + 2 * 7168 * 7168
     assert count_parameters(predicting) == count_parameters(DEEPSEEK_V3) + added
-
-
-def test_each_term_of_a_model_with_biases_is_counted():
-    attention = 2880 * 80 * 64 + 80 * 64 + 64 + 64 * 64 * 2880 + 2880
-    mixture = 2880 * 128 + 128 + 128 * (3 * 2880 * 2880 + 2 * 2880 + 2880)
-    assert count_parameters(GPT_OSS) == 36 * (attention + mixture + 2 * 2880) + 2 * 201088 * 2880 + 2880
 
 
 # What a rank holds.
@@ -164,14 +108,6 @@ def test_tensor_parallel_ranks_share_all_but_the_norms():
     assert whole == dataclasses.replace(found, gather_buffer_bytes=0)
 
 
-def test_the_output_layer_saves_its_input_and_that_of_the_norm_before_it_whole_where_ranks_share_no_sequence():
-    shared = count_output_bytes(LLAMA_8B, Parallelism(tensor_parallel_size=4))
-    whole = count_output_bytes(LLAMA_8B, Parallelism(tensor_parallel_size=4, has_sequence_parallel=False))
-    # Both inputs in bf16, and one number a token in fp32, of the other three quarters of the tokens.
-    assert whole.saved_bytes - shared.saved_bytes == 3 * 8192 // 4 * (2 * 2 * 4096 + 4)
-    assert (whole.forward_extra_bytes, whole.backward_extra_bytes) == (shared.forward_extra_bytes, shared.backward_extra_bytes)
-
-
 def test_the_distributed_optimizer_is_shared_over_data_and_context_parallel_ranks():
     parallelism = Parallelism(data_parallel_size=4, context_parallel_size=2)
     found = list_static_memory(LLAMA_8B, parallelism, 0)
@@ -190,24 +126,6 @@ def test_experts_have_fewer_copies_to_share_their_optimizer():
     assert found.optimizer_bytes == 12 * (dense // 8 + experts // 4 // 2)
 
 
-def test_the_linears_that_narrow_latent_attention_are_whole_on_each_rank():
-    model = dataclasses.replace(DEEPSEEK_V3, num_layers=1, experts=None, moe_layers=None)
-    whole = 7168 * 1536 + 7168 * (512 + 64) + 1536 + 512 + 3 * 7168
-    shared = 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168 + 3 * 7168 * 18432 + 2 * 129280 * 7168
-    assert count_parameters(model) == whole + shared
-    found = list_static_memory(model, Parallelism(tensor_parallel_size=2), 0)
-    assert found.weight_bytes == 2 * (whole + shared // 2)
-
-
-def test_an_expert_that_ranks_share_is_divided_once_more():
-    experts = 32 * 8 * 3 * 4096 * 14336
-    dense = 46_702_792_704 - experts
-    parallelism = Parallelism(data_parallel_size=8, expert_parallel_size=2, expert_tensor_parallel_size=2)
-    found = list_static_memory(MIXTRAL, parallelism, 0)
-    assert found.weight_bytes == 2 * (dense + experts // 4)
-    assert found.optimizer_bytes == 12 * (dense // 8 + experts // 4 // 2)
-
-
 def test_the_ends_of_a_pipeline_have_the_embeddings():
     layer = 4096 * 48 * 128 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096
     table = 128256 * 4096
@@ -216,18 +134,6 @@ def test_the_ends_of_a_pipeline_have_the_embeddings():
     for model in (LLAMA_8B, dataclasses.replace(LLAMA_8B, has_tied_embeddings=True)):
         found = [list_static_memory(model, parallelism, rank).weight_bytes for rank in range(4)]
         assert found == [2 * count for count in expected]
-
-
-def test_tied_embeddings_are_one_where_one_rank_has_both():
-    tied = dataclasses.replace(LLAMA_8B, has_tied_embeddings=True)
-    assert list_static_memory(tied, Parallelism(), 0).weight_bytes == 2 * (8_030_261_248 - 128256 * 4096)
-
-
-def test_layers_of_multi_token_prediction_have_a_copy_of_the_embedding():
-    parallelism = Parallelism(pipeline_parallel_size=2, num_layers_in_last_pipeline_stage=30, expert_parallel_size=1)
-    predicting = dataclasses.replace(DEEPSEEK_V3, mtp_num_layers=1)
-    found, alone = (count_rank_parameters(model, parallelism, 1).count for model in (predicting, DEEPSEEK_V3))
-    assert found - alone == count_parameters(predicting) - count_parameters(DEEPSEEK_V3) + 129280 * 7168
 
 
 @pytest.mark.parametrize(
@@ -246,7 +152,7 @@ def test_gradients_and_optimizers_of_other_types(state, gradient_bytes, optimize
 
 @pytest.mark.parametrize(
     ("recipe", "scale_bytes"),
-    [(None, None), ("delayed", 0), ("tensorwise", 0), ("blockwise", 4 / 16384), ("mxfp8", 1 / 32)],
+    [(None, None), ("delayed", 0), ("blockwise", 4 / 16384)],
 )
 def test_linear_weights_have_two_copies_in_fp8(recipe, scale_bytes):
     linear = 32 * (4096 * 48 * 128 + 4096 * 4096 + 3 * 4096 * 14336)
@@ -263,41 +169,6 @@ def test_what_the_training_does_not_allocate_is_in_the_total_alone():
     assert found.total_bytes == found.allocated_bytes + DEFAULT_RESERVE_BYTES
     few = StaticMemory(weight_bytes=1, gradient_bytes=2, optimizer_bytes=4, workspace_bytes=8, reserve_bytes=16)
     assert (few.allocated_bytes, few.total_bytes) == (15, 31)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    tensor=st.sampled_from([1, 2, 4, 8]),
-    pipeline=st.sampled_from([1, 2, 4, 8]),
-    context=st.sampled_from([1, 2]),
-    data=st.sampled_from([1, 2, 4]),
-    experts=st.sampled_from([1, 2, 4]),
-    tied=st.booleans(),
-)
-def test_all_ranks_together_hold_each_parameter_at_least_once(tensor, pipeline, context, data, experts, tied):
-    ranks = tensor * context * data
-    model = dataclasses.replace(MIXTRAL, has_tied_embeddings=tied)
-    parallelism = Parallelism(
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        context_parallel_size=context,
-        data_parallel_size=data,
-        expert_parallel_size=experts if ranks % experts == 0 else 1,
-        microbatches=8,
-    )
-    found = [list_static_memory(model, parallelism, rank) for rank in range(pipeline)]
-    assert ranks * sum(rank.weight_bytes for rank in found) >= 2 * count_parameters(model)
-    assert ranks * sum(rank.optimizer_bytes for rank in found) >= 12 * count_parameters(model)
-
-
-def test_a_rank_that_the_pipeline_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"pipeline rank 2 is not one of 2\. Give 0 to 1\."):
-        list_static_memory(LLAMA_8B, Parallelism(pipeline_parallel_size=2), 2)
-
-
-def test_experts_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ConfigError, match=r"expert_tensor_parallel_size 5 does not divide the 14336 channels of an expert"):
-        list_static_memory(MIXTRAL, Parallelism(data_parallel_size=5, expert_tensor_parallel_size=5), 0)
 
 
 @pytest.mark.parametrize("name", ["reserve_bytes", "workspace_bytes", "dispatch_buffer_bytes"])
@@ -321,23 +192,6 @@ def test_the_loss_keeps_its_softmax_and_backward_needs_it_in_bf16_too():
     assert found.saved_bytes == hidden + 4 * tokens + hidden + 4 * LOGITS + 9 * tokens
     assert found.forward_extra_bytes == 2 * LOGITS
     assert found.backward_extra_bytes == 2 * LOGITS + hidden
-
-
-def test_ranks_share_the_vocabulary_and_the_hidden_states_of_the_loss():
-    parallelism = Parallelism(micro_batch_size=2, tensor_parallel_size=4, context_parallel_size=2)
-    found = count_output_bytes(dataclasses.replace(LLAMA_8B, normalization="LayerNorm"), parallelism)
-    tokens = 8192  # half of each sequence
-    hidden = 2 * tokens * 4096
-    assert found.saved_bytes == hidden // 4 + 8 * tokens // 4 + hidden // 4 + 4 * LOGITS // 8 + 9 * tokens
-    assert found.forward_extra_bytes == 2 * LOGITS // 8
-    assert found.backward_extra_bytes == 2 * LOGITS // 8 + hidden
-
-
-def test_each_further_token_that_is_predicted_has_a_loss_of_its_own():
-    found = [count_output_bytes(dataclasses.replace(DEEPSEEK_V3, mtp_num_layers=count), Parallelism()) for count in (0, 1, 2)]
-    loss = 2 * 4096 * 7168 + 4 * 4096 * 129280 + 9 * 4096
-    assert found[1].saved_bytes - found[0].saved_bytes == found[2].saved_bytes - found[1].saved_bytes == loss
-    assert len({(one.forward_extra_bytes, one.backward_extra_bytes) for one in found}) == 1
 
 
 def test_the_cross_entropy_of_megatron_saves_what_the_formula_says():

@@ -257,7 +257,7 @@ def list_sizes(result, lane):
     return [span.size_bytes for span in sorted(result.timeline.spans, key=lambda span: span.start_s) if span.lane is lane]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.sampled_from((Pipeline(microbatches=2), Pipeline(stages=3, microbatches=4))),

@@ -1,6 +1,5 @@
 """The Chrome trace of a simulated step: what a viewer needs, and the lanes and memory of schedules worked out by hand."""
 
-import dataclasses
 import json
 
 import pytest
@@ -8,7 +7,6 @@ from support.rank_models import STATIC_BYTES, make_chunk, make_layer, make_rank,
 
 from fgoffload import ConfigError, OffloadPlan
 from fgoffload.planner.ranks.layer_model import Segment
-from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import Detail, simulate
 from fgoffload.planner.simulation.timeline import write_chrome_trace
 
@@ -59,34 +57,7 @@ def test_memory_is_a_counter_that_changes_where_it_does(events):
     assert counters["host memory"] == [(0, 0), (20, 100), (130, 0)]
 
 
-def test_each_rank_is_a_process(tmp_path):
-    pipeline = Pipeline(stages=2, microbatches=2)
-    ranks = [make_rank(make_chunk(FC1, first_number=rank), rank=rank, pipeline=pipeline) for rank in range(2)]
-    write_chrome_trace(simulate(ranks, OffloadPlan(actions={}), detail=Detail.TIMELINE), tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    compute = {(one["pid"], one["name"], one["ts"] / 1e6) for one in events if one["ph"] == "X"}
-    assert {(0, "F0 layers.0.expert_fc1", 0), (1, "F0 layers.1.expert_fc1", 20)} <= compute
-    assert (0, "wait for a neighbour", 40) in compute
-
-
-def test_a_step_without_a_timeline_is_refused(tmp_path):
-    result = simulate([make_rank(make_chunk(FC1))], OffloadPlan(actions={}))
-    with pytest.raises(ConfigError, match=r"rank 0 was simulated without a timeline\. Give detail=Detail\.TIMELINE"):
-        write_chrome_trace(result, tmp_path / "trace.json")
-
-
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     result = simulate([make_rank(make_chunk(FC1))], OffloadPlan(actions={}), detail=Detail.TIMELINE)
     with pytest.raises(ConfigError, match=r"trace file .*nowhere.*No such file"):
         write_chrome_trace(result, tmp_path / "nowhere" / "trace.json")
-
-
-@pytest.mark.parametrize("only", [0, 1])
-def test_one_rank_of_a_pipeline_has_the_timeline_that_it_has_among_all(only):
-    pipeline = Pipeline(microbatches=6, stages=2)
-    ranks = [make_rank(make_chunk(FC1, FC1, first_number=2 * rank), rank=rank, pipeline=pipeline) for rank in range(2)]
-    plan = offload("expert_fc1", (0, 1, 2, 3))
-    every = simulate(ranks, plan, detail=Detail.TIMELINE).ranks
-    found = simulate(ranks, plan, detail=Detail.TIMELINE, only=only).ranks
-    assert found[only] == every[only]
-    assert found[1 - only] == dataclasses.replace(every[1 - only], timeline=None)

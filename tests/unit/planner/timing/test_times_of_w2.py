@@ -33,10 +33,6 @@ UNFUSED = Execution(has_fused_dropout_add=False, has_fused_gradient_accumulation
 PASSES = 24
 """Of a layer one way: six layers and four microbatches."""
 
-EXPERT_MS = 200.5
-"""Of the matrix products of the experts in a step on either device: three times those of forward, 2 x 32768 x 4096 x 4096
-operations and half as many, at 0.62 of 989.4e12 a second, and 3 us for each of the 96 kernels."""
-
 
 def make_layer(hardware, *, is_fused, execution=UNFUSED):
     """Return a layer of W2, by whether permutation is fused; activations are not on the H100 alone."""
@@ -52,24 +48,6 @@ def get_step_ms(name, *, is_fused):
     edges = (*make_first_segments(edge, hardware), *make_last_segments(edge, hardware, execution=UNFUSED))
     edges_s = sum(one.forward_s + one.backward_s for one in edges)
     return (PASSES * (layer.forward_s + layer.backward_s) + 4 * edges_s) * 1e3
-
-
-def test_the_experts_take_as_long_as_the_gaps_in_the_compute_stream_within_10_percent():
-    """The trace is of one stream, and Transformer Engine runs the matrix products of experts on four others.
-
-    So the gaps of the compute stream are hardly idle: with fused permutation they came to 184.1 ms a step.
-    """
-    flop = 3 * (2 * 32768 * 4096 * 4096 + 2 * 32768 * 2048 * 4096)
-    assert pytest.approx(PASSES * (flop / (0.62 * 989.4e12) + 96 * 3e-6) * 1e3, abs=0.1) == EXPERT_MS
-    segments = {one.name: one for one in make_layer(get_hardware("h200"), is_fused=True, execution=Execution()).segments}
-    experts_s = sum(segments[name].forward_s + segments[name].backward_s for name in ("expert_fc1", "expert_fc2"))
-    assert PASSES * experts_s * 1e3 == pytest.approx(EXPERT_MS, abs=0.1)
-    assert pytest.approx(184.1, rel=0.10) == EXPERT_MS
-
-
-@pytest.mark.parametrize(("is_fused", "measured_ms"), [(True, 339.8), (False, 369.5)])
-def test_everything_else_takes_as_long_as_the_kernels_of_the_compute_stream_within_12_percent(is_fused, measured_ms):
-    assert get_step_ms("h200", is_fused=is_fused) - EXPERT_MS == pytest.approx(measured_ms, rel=0.12)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +67,3 @@ def test_full_recompute_costs_what_was_measured_within_4_percent():
     layer = make_layer(get_hardware("h100"), is_fused=False)
     again_s = layer.forward_s + layer.find_unit("layer").extra_s
     assert again_s * PASSES * 1e3 == pytest.approx(793 - 605, rel=0.04)
-
-
-def test_cheap_recompute_costs_what_was_measured_within_5_percent():
-    """Measured: 20.9 ms a step in the tenth run on an H100 (docs/results/w2_moe_h100_202611.md), 19 in the one above."""
-    layer = make_layer(get_hardware("h100"), is_fused=True)
-    forward_s = {one.name: one.forward_s for one in layer.segments}
-    units = [layer.find_unit(name) for name in ("mlp_norm", "moe_act")]
-    again_s = sum(forward_s[unit.name] + unit.extra_s + unit.copy_s for unit in units)
-    assert PASSES * again_s * 1e3 == pytest.approx(20.9, rel=0.05)
