@@ -74,4 +74,4 @@ def check_equal(expected: Iterable[torch.Tensor], found: Iterable[torch.Tensor])
     """Check that two lists of tensors are equal to the bit."""
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        assert torch.equal(one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8))
