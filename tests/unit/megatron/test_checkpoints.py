@@ -165,15 +165,15 @@ def make_offload(*, recomputes):
     ],
     ids=["a plan", "no plan", "FP8", "FP8 elsewhere", "several together"],
 )
-def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours, monkeypatch):
+def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours):
     checkpoint = random.CheckpointWithoutOutput()
     vars(checkpoint).update(attributes)
     offload = make_offload(recomputes=recomputes)
-    with apply_cpu_support(), Patches() as patches:
+    with apply_cpu_support(), pytest.MonkeyPatch.context() as patch, Patches() as patches:
         follow_checkpoints(patches, lambda: offload)
         if fp8_is_on:
             state = types.SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: None)
-            monkeypatch.setattr(random, "FP8GlobalStateManager", state)
+            patch.setattr(random, "FP8GlobalStateManager", state)
         output = checkpoint.checkpoint(torch.sin, leaf(3) * 1)
     assert type(output.grad_fn).__name__ == ("SinBackward0" if is_ours else "CheckpointWithoutOutputFunctionBackward")
 

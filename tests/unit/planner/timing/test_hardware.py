@@ -41,7 +41,7 @@ def test_hardware_is_found_by_key_and_by_name_however_they_are_written(key):
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA GB200", "gb200"),
-        ("NVIDIA GH200 480PB", "gh200"),
+        ("NVIDIA GH200 480GB", "gh200"),
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
