@@ -72,7 +72,7 @@ SITES = (
     SiteRow("moe_act", _SEQUENTIAL, "forward", "the first linear's output", _OURS, "0.16.1"),
     SiteRow("expert_fc2", _GROUPED, "forward", "the activation's output", _OURS, "0.16.1"),
     SiteRow("expert_fc2", _SEQUENTIAL, "forward", "the activation's output", _OURS, "0.16.1"),
-    SiteRow("fused_group_mlp", _GROUPED, "_fused_forward", "what the fused grouped MLP keeps", _MEGATRON, "0.20"),
+    SiteRow("fused_group_mlp", _GROUPED, "_fused_forward", "what the fused grouped MLP keeps", _MEGATRON, "0.19"),
     SiteRow("gdp_qkv", _GDP, "forward", "convolution input, normed query and key of a gated delta product", _MEGATRON, "0.20"),
     SiteRow("moe_combine", _DISPATCHER, "combine_preprocess", "the experts' output, where unpermute saves it", _OURS, "0.16.1"),
     SiteRow("moe_combine", _DISPATCHER, "combine_postprocess", "the same, of the all-to-all dispatcher", _OURS, "0.16.1"),
