@@ -1,8 +1,8 @@
 """Asking Megatron-LM's own parser what it knows, since its flags differ between versions.
 
-Megatron-LM lies beside its scripts: its parser is found where the script would find it. A script without one has a parser of its
-own, that nobody can ask before the script runs. Wheels of megatron-core have `megatron.training` too, since 0.18, whether or not
-a script uses it: an installed wheel's parser is not asked.
+Megatron-LM lies beside its scripts: its parser is found where the script would find it. A script without one has a parser of
+its own, that nobody can ask before the script runs. Since 0.18 wheels of megatron-core have `megatron.training` too, and a
+script need not use it: an installed wheel's parser is not asked.
 """
 
 import argparse
