@@ -30,7 +30,7 @@ from fgoffload.integrations.megatron.sites import (
     shares_router_input,
     switch_off_later,
 )
-from fgoffload.integrations.megatron.tag_checks import check_selective
+from fgoffload.integrations.megatron.tag_checks import check_paged_stash, check_selective
 from fgoffload.integrations.megatron.waits import has_held_wait, has_wait
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
@@ -174,7 +174,8 @@ class _Registrar:
         # All of the chunk together: a fraction is of all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
-            offload.begin_microbatch(chunk)
+            most_in_flight = getattr(model.config, "fine_grained_offloading_max_inflight_offloads", None)
+            offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
 
     def register(self, blocks: Iterable[Any], chunk: int) -> None:
         """Register the layers of those of `blocks` that are new.
@@ -303,6 +304,7 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
         )
     # As the commands do before Megatron starts; who calls `apply` has no other start.
     check_selective(offload.config, vars(config))
+    check_paged_stash(offload.selected, vars(config))
     if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
         raise IntegrationError(
             "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "
