@@ -3,9 +3,11 @@
 from fgoffload.integrations.megatron.imports import load_module
 
 
-def is_installed(since: str) -> bool:
-    """Return whether the installed megatron-core is of version `since` or newer."""
-    return _read(load_module("megatron.core").__version__) >= _read(since)
+def is_installed(versions: str) -> bool:
+    """Return whether the installed megatron-core is of `versions`: a version, for it and newer ones, or `FIRST to LAST`."""
+    installed = _read(load_module("megatron.core").__version__)
+    first, _, last = versions.partition(" to ")
+    return _read(first) <= installed and (not last or installed <= _read(last))
 
 
 def _read(version: str) -> tuple[int, ...]:

@@ -17,11 +17,13 @@ from support.trainings import (
     make_trainer,
     train,
 )
+from support.versions import is_installed
 
 from fgoffload import IntegrationError
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
+CHUNKS = pytest.mark.skipif(not is_installed("0.19"), reason="megatron-core from 0.19 on has chunks of MLPs")
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
 
@@ -39,6 +41,7 @@ OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
         (f"{MOE} {FULL} uniform", ("layer_input",)),
         (f"{MIXED} {FULL} block", ("layer_input", *(tag for tag in MIXED_TAGS if tag not in MLP_TAGS))),
         (f"{MIXED} --mtp-num-layers 1", MIXED_TAGS),
+        pytest.param(f"{MIXED} --mlp-chunks-for-training 2", MIXED_TAGS, marks=CHUNKS),
         (f"{MIXED} --mtp-num-layers 1 {FULL} uniform", ("layer_input",)),
     ],
 )
