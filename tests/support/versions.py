@@ -1,5 +1,7 @@
 """Which megatron-core the tests run with."""
 
+import pytest
+
 from fgoffload.integrations.megatron.imports import load_module
 
 
@@ -12,3 +14,8 @@ def is_installed(versions: str) -> bool:
 
 def _read(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
+
+
+RECOMPUTES_DEPTHS = pytest.mark.skipif(
+    is_installed("0.18 to 0.18"), reason="megatron-core 0.18 cannot recompute whole layers of multi-token prediction"
+)
