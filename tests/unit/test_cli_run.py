@@ -76,11 +76,33 @@ def test_with_them_it_computes_the_same_bits_and_one_line_says_what_was_applied(
     assert found["environment"]["NVTE_CPU_OFFLOAD_V1"] is None
 
 
-REAL_PARSER = (
-    "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --lr 0.01 "
-    "--train-iters 2 --vocab-size 32 --tokenizer-type NullTokenizer --transformer-impl local --no-masked-softmax-fusion "
-    "--no-gradient-accumulation-fusion --no-persist-layer-norm --distributed-backend gloo"
-).split()
+REAL_PARSER = [
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "8",
+    "--max-position-embeddings",
+    "8",
+    "--micro-batch-size",
+    "1",
+    "--lr",
+    "0.01",
+    "--train-iters",
+    "2",
+    "--vocab-size",
+    "32",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--transformer-impl",
+    "local",
+    "--no-masked-softmax-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--distributed-backend",
+    "gloo",
+]
 
 
 @pytest.mark.parametrize(

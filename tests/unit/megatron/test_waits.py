@@ -77,7 +77,10 @@ def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wa
 
 @SORTED
 def test_nothing_is_held_where_the_dispatcher_sorts_and_waits_for_nothing(caplog):
-    with make_trainer(f"{MOE} {ALLTOALL} --global-batch-size 2", make_config("core_attn")) as trainer, caplog.at_level(logging.DEBUG):
+    with (
+        make_trainer(f"{MOE} {ALLTOALL} --global-batch-size 2", make_config("core_attn")) as trainer,
+        caplog.at_level(logging.DEBUG),
+    ):
         inner = trainer.chunks[0].decoder.layers[0].mlp
         inner.register_forward_pre_hook(lambda *_: logging.getLogger("test").debug("mlp"))
         trainer.run_step()
