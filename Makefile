@@ -1,7 +1,12 @@
 # `make train` trains a tiny MoE GPT without and with offload, and shows that the results are equal to the bit.
 # Needs Python 3.10 to 3.13 and make. Everything else goes into .venv. A CUDA GPU is used when there is one.
 
-PYTHON ?= python3
+# Python of a version: pyenv's first, since its stand-ins on the PATH fail where the version is not switched on.
+find_python = $(or $(lastword $(sort $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python))),$(shell command -v python$(1)))
+# Python 3.12 where there is one: newer megatron-core needs it.
+PYTHON ?= $(or $(call find_python,3.12),python3)
+OLDER_PYTHON ?= $(or $(call find_python,3.11),$(call find_python,3.10))
+NEWER_TORCH ?= 2.14.1
 ARGUMENTS ?= arguments/tiny_moe.sh
 DATA ?=
 STEPS ?=
@@ -10,9 +15,10 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SMOKE := $(addprefix tests/unit/,launch megatron_interface megatron/test_sites.py megatron/test_waits.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test quick slow check
+.PHONY: help install train test quick slow smoke older versions check
 
 help:  ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -32,8 +38,17 @@ quick: $(STAMP)  ## Run the tests of the engine, the public interface, plans and
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "quick and not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 \
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.quick' tests)
 
-slow: $(STAMP)  ## Run the tests that take minutes: long random runs, thousands of steps, compilers
+slow: $(STAMP) versions  ## Run the tests that take minutes: long random runs, thousands of steps, compilers, other versions
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout=1800 --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
+
+smoke: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 $(SMOKE)
+
+older:  ## Run the tests of Megatron's interface, sites and waits on Python 3.11 and megatron-core 0.16.1, in .venv-older
+	@$(if $(OLDER_PYTHON),$(MAKE) VENV=.venv-older PYTHON=$(OLDER_PYTHON) smoke,echo "No Python 3.10 or 3.11: left out.")
+
+versions: $(STAMP)  ## Run the same tests on other versions of megatron-core, and on a newer torch; `make slow` does so too
+	@.ci/versions "$(BIN)/python" "$(NEWER_TORCH)" $(SMOKE)
 
 check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .

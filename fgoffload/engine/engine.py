@@ -76,6 +76,8 @@ class OffloadEngine:
         wrap_internals(is_engine_hook)
         self.device = device
         self._policy = policy or TransferPolicy()
+        self.most_in_flight: int | None = None
+        """How many groups of each tag may be on their way to the host before compute waits, beside the window; None for any."""
         self._rules = KeepRules(
             device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
         )
@@ -473,11 +475,17 @@ class OffloadEngine:
             group.moved_bytes = size_bytes
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
-        if self.device.has_blocking_copies or self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
+        if self.device.has_blocking_copies or self._must_wait(stats):
             self._transfers.poll()
-            while self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
+            while self._must_wait(stats):
                 self._counters.window_waits += 1
                 self._transfers.release_oldest()
+
+    def _must_wait(self, stats: TagStats) -> bool:
+        """Return whether compute has to wait for the oldest copy to the host, behind a group of the tag that `stats` are of."""
+        if self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
+            return True
+        return self.most_in_flight is not None and self._transfers.count_in_flight(stats) > self.most_in_flight
 
     def _find_block(self, saved: SavedStorage, group: Group) -> HostBlock | None:
         """Return host memory for `saved`, or None where it stays, or has left with another group."""

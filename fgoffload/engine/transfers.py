@@ -131,6 +131,10 @@ class Transfers:
             self._order(self.abandoned[0])
             self.abandoned.popleft()  # only now: what raises before must not drop a buffer that is still touched
 
+    def count_in_flight(self, stats: TagStats) -> int:
+        """Return how many groups of the tag that `stats` are of are on their way to the host."""
+        return sum(entry.stats is stats for entry in self._in_flight)
+
     def release_oldest(self) -> None:
         """Let go of the sources of the oldest copies to the host, their device memory with them, though they may be under way.
 

@@ -1,8 +1,10 @@
 """What Megatron's grouped experts are, as far as `TEGroupedMLP.forward` asks: the linears of Transformer Engine need a GPU."""
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -51,10 +53,21 @@ def make_experts(
         _with_fused_impl=False,
         _use_grouped_tensor=False,
         offload_moe_act=offloads_activation,
-        linear_fc1=linear_fc1,
-        linear_fc2=lambda hidden, _: (hidden.sin(), None),
+        linear_fc1=_Function(linear_fc1),
+        linear_fc2=_Function(lambda hidden, _: (hidden.sin(), None)),
         _apply_bias=lambda output, *_: output,
     )
+
+
+class _Function(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self._function(*args)
 
 
 class GroupedLinear(torch.nn.Module):
@@ -96,9 +109,13 @@ class GroupedLinear(torch.nn.Module):
 @contextlib.contextmanager
 def grouped_experts() -> Iterator[None]:
     """Give Megatron's local layers its grouped experts until the body ends, with the linears above."""
-    experts = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP
-    submodules = load_module("megatron.core.transformer.mlp").MLPSubmodules
+    experts = load_module("megatron.core.transformer.moe.experts")
     provider = load_module("megatron.core.models.backends").LocalSpecProvider
-    modules = experts, submodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    linears: dict[str, Any] = {"linear_fc1": GroupedLinear, "linear_fc2": GroupedLinear}
+    modules: Any
+    if hasattr(experts, "GroupedMLPSubmodules"):  # since 0.17
+        modules = functools.partial(experts.TEGroupedMLP, submodules=experts.GroupedMLPSubmodules(**linears))
+    else:
+        modules = experts.TEGroupedMLP, load_module("megatron.core.transformer.mlp").MLPSubmodules(**linears)
     with mock.patch.object(provider, "grouped_mlp_modules", return_value=modules):
         yield

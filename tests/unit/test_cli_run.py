@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
@@ -67,11 +69,61 @@ def test_with_them_it_computes_the_same_bits_and_one_line_says_what_was_applied(
     assert line.startswith("fgoffload: Activation offload of attn_norm core_attn attn_proj mlp_act: ")
     assert "symbols of megatron.core are replaced. Megatron's own call sites for attn_norm core_attn attn_proj are on" in line
     assert "by its config, and the script does not get its flags, since it refuses them with --transformer-impl local." in line
-    assert "Megatron-Core 0.16.1 is that of " in line
+    assert f"Megatron-Core {version('megatron-core')} is that of " in line
     found = read(tmp_path / "result")
     assert compute_of(found) == compute_of(plain[1])
     assert not found["switch"]
     assert found["environment"]["NVTE_CPU_OFFLOAD_V1"] is None
+
+
+REAL_PARSER = [
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "8",
+    "--max-position-embeddings",
+    "8",
+    "--micro-batch-size",
+    "1",
+    "--lr",
+    "0.01",
+    "--train-iters",
+    "2",
+    "--vocab-size",
+    "32",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--transformer-impl",
+    "local",
+    "--no-masked-softmax-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--distributed-backend",
+    "gloo",
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("a wheel", "its parser cannot be asked"), ("beside the script", "it refuses them with --transformer-impl local")],
+)
+def test_a_script_with_megatrons_own_parser_computes_the_same_bits(place, reason, tmp_path):
+    installed = Path(distribution("megatron-core").locate_file("megatron/training"))
+    if not installed.exists():
+        pytest.skip("wheels have Megatron-LM's training code from megatron-core 0.18 on")
+    script = shutil.copy(SCRIPT, tmp_path)
+    if place != "a wheel":
+        (tmp_path / "megatron").mkdir()
+        (tmp_path / "megatron" / "training").symlink_to(installed)
+    found = []
+    for flags in ((), (*ON, *OURS)):
+        ended = start(script, *MODEL, *REAL_PARSER, *flags, "--result", str(tmp_path / "result"))
+        assert ended.returncode == 0, ended.stderr
+        found.append(compute_of(read(tmp_path / "result")))
+    assert f"the script does not get its flags, since {reason}" in list_lines(ended)[0]
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize(

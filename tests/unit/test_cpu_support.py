@@ -1,6 +1,7 @@
 """Megatron-Core's symbols are replaced for the CPU, and come back as they were."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,3 +66,10 @@ def test_a_missing_symbol_is_named_and_nothing_stays_replaced(monkeypatch: pytes
         apply_cpu_support()
 
     assert torch.zeros is zeros
+
+
+def test_a_package_that_megatron_core_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(IntegrationError, match=r"No module named 'triton'\. Megatron-Core needs triton: pip install triton\."):
+        load_module("needs_triton")

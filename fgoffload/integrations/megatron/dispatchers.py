@@ -1,4 +1,4 @@
-"""What token dispatchers hold of a graph between two microbatches.
+"""Token dispatchers: what they hold of a graph between two microbatches, and how they permute.
 
 A dispatcher keeps the routing probabilities of its last forward as an attribute, and through them the graph behind them. What
 that graph saved is gone after backward, but where a checkpoint ran the forward again the graph begins in the checkpoint's own
@@ -9,6 +9,8 @@ Source: `dispatch_preprocess` of megatron-core 0.16.1, and what an H200 held bet
 (docs/results/w2_moe_h200_202611.md).
 """
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -21,6 +23,13 @@ from fgoffload.integrations.megatron.patches import Patches
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _LAST_METHOD = "combine_postprocess"
 """Nothing of a dispatcher is read after it, until the next forward."""
+
+
+@functools.cache
+def permutes_by_mask() -> bool:
+    """Return whether the permutation that is not fused selects by a mask, which makes the host wait; since 0.17 it sorts."""
+    permute = inspect.unwrap(load_module("megatron.core.transformer.moe.moe_utils").permute)
+    return "masked_select" in permute.__code__.co_names
 
 
 def free_inputs_of_recompute(patches: Patches) -> None:

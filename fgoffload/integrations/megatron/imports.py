@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import logging
 import re
 import sys
 import warnings
@@ -23,10 +24,20 @@ _EXPECTED_WARNINGS = (
     # Megatron's own router and linear layers call each other in a way that it has deprecated.
     "Warning: tp_group is None",
     "MLP requires ffn_hidden_size",
+    # Since 0.19, where a config is made before its ranks are.
+    "Could not determine rank from torch.distributed",
     # Of torch, about how Megatron spells its collectives.
     "`torch.distributed.",
 )
-"""How the warnings of megatron-core 0.16.1 and of the development branch begin that no flag caused and none could end."""
+"""How the warnings of megatron-core 0.16.1 to 0.19 begin that no flag caused and none could end."""
+
+_EXPECTED_LOGS = {
+    # While Megatron is imported on a machine with a CUDA toolkit and without a GPU.
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    # Since 0.19, of the model that training scripts and we build.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+}
+"""By logger, how its lines begin that are like those warnings."""
 
 _ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
 """Warnings to Megatron's developers (torch.jit.script, modules that move), raised while its files are read."""
@@ -35,10 +46,24 @@ _ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
 @contextlib.contextmanager
 def ignore_expected_warnings() -> Iterator[None]:
     """Leave out the warnings that Megatron-Core raises whatever its user does."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         for start in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=re.escape(start))
+        for name, start in _EXPECTED_LOGS.items():
+            undo.enter_context(_without_lines(logging.getLogger(name), start))
         yield
+
+
+@contextlib.contextmanager
+def _without_lines(logger: logging.Logger, start: str) -> Iterator[None]:
+    def accept(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(start)
+
+    logger.addFilter(accept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(accept)
 
 
 def require_torch() -> None:
@@ -72,7 +97,11 @@ def load_module(name: str) -> Any:
         try:
             module: ModuleType = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise IntegrationError(
-                f"{name} cannot be imported: {error}. Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."
-            ) from error
+            raise IntegrationError(f"{name} cannot be imported: {error}. {_name_fix(error)}") from error
     return module
+
+
+def _name_fix(error: ModuleNotFoundError) -> str:
+    if error.name and error.name != "megatron" and "." not in error.name:  # triton, since 0.18
+        return f"Megatron-Core needs {error.name}: pip install {error.name}."
+    return "Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."

@@ -12,6 +12,7 @@ from fgoffload.engine import is_inert
 from fgoffload.engine.place import Place
 from fgoffload.integrations.megatron.handing_on import HandingOn
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.layer_numbers import find_first, get_number
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.offload import MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
@@ -66,15 +67,14 @@ class LayerInputs:
 
     def _wrap_block(self, original: Any) -> Any:
         def run(block: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.layers_from(block.layers[0].layer_number - 1):
+            with self.layers_from(get_number(block.layers[0])):
                 return original(block, *args, **kwargs)
 
         return run
 
     def _wrap_mtp_layer(self, original: Any) -> Any:
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            layer = getattr(module, "transformer_layer", None) or module.mtp_model_layer
-            with self.layers_from(layer.layer_number - 1):
+            with self.layers_from(get_number(find_first(module))):
                 return original(module, *args, **kwargs)
 
         return run

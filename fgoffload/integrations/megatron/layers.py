@@ -14,6 +14,7 @@ from fgoffload.integrations.megatron import recompute
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
+from fgoffload.integrations.megatron.layer_numbers import get_number, list_layers
 from fgoffload.integrations.megatron.methods import wrap_symbol
 from fgoffload.integrations.megatron.model_config import list_accepted, read_facts
 from fgoffload.integrations.megatron.offload import MegatronOffload
@@ -29,7 +30,7 @@ from fgoffload.integrations.megatron.sites import (
     shares_router_input,
     switch_off_later,
 )
-from fgoffload.integrations.megatron.tag_checks import check_selective
+from fgoffload.integrations.megatron.tag_checks import check_paged_stash, check_selective
 from fgoffload.integrations.megatron.waits import has_held_wait, has_wait
 
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
@@ -173,7 +174,8 @@ class _Registrar:
         # All of the chunk together: a fraction is of all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
-            offload.begin_microbatch(chunk)
+            most_in_flight = getattr(model.config, "fine_grained_offloading_max_inflight_offloads", None)
+            offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
 
     def register(self, blocks: Iterable[Any], chunk: int) -> None:
         """Register the layers of those of `blocks` that are new.
@@ -191,9 +193,9 @@ class _Registrar:
             _check_linears(block)
             _check_config(block.config, offload)
         found = [
-            (layer, _find_input_tag(block, index, offload.selected))
+            (layer, _find_input_tag(stack, index, offload.selected))
             for block in new
-            for index, layer in enumerate(filter(None, map(_find_layer, block.layers)))
+            for stack, index, layer in list_layers(block)
         ]
         sites = [
             LayerSites(
@@ -222,32 +224,22 @@ class _Registrar:
             switch_off_later(self._patches, layer)
             if offload.measurement is not None:
                 offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)
-        offload.remember(new)  # only now: what is refused once is refused the next time too
+        stacks = {stack for block in new for stack, _, _ in list_layers(block)}
+        offload.remember([*new, *stacks])  # only now: what is refused once is refused the next time too
 
 
-def _find_input_tag(block: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return `layer_input` where it is selected and Megatron's own full recompute begins at the layer `index` of `block`."""
-    config = block.config
+def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
+    """Return `layer_input` where it is selected and Megatron's own full recompute begins at the layer `index` of `stack`."""
+    config = stack.config
     if LAYER_INPUT not in selected or config.recompute_granularity != "full":
         return ()
     layers = config.recompute_num_layers or 1
-    # Layers of multi-token prediction are left out of the block method.
-    is_first = index < layers and hasattr(block, "pre_process")
-    begins = index % layers == 0 if config.recompute_method == "uniform" else is_first
+    if config.recompute_method == "uniform":
+        # Of multi-token prediction each depth has one checkpoint around all of it.
+        begins = index == 0 if getattr(stack, "is_mtp_layer", False) else index % layers == 0
+    else:
+        begins = index < layers and hasattr(stack, "pre_process")  # a depth of one layer has none
     return (LAYER_INPUT,) if begins else ()
-
-
-def _find_layer(module: Any) -> Any:
-    """Return the transformer layer that `module` is or, for multi-token prediction, has; None where it is something else."""
-    for layer in (module, getattr(module, "transformer_layer", None), getattr(module, "mtp_model_layer", None)):
-        if hasattr(layer, "self_attention"):
-            return layer
-    return None
-
-
-def get_number(layer: Any) -> int:
-    """Return the number of a layer in the whole model, from 0; the layers of multi-token prediction come behind the others."""
-    return int(layer.layer_number) - 1
 
 
 def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
@@ -312,6 +304,7 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
         )
     # As the commands do before Megatron starts; who calls `apply` has no other start.
     check_selective(offload.config, vars(config))
+    check_paged_stash(offload.selected, vars(config))
     if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
         raise IntegrationError(
             "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "

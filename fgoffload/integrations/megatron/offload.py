@@ -10,7 +10,7 @@ import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import Group, Lane, OffloadEngine, Region, StepStats, is_inert
-from fgoffload.errors import PlanError
+from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
 from fgoffload.integrations.megatron.handing_on import OpenReruns
@@ -108,8 +108,21 @@ class MegatronOffload:
 
     # Where forward is.
 
-    def begin_microbatch(self, chunk: int) -> None:
-        """A forward of model chunk `chunk` begins. Without grad mode it has no microbatch."""
+    def begin_microbatch(self, chunk: int, *, most_in_flight: int | None = None) -> None:
+        """A forward of model chunk `chunk` begins. Without grad mode it has no microbatch.
+
+        Args:
+            chunk: The virtual pipeline stage.
+            most_in_flight: How many groups of each tag may be on their way to the host before compute waits; None for any.
+
+        Raises:
+            ConfigError: That number is below 0.
+        """
+        if most_in_flight is not None and most_in_flight < 0:
+            raise ConfigError(
+                f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is below 0. Give 0 or more, or leave it out."
+            )
+        self.engine.most_in_flight = most_in_flight
         self._chunk = chunk
         if torch.is_grad_enabled():
             self._begin_lane()

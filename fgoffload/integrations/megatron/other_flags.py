@@ -99,7 +99,9 @@ _MEMORY = """
     --cuda-graph-retain-backward-graph --cuda-graph-scope --cuda-graph-use-single-mempool --cuda-graph-warmup-steps
     --data-parallel-sharding-strategy --ddp-reduce-scatter-with-fp32-accumulation --defer-embedding-wgrad-compute
     --delay-wgrad-compute --distribute-saved-activations --empty-unused-memory-level --enable-cuda-graph --external-cuda-graph
-    --fp8-param --fp8-param-gather --fsdp-double-buffer --keep-fp8-transpose-cache --moe-layer-recompute
+    --fine-grained-offloading-max-inflight-offloads --fp8-param --fp8-param-gather --fsdp-double-buffer
+    --keep-fp8-transpose-cache --mlp-chunks-for-training --moe-layer-recompute --moe-paged-stash
+    --moe-paged-stash-buffer-size-factor-cpu --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size
     --num-distributed-optimizer-instances --optimizer-cpu-offload --optimizer-offload-fraction --outer-dp-sharding-strategy
     --overlap-cpu-optimizer-d2h-h2d --reuse-grad-buf-for-mxfp8-param-ag --use-megatron-fsdp --use-nccl-ub --use-torch-fsdp2
     --wgrad-deferral-limit

@@ -30,6 +30,7 @@ from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.handing_on import HandingOn, Made, OpenReruns, StandIn, save_input
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.layer_numbers import get_number
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.sites import has_op_fuser
@@ -63,7 +64,7 @@ def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], Op
         layer: A Megatron layer.
         get_open_reruns: Returns what else runs again: the norm whose output is permuted may be among it.
     """
-    runs = _Runs(Place(None, f"the permutation of layer {layer.layer_number - 1}"), get_open_reruns)
+    runs = _Runs(Place(None, f"the permutation of layer {get_number(layer)}"), get_open_reruns)
     dispatcher = layer.mlp.token_dispatcher
     wrap_method(patches, dispatcher, "dispatch_preprocess", runs.wrap_permutation)
     wrap_method(patches, dispatcher, "dispatch_postprocess", runs.wrap_end)

@@ -20,6 +20,7 @@ from fgoffload.integrations.megatron.device_memory import count_parameter_bytes,
 from fgoffload.integrations.megatron.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
+from fgoffload.integrations.megatron.layer_numbers import get_number
 from fgoffload.integrations.megatron.measured_layers import build_chunk
 from fgoffload.integrations.megatron.measured_units import LayerFacts, list_watched, watch_units
 from fgoffload.integrations.megatron.patches import Patches
@@ -131,7 +132,7 @@ class StepMeasurement:
         """
         units = recompute.find_units(layer)
         watched = list_watched(layer, units)
-        number = int(layer.layer_number) - 1
+        number = get_number(layer)
         self._layers[chunk, number] = (weakref.ref(layer), inputs)
         self._facts[chunk, number] = LayerFacts(
             chunk=chunk,

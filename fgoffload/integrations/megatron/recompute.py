@@ -38,6 +38,7 @@ from fgoffload.integrations.megatron.grouped_linears import is_quantized, save_w
 from fgoffload.integrations.megatron.handing_on import HandingOn
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
+from fgoffload.integrations.megatron.layer_numbers import get_number
 from fgoffload.integrations.megatron.methods import set_attribute, wrap_method
 from fgoffload.integrations.megatron.patches import Patches
 from fgoffload.integrations.megatron.regions import GetOffload, find_tensor
@@ -98,7 +99,7 @@ def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Ite
     for unit in units:
         for module, name in _list_users(layer, unit):
             if callable(getattr(module, name, None)):
-                place = Place(None, f"{type(module).__name__}.{name} of layer {layer.layer_number - 1}")
+                place = Place(None, f"{type(module).__name__}.{name} of layer {get_number(layer)}")
                 wrap_method(patches, module, name, functools.partial(_hand_on, get_offload, place))
 
 
@@ -227,7 +228,7 @@ def _run_again(inputs: LayerInputs, original: Any) -> Any:
         tensors = [given[name] for name in names]
         # The closure lives as long as the checkpoint, and must not hold the input, which is to leave.
         given.update(dict.fromkeys(names))
-        with inputs.layers_from(layer.layer_number - 1):
+        with inputs.layers_from(get_number(layer)):
             return _checkpoint(layer, run, tensors)
 
     return forward

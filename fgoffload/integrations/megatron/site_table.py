@@ -19,6 +19,7 @@ _SEQUENTIAL = "megatron.core.transformer.moe.experts:SequentialMLP"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoETokenDispatcher"
 _GDP = "megatron.core.ssm.gated_delta_product:GatedDeltaProductMixer"
 _BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
+_RECOMPUTE = "megatron.core.recompute"
 _MTP = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 
 
@@ -42,13 +43,14 @@ class SiteRow(NamedTuple):
     """What."""
     call_site: CallSite
     since: str
-    """The first version of megatron-core that has the place."""
+    """The first version of megatron-core that has the place, or the first and the last."""
 
 
 _MEGATRON, _OURS = CallSite.MEGATRON, CallSite.OURS
 
 SITES = (
-    SiteRow("layer_input", _BLOCK, "_checkpointed_forward", "the input of each checkpointed layer", _OURS, "0.16.1"),
+    SiteRow("layer_input", _BLOCK, "_checkpointed_forward", "the input of each checkpointed layer", _OURS, "0.16.1 to 0.17"),
+    SiteRow("layer_input", _RECOMPUTE, "checkpointed_forward", "the same, in hybrid models too", _OURS, "0.18"),
     SiteRow("layer_input", _MTP, "_checkpointed_forward", "the same, of multi-token prediction", _OURS, "0.16.1"),
     SiteRow("attn_norm", _LAYER, "_forward_attention", "the layer input", _MEGATRON, "0.16.1"),
     SiteRow("qkv_linear", _ATTENTION, "forward", "the norm's output", _MEGATRON, "0.16.1"),
@@ -72,7 +74,7 @@ SITES = (
     SiteRow("moe_act", _SEQUENTIAL, "forward", "the first linear's output", _OURS, "0.16.1"),
     SiteRow("expert_fc2", _GROUPED, "forward", "the activation's output", _OURS, "0.16.1"),
     SiteRow("expert_fc2", _SEQUENTIAL, "forward", "the activation's output", _OURS, "0.16.1"),
-    SiteRow("fused_group_mlp", _GROUPED, "_fused_forward", "what the fused grouped MLP keeps", _MEGATRON, "0.20"),
+    SiteRow("fused_group_mlp", _GROUPED, "_fused_forward", "what the fused grouped MLP keeps", _MEGATRON, "0.19"),
     SiteRow("gdp_qkv", _GDP, "forward", "convolution input, normed query and key of a gated delta product", _MEGATRON, "0.20"),
     SiteRow("moe_combine", _DISPATCHER, "combine_preprocess", "the experts' output, where unpermute saves it", _OURS, "0.16.1"),
     SiteRow("moe_combine", _DISPATCHER, "combine_postprocess", "the same, of the all-to-all dispatcher", _OURS, "0.16.1"),

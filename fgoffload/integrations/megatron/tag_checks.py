@@ -4,7 +4,7 @@ Who calls `apply` in code may have several models, of which one has what another
 after the first step.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fgoffload.config import OffloadConfig
@@ -12,6 +12,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.model.model_shape import list_moe_layers
 
 _EXPERT_TAGS = ("router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine", "shared_expert")
+_STASHED_TAGS = ("expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp")
 _DENSE_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
 _OTHER_LAYERS = (
     "hybrid_layer_pattern",
@@ -34,6 +35,7 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
         ConfigError: With the tag, the flag and the fix.
     """
     check_selective(offload, values)
+    check_paged_stash(offload.offload_modules, values)
     if offload.is_auto:
         return
     for fault in (*_list_recompute_faults(offload, values), *_list_model_faults(offload, values)):
@@ -52,6 +54,24 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """
     if values.get("recompute_granularity") == "selective":
         offload.check_recompute(values.get("recompute_modules") or ("core_attn",))
+
+
+def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Refuse tags of what routed experts save where Megatron stashes it.
+
+    Args:
+        tags: Those that may leave.
+        values: As for `check_tags`.
+
+    Raises:
+        ConfigError: With the tag and why.
+    """
+    for name in tags:
+        if values.get("moe_paged_stash") and name in _STASHED_TAGS:
+            raise ConfigError(
+                f"--offload-modules {name!r} and --moe-paged-stash exclude each other: the stash moves what experts save "
+                "to pages of its own as soon as autograd saves it, so nothing is left to offload. Leave one of them out."
+            )
 
 
 def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:

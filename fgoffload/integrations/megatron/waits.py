@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
+from fgoffload.integrations.megatron.dispatchers import DISPATCHERS, permutes_by_mask
 from fgoffload.integrations.megatron.host_writes import HostPages, read_on_host
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.known_counts import KnownCounts
@@ -58,12 +58,20 @@ WAITS = (
     WaitRow(
         f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher",
         "dispatch_preprocess",
-        "the number of tokens that masked_select finds, in the permutation that is not fused",
+        "the number of tokens that masked_select finds, in the permutation that is not fused; since 0.17 that sorts instead",
         Remedy.HOLD,
         "0.16.1",
-        is_needed=lambda config: not config.moe_permute_fusion,
+        is_needed=lambda config: not config.moe_permute_fusion and permutes_by_mask(),
     ),
     WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
+    WaitRow(
+        f"{DISPATCHERS}:MoEFlexTokenDispatcher",
+        "dispatch_preprocess",
+        "the most tokens of any rank, with `moe_hybridep_pad_uneven_dispatch_inputs`",
+        Remedy.HOLD,
+        "0.19",
+        is_needed=lambda config: getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False),
+    ),
     WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
     WaitRow(
         _CHECKS,
@@ -121,7 +129,7 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
         IntegrationError: Megatron-Core lacks one of them.
     """
     for wait in _list_held():
-        wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload))
+        wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload, wait))
     wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
     exchange = functools.partial(wrap_exchange, get_offload)
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", exchange)
@@ -145,7 +153,12 @@ def _find_dispatcher(layer: Any) -> Any:
 def has_held_wait(layer: Any) -> bool:
     """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
     dispatcher = _find_dispatcher(layer)
-    return dispatcher is not None and any(wait.is_needed(layer.config) for wait in _list_held_of(dispatcher.__class__))
+    return dispatcher is not None and _find_last_held(dispatcher, layer.config) is not None
+
+
+def _find_last_held(dispatcher: Any, config: Any) -> WaitRow | None:
+    """Return the last wait in a forward of `dispatcher` that groups are held for."""
+    return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.is_needed(config)), None)
 
 
 @functools.cache  # each forward of a layer asks
@@ -158,10 +171,11 @@ def _list_held() -> list[WaitRow]:
     return [wait for wait in WAITS if wait.remedy is Remedy.HOLD]
 
 
-def _wrap_held_wait(get_offload: GetOffload, original: Any) -> Any:
+def _wrap_held_wait(get_offload: GetOffload, wait: WaitRow, original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if not (offload := get_offload()).is_idle:
+        # Copies that begin behind an earlier wait would be ahead of the last one.
+        if not (offload := get_offload()).is_idle and _find_last_held(self, self.config) is wait:
             offload.flush()
         return result
 

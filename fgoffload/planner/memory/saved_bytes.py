@@ -288,13 +288,9 @@ def _count_score_bytes(tokens: int, experts: ExpertsShape, router: RouterShape) 
     if router.score_function == "softmax":
         # 4sbk/t: softmax keeps what it returns, in fp32 whatever the router's type. 4sbE/t where it comes before the choice.
         return _FP32 * tokens * (experts.num_experts if router.has_pre_softmax else experts.topk)
-    size_bytes = _FP32 * tokens * experts.num_experts  # 4sbE/t: so does sigmoid, of all experts
-    if router.has_expert_bias and router.dtype_bytes != _FP32:
-        size_bytes += router.dtype_bytes * tokens * experts.num_experts  # its copy in the router's type, for the gather
-    if experts.topk > 1:
-        # The chosen scores and their sum, by which they are divided.
-        size_bytes += router.dtype_bytes * tokens * (experts.topk + 1)
-    return size_bytes
+    # 4sbE/t: so does sigmoid, of all experts. Then the chosen scores, and their sum, by which they are divided.
+    chosen = experts.topk + 1 if experts.topk > 1 else 0
+    return _FP32 * tokens * (experts.num_experts + chosen)
 
 
 def _count_balancing_bytes(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> int:
@@ -304,8 +300,8 @@ def _count_balancing_bytes(shape: LayerShape, experts: ExpertsShape, router: Rou
     if router.score_function == "softmax":
         # 4sbE/t: softmax over all experts, and the loss, one number.
         return size_bytes + _FP32 * shape.tokens * experts.num_experts + _FP32
-    # Sigmoid of all experts in the router's type, their sum, by which they are divided, and the loss.
-    return size_bytes + router.dtype_bytes * (shape.tokens * (experts.num_experts + 1) + 1)
+    # Sigmoid of all experts, their sum, by which they are divided, and the loss.
+    return size_bytes + _FP32 * (shape.tokens * (experts.num_experts + 1) + 1)
 
 
 def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:

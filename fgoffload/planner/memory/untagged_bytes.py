@@ -10,6 +10,7 @@ from fgoffload.planner.ranks.layer_model import SavedTensor
 _BF16 = 2
 _FP32 = 4
 _INT32 = 4
+_INT64 = 8
 """Bytes of an element."""
 
 
@@ -58,9 +59,9 @@ def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield what permutes tokens saves beyond what `moe_combine` does."""
     if not experts.has_fused_permutation:
-        # masked_select keeps the probabilities of all experts, 2sbE/t or 4sbE/t, and the mask, sbE/t.
-        size_bytes = (experts.router.dtype_bytes + 1) * shape.tokens * experts.num_experts
-        yield SavedTensor(name="probabilities and mask of the permutation", tags=(), size_bytes=size_bytes)
+        # 8sbE/t: the places of all tokens for all experts in int64, of which the chosen ones, which come first, are used.
+        size_bytes = _INT64 * shape.tokens * experts.num_experts
+        yield SavedTensor(name="sorted places of the permutation", tags=(), size_bytes=size_bytes)
     elif experts.local_experts > 1:
         # 4sbke/t: as for the way back.
         size_bytes = _INT32 * experts.count_rows(shape.tokens)

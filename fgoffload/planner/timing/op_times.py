@@ -74,9 +74,7 @@ def make_layer_model(
     segments = clock.time_segments(works, extras)
     experts = shape.experts
     if experts is not None:
-        # Without fusion masked_select makes the host wait for bytes behind the copies; tokens-per-expert go around them.
-        wait = HostWait.KERNEL if experts.has_fused_permutation else HostWait.HOLD
-        segments = _replace(segments, "dispatch", host_wait=wait)
+        segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # for the number of tokens of each expert
         if experts.has_shared_overlap:
             segments = _hide_shared_experts(segments, works, clock)
     tensors = list_saved_tensors(shape)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -126,11 +127,29 @@ POLICIES = {
 }
 
 
+HAS_CHOICE = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+"""Since torch 2.14, which warns where nobody has chosen, users say whether hooks see what a selective checkpoint keeps."""
+
+
+def make_selective(policy: str, *, respects_hooks: bool):
+    contexts = functools.partial(create_selective_checkpoint_contexts, POLICIES[policy], allow_cache_entry_mutation=False)
+    choice = {"respect_saved_tensors_hooks": respects_hooks} if HAS_CHOICE else {}
+    return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts, **choice)
+
+
+@pytest.mark.parametrize("respects_hooks", [False, True] if HAS_CHOICE else [False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("place", [in_a_region, around_a_region, watched_layers], ids=lambda place: place.__name__)
-def test_a_selective_checkpoint_gives_the_same_bits_and_recomputes_as_often(place, policy):
-    contexts = functools.partial(create_selective_checkpoint_contexts, POLICIES[policy], allow_cache_entry_mutation=False)
-    compare(place, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts), DelayedCpuDevice)
+def test_a_selective_checkpoint_gives_the_same_bits_and_recomputes_as_often(place, policy, respects_hooks):
+    compare(place, make_selective(policy, respects_hooks=respects_hooks), DelayedCpuDevice)
+
+
+@pytest.mark.skipif(not HAS_CHOICE, reason="torch before 2.14 hides from hooks what a selective checkpoint keeps")
+def test_what_a_selective_checkpoint_keeps_is_offloaded_where_it_respects_hooks():
+    hidden, offloaded = (
+        compare(in_a_region, make_selective("everything", respects_hooks=choice), DelayedCpuDevice) for choice in (False, True)
+    )
+    assert offloaded > hidden
 
 
 @KINDS

@@ -1,4 +1,5 @@
 import argparse
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -48,6 +49,9 @@ def test_the_script_gets_its_words_and_the_description_names_the_megatron_core()
     applied = apply_to_script(CONFIG, ("--seed", "1"), {})
     try:
         assert applied.words == ("--seed", "1")  # the wheel has no parser to ask
-        assert "since its parser cannot be asked for them. Megatron-Core 0.16.1 is that of " in applied.describe()
+        assert (
+            f"since its parser cannot be asked for them. Megatron-Core {version('megatron-core')} is that of "
+            in applied.describe()
+        )
     finally:
         applied.offload.remove()

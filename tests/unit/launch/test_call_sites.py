@@ -133,7 +133,7 @@ def test_megatrons_parser_is_taken_before_it_parses(monkeypatch):
 
 
 def test_without_megatron_lm_or_its_parser_there_is_none(monkeypatch):
-    assert find_megatron_parser() is None  # the wheel has no megatron.training
+    assert find_megatron_parser() is None  # no wheel's `megatron.training` is asked, where it has one
     install(monkeypatch, None)
     assert find_megatron_parser() is None
 

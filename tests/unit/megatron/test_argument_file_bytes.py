@@ -15,6 +15,7 @@ from support.fused_kernels import fused_kernels
 from support.processes import run_processes
 from support.shrunk_models import FILES, ONE_RANK, balanced_routing, find_layout, shrink
 from support.trainings import make_config
+from support.versions import is_installed
 
 from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.data import TextData
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("parallel")
 LOCAL = {"--transformer-impl": ("local",), "--no-moe-grouped-gemm": (), "--no-moe-permute-fusion": ()}
 """What Transformer Engine alone has; grouped experts have a stand-in."""
 SCRIPT = Path(__file__).parents[2] / "gpu" / "measure_megatron_bytes.py"
+# Without queries that are compressed, Megatron's local layers have no norm for them, since 0.19.
+FILES = [name for name in FILES if name != "deepseek_v2_lite" or not is_installed("0.19")]
 LAYOUTS = {name: find_layout(name, ranks=2) for name in FILES}
 SHARED = [
     (layout, name)

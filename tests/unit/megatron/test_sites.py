@@ -17,11 +17,13 @@ from support.trainings import (
     make_trainer,
     train,
 )
+from support.versions import RECOMPUTES_DEPTHS, is_installed
 
 from fgoffload import IntegrationError
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
+CHUNKS = pytest.mark.skipif(not is_installed("0.18"), reason="megatron-core from 0.18 on has chunks of MLPs")
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
 
@@ -39,7 +41,8 @@ OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
         (f"{MOE} {FULL} uniform", ("layer_input",)),
         (f"{MIXED} {FULL} block", ("layer_input", *(tag for tag in MIXED_TAGS if tag not in MLP_TAGS))),
         (f"{MIXED} --mtp-num-layers 1", MIXED_TAGS),
-        (f"{MIXED} --mtp-num-layers 1 {FULL} uniform", ("layer_input",)),
+        pytest.param(f"{MIXED} --mlp-chunks-for-training 2", MIXED_TAGS, marks=CHUNKS),
+        pytest.param(f"{MIXED} --mtp-num-layers 1 {FULL} uniform", ("layer_input",), marks=RECOMPUTES_DEPTHS),
     ],
 )
 def test_losses_and_gradients_are_the_same_to_the_bit(flags, tags):

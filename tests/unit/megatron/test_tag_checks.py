@@ -29,6 +29,7 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
         ("mlp_fc1", EXPERTS, "all layers of this model have experts"),
         ("mlp_act", {**EXPERTS, "moe_layer_freq": [1, 1]}, "all layers of this model have experts"),
         ("core_attn", {"recompute_granularity": "selective"}, "'core_attn' and --recompute-modules 'core_attn'"),
+        ("expert_fc2", {**EXPERTS, "moe_paged_stash": True}, "the stash moves what experts save to pages of its own"),
         # A checkpoint says what the model is, and not what runs again.
         ("core_attn", {"recompute_granularity": "selective", "use_checkpoint_args": True}, "exclude each other"),
     ],

@@ -10,6 +10,7 @@ import torch
 from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_config, make_trainer, train
 
 from fgoffload.integrations.megatron import host_writes, waits
+from fgoffload.integrations.megatron.dispatchers import permutes_by_mask
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.stage_exchanges import exchange_shapes
 from fgoffload.integrations.megatron.waits import DISPATCHERS
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
+BY_MASK = pytest.mark.skipif(not permutes_by_mask(), reason="megatron-core from 0.17 on sorts, and waits for nothing")
+SORTED = pytest.mark.skipif(permutes_by_mask(), reason="megatron-core before 0.17 waits for a mask")
 
 
 def record_step(flags, caplog, wait):
@@ -56,7 +59,7 @@ def replace_inner(wrapper, value, patch):
     ("flags", "wait"),
     [
         (MOE, ("MoEAllGatherTokenDispatcher", "dispatch_postprocess")),
-        (f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess")),
+        pytest.param(f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess"), marks=BY_MASK),
     ],
 )
 def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wait, caplog):
@@ -70,6 +73,33 @@ def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wa
         assert happened[: len(expected)] == expected
         happened = happened[len(expected) :]
     assert happened == []
+
+
+@SORTED
+def test_nothing_is_held_where_the_dispatcher_sorts_and_waits_for_nothing(caplog):
+    with (
+        make_trainer(f"{MOE} {ALLTOALL} --global-batch-size 2", make_config("core_attn")) as trainer,
+        caplog.at_level(logging.DEBUG),
+    ):
+        inner = trainer.chunks[0].decoder.layers[0].mlp
+        inner.register_forward_pre_hook(lambda *_: logging.getLogger("test").debug("mlp"))
+        trainer.run_step()
+    lines = [record.getMessage() for record in caplog.records]
+    offloaded = next(index for index, line in enumerate(lines) if line.startswith("offload layers.0.core_attn"))
+    assert offloaded < lines.index("mlp")
+
+
+def test_a_dispatcher_that_waits_twice_holds_groups_until_its_last_wait(monkeypatch):
+    dispatcher, happened = load_module(DISPATCHERS).MoEFlexTokenDispatcher, []
+    for method in ("dispatch_preprocess", "dispatch_postprocess"):
+        monkeypatch.setattr(dispatcher, method, lambda self, method=method: happened.append(method))
+    with make_trainer(MOE, make_config("core_attn")) as trainer:  # which wraps the waits
+        monkeypatch.setattr(trainer.integration, "flush", lambda: happened.append("flush"))
+        one = object.__new__(dispatcher)
+        one.config = types.SimpleNamespace(moe_hybridep_pad_uneven_dispatch_inputs=True)
+        one.dispatch_preprocess()
+        one.dispatch_postprocess()
+    assert happened == ["dispatch_preprocess", "dispatch_postprocess", "flush"]
 
 
 def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next_step_is_right():

@@ -21,7 +21,7 @@ from support.megatron_stub.training import (
 )
 from support.sites import has_hooks
 
-from fgoffload import IntegrationError, Tag, default_tags
+from fgoffload import ConfigError, IntegrationError, Tag, default_tags
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.imports import load_module
 
@@ -293,10 +293,19 @@ def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_mark
 
 def test_settings_of_megatrons_config_that_count_for_nothing_are_named_once(caplog):
     with with_offload("core_attn") as training, caplog.at_level(logging.WARNING):
-        training.models[0].settings |= {"activation_offload_fraction": 0.5, "max_inflight_offloads": 2}
+        training.models[0].settings["activation_offload_fraction"] = 0.5
         training.step()
         training.step()
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("fgoffload")]
-    assert len(warnings) == 2
+    assert len(warnings) == 1
     assert "activation_offload_fraction=0.5 of Megatron's config has no effect: offload is applied with 1.0." in warnings[0]
-    assert "max_inflight_offloads=2 of Megatron's config has no effect" in warnings[1]
+
+
+def test_the_offloads_in_flight_of_megatrons_config_bound_ours():
+    with with_offload("core_attn") as training:
+        training.models[0].settings["max_inflight_offloads"] = 2
+        training.step()
+        assert training.offload.engine.most_in_flight == 2
+        training.models[0].settings["max_inflight_offloads"] = -1
+        with pytest.raises(ConfigError, match="fine_grained_offloading_max_inflight_offloads -1 is below 0"):
+            training.step()

@@ -44,15 +44,18 @@ class Calls:
         """The integration."""
         return self._get_offload()
 
-    def begin_microbatch(self, vp_stage: int | None, **settings: float | None) -> None:
+    def begin_microbatch(
+        self, vp_stage: int | None, *, max_inflight_offloads: int | None = None, **settings: float | None
+    ) -> None:
         """A forward of the model chunk `vp_stage` begins; None is the only one.
 
         Args:
             vp_stage: The virtual pipeline stage.
+            max_inflight_offloads: How many groups of each tag may be on their way to the host before compute waits.
             settings: What Megatron's config says, by the name of its field. Ours says what counts.
         """
         self._warn_of_settings(settings)
-        self.offload.begin_microbatch(vp_stage or 0)
+        self.offload.begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def finish_step(self) -> None:
         """A schedule has run all its microbatches.
@@ -85,14 +88,11 @@ class Calls:
 
     def _warn_of_settings(self, settings: dict[str, float | None]) -> None:
         for name, given in settings.items():
-            ours = getattr(self.offload.config, name, None)
+            ours = getattr(self.offload.config, name)
             if given in (ours, _MEGATRON_DEFAULTS.get(name)) or name in self._warned:
                 continue
             self._warned.add(name)
-            if ours is None:
-                logger.warning("%s=%s of Megatron's config has no effect: --offload-window bounds the bytes.", name, given)
-            else:
-                logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
+            logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
 
 
 class CallSite:

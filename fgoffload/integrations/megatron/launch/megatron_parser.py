@@ -1,13 +1,16 @@
 """Asking Megatron-LM's own parser what it knows, since its flags differ between versions.
 
-Megatron-LM lies beside its scripts, and is no part of the megatron-core wheel: its parser is found where the script would find
-it. A script without one has a parser of its own, that nobody can ask before the script runs.
+Megatron-LM lies beside its scripts: its parser is found where the script would find it. A script without one has a parser of
+its own, that nobody can ask before the script runs. Since 0.18 wheels of megatron-core have `megatron.training` too, and a
+script need not use it: an installed wheel's parser is not asked.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fgoffload.errors import IntegrationError
@@ -45,11 +48,23 @@ class _ParserIsComplete(BaseException):
     """Ends Megatron-LM's `parse_args` before it parses. No Exception, so that nothing on the way takes it for a fault."""
 
 
+def _is_of_wheel() -> bool:
+    """Return whether `megatron.training` lies beside what pip writes down of an installed wheel."""
+    try:
+        spec = importlib.util.find_spec(_MODULE.rpartition(".")[0])
+    except (ImportError, ValueError):  # there is no Megatron at all, or a module that somebody made by hand
+        return False
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    return any(any(Path(folder).parents[1].glob("megatron_core-*.dist-info")) for folder in folders)
+
+
 def find_megatron_parser() -> MegatronParser | None:
     """Return the parser of the Megatron-LM that the script will import, or None where there is none to ask.
 
     Importing it imports Megatron-LM's training code, as the script will do anyway.
     """
+    if _is_of_wheel():
+        return None
     try:
         module = load_module(_MODULE)
     except (ImportError, IntegrationError):

@@ -198,13 +198,13 @@ def test_ranks_of_latent_attention_share_heads_and_not_the_rotary_tables():
         ({"dtype_bytes": 4}, ((72, 5, "fp32"),)),
         (
             {"score_function": "sigmoid", "has_expert_bias": True},
-            ((72, 12, "fp32"), (72, 12, "bf16"), (72, 5, "bf16"), (72, 1, "bf16")),
+            ((72, 12, "fp32"), (72, 5, "fp32"), (72, 1, "fp32")),
         ),
         (
             {"score_function": "sigmoid", "balancing": "seq_aux_loss"},
             (
-                *((72, 12, "fp32"), (72, 5, "bf16"), (72, 1, "bf16")),
-                *((72, 12, "bf16"), (72, 1, "bf16"), (3, 12, "int64"), (1, "bf16")),
+                *((72, 12, "fp32"), (72, 5, "fp32"), (72, 1, "fp32")),
+                *((72, 12, "fp32"), (72, 1, "fp32"), (3, 12, "int64"), (1, "fp32")),
             ),
         ),
     ],

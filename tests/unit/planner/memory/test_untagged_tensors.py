@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 
+from fgoffload.integrations.megatron.dispatchers import permutes_by_mask
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes
 from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape
 
-ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4}
+ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4, "int64": 8}
 # Two ranks: s 48, b 3, so 72 tokens a rank; 12 experts, 5 a token.
 SIZES = {
     "micro_batch_size": 3,
@@ -49,16 +50,15 @@ def with_biases(**fields):
         (dataclasses.replace(DENSE, rotary_channels=6), 4 * ((48, 1, 1, 6, "bf16"),)),
         (dataclasses.replace(DENSE, rotary_channels=6, has_fused_rotary=True), ((48, 1, 1, 6, "fp32"),)),
         (dataclasses.replace(DENSE, has_hidden_dropout=True), 2 * ((24, 3, 40, "bool"),)),
-        (MOE, ((12, 72, "bf16"), (12, 72, "bool"))),
-        (with_experts(router=RouterShape(dtype_bytes=4)), ((12, 72, "fp32"), (12, 72, "bool"))),
+        (MOE, ((12, 72, "int64"),)),
         (with_experts(has_fused_permutation=True, expert_parallel_size=4, imbalance=1.5), ((540, "int32"),)),
-        (with_biases(router=RouterShape(dtype_bytes=4)), ((12, 72, "fp32"), (12, 72, "bool"), (360, 1, "fp32"))),
+        (with_biases(router=RouterShape(dtype_bytes=4)), ((12, 72, "int64"), (360, 1, "fp32"))),
         (
             dataclasses.replace(DENSE, has_mtp_projection=True),
             (*3 * ((24, 3, 40, "bf16"), (72, "fp32")), (24, 3, 80, "bf16")),
         ),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_what_is_saved_outside_of_all_tags(shape, tensors):
     assert count_untagged(shape) == sum_bytes(*tensors)
@@ -97,9 +97,11 @@ def test_megatron_turns_heads_with_the_cosine_and_sine_of_the_formula():
     assert save(turn) == count_untagged(dataclasses.replace(DENSE, rotary_channels=6))
 
 
-@pytest.mark.parametrize(("dtype", "dtype_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)])
-def test_megatron_permutes_tokens_with_the_probabilities_and_the_mask_of_the_formula(dtype, dtype_bytes):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_megatron_permutes_tokens_with_the_places_of_the_formula(dtype):
     utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    if permutes_by_mask():
+        pytest.skip("the formula is of megatron-core from 0.17 on")
     chosen = torch.rand(72, 12).topk(5, dim=1).indices
     routing_map = torch.zeros(72, 12, dtype=torch.bool).scatter(1, chosen, value=True)
 
@@ -109,5 +111,4 @@ def test_megatron_permutes_tokens_with_the_probabilities_and_the_mask_of_the_for
         return utils.permute(tokens, routing_map, probs=probabilities, num_out_tokens=360)
 
     places = count_tag_bytes(MOE)["moe_combine"]  # saved by the way back too, which has a tag
-    shape = with_experts(router=RouterShape(dtype_bytes=dtype_bytes))
-    assert save(permute) - places == count_untagged(shape)
+    assert save(permute) - places == count_untagged(MOE)

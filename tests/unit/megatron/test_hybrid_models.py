@@ -1,0 +1,46 @@
+"""Hybrid models, whose depths of multi-token prediction have stacks of layers: the same bits, and a number for each layer."""
+
+import pytest
+from support.hybrid_models import hybrid_models
+from support.trainings import DENSE, HIDDEN_BYTES, make_config, make_trainer, train
+from support.versions import RECOMPUTES_DEPTHS
+
+from fgoffload import Site
+
+pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="megatron-core from 0.18 on has these models")
+pytestmark = [
+    pytest.mark.usefixtures("parallel"),
+    pytest.mark.filterwarnings("ignore:recompute_method == 'block' is not supported for MTP:UserWarning"),
+]
+
+PATTERN = "*-/*-/*-"
+FLAGS = f"{DENSE} --mtp-num-layers 2"
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+INPUT = ("layer_input",)
+# One checkpoint is around each depth, or around the first layer of each stack.
+FULL_UNIFORM = f"{FLAGS} {FULL} uniform", INPUT, [(layer, *INPUT) for layer in (0, 1, 2, 4)]
+FULL_BLOCK = f"{FLAGS} {FULL} block", INPUT, [(layer, *INPUT) for layer in (0, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "tags", "sites"),
+    [
+        (FLAGS, ("core_attn", "mlp_fc1"), [(layer, "mlp_fc1" if layer % 2 else "core_attn") for layer in range(6)]),
+        pytest.param(*FULL_UNIFORM, marks=RECOMPUTES_DEPTHS),
+        pytest.param(*FULL_BLOCK, marks=RECOMPUTES_DEPTHS),
+    ],
+)
+def test_each_layer_of_each_depth_has_sites_of_its_own(flags, tags, sites):
+    with hybrid_models(PATTERN):
+        expected, _ = train(flags)
+        with make_trainer(flags, make_config(*tags)) as trainer:
+            found = [trainer.run_step() for _ in range(2)]
+            assert trainer.integration.list_sites() == [Site(chunk=0, layer=layer, tag=tag) for layer, tag in sites]
+    assert [(result.losses, result.gradient_digests) for result in found] == expected
+
+
+@RECOMPUTES_DEPTHS
+def test_the_checkpoint_of_a_depth_moves_the_hidden_states_and_the_embeddings():
+    with hybrid_models(PATTERN):
+        _, moved = train(f"{FLAGS} {FULL} uniform", make_config("layer_input", min_offloaded_tensor_size=HIDDEN_BYTES // 4))
+    assert moved == {"layer_input": (2 + 2 * 2) * HIDDEN_BYTES * 2}  # two layers, two depths, and microbatches
