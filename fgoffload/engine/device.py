@@ -217,9 +217,11 @@ class AcceleratorDevice(Device):
     """The accelerator that `torch.accelerator` finds; CUDA first."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)  # a build for CUDA names it without a GPU too
         if device is None:
-            raise StateError("torch.accelerator finds no accelerator. Use CpuDevice, or a torch build for your accelerator.")
+            raise StateError(
+                "torch finds no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."
+            )
         self.type = device.type
         self._host_memory = host_memory
         self.has_blocking_copies = host_memory is HostMemory.PAGEABLE

@@ -30,7 +30,7 @@ class Event:
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch, "Stream", lambda device: types.SimpleNamespace(device=device))
     monkeypatch.setattr(torch, "Event", Event)

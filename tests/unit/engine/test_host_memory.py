@@ -197,7 +197,7 @@ def make_cuda_device(monkeypatch):
         cudart = Cudart(status=status)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         monkeypatch.setattr(torch, "Stream", lambda device: types.SimpleNamespace(device=device))
         monkeypatch.setattr(torch, "Event", lambda device: types.SimpleNamespace(device=device))
