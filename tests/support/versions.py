@@ -12,6 +12,11 @@ def is_installed(versions: str) -> bool:
     return _read(first) <= installed and (not last or installed <= _read(last))
 
 
+def find_graph_field() -> str:
+    """Return the field of Megatron's config for CUDA graphs. Its default, "full", warns that it is deprecated: set it to []."""
+    return "cuda_graph_modules" if is_installed("0.19") else "cuda_graph_scope"
+
+
 def _read(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
 

@@ -12,6 +12,11 @@ from fgoffload.integrations.megatron.imports import load_module
 
 pytestmark = pytest.mark.skipif(not needs_cpu_support(), reason="a GPU needs no CPU support")
 ABSENT = object()
+NEEDLESS = {
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,
+    "megatron.core.transformer.multi_latent_attention.HAVE_TE": False,
+}
+"""What newer versions set by themselves without Transformer Engine: the replacement is the same value."""
 
 
 def read_symbols(names: tuple[str, ...]) -> dict[str, object]:
@@ -37,8 +42,9 @@ def test_remove_restores_every_symbol() -> None:
     after = read_symbols(names)
 
     assert len(names) > 20
-    assert [name for name in names if during[name] is before[name]] == []
-    assert [name for name in names if again[name] is before[name]] == []
+    needed = [name for name in names if name not in NEEDLESS or before[name] is not NEEDLESS[name]]
+    assert [name for name in needed if during[name] is before[name]] == []
+    assert [name for name in needed if again[name] is before[name]] == []
     assert [name for name in names if after[name] is not before[name]] == []
 
 

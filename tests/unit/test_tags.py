@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from support.versions import find_graph_field
 
 from fgoffload.errors import ConfigError
 from fgoffload.tags import RECOMPUTE_UNITS, Tag, default_tags, find_recompute_unit
@@ -56,7 +57,7 @@ def test_megatron_takes_its_own_modules_and_refuses_the_others():
             num_attention_heads=1,
             fine_grained_activation_offloading=True,
             offload_modules=list(names),
-            cuda_graph_scope=[],
+            **{find_graph_field(): []},
         )
 
     make(tag.name for tag in default_tags() if tag.is_in_megatron)

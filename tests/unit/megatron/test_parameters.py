@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 from support.attention import ReferenceAttention
-from support.versions import is_installed
+from support.versions import find_graph_field
 
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
@@ -114,7 +114,7 @@ def make_config(model, parallelism):
         "expert_tensor_parallel_size": parallelism.expert_tensor_parallel_size,
         "pipeline_dtype": torch.float32,
         "use_cpu_initialization": True,
-        "cuda_graph_modules" if is_installed("0.19") else "cuda_graph_scope": [],  # or it warns of its own default
+        find_graph_field(): [],
     }
     if model.experts is not None:
         fields |= {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.versions import find_graph_field
 
 from fgoffload.planner.ranks.schedule import Pass, PassKind, Pipeline, list_passes
 
@@ -58,7 +59,7 @@ def run_megatron(pipeline, rank):
         microbatch_group_size_per_vp_stage=pipeline.group_size,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=False,
-        cuda_graph_scope=[],  # the default, "full", warns that it is deprecated
+        **{find_graph_field(): []},
     )
     model = [torch.nn.Identity() for _ in range(pipeline.chunks)]
     for chunk, module in enumerate(model):
