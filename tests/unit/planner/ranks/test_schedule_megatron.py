@@ -17,6 +17,7 @@ from fgoffload.planner.ranks.schedule import Pass, PassKind, Pipeline, list_pass
 schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
 combined = pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b")
 enums = pytest.importorskip("megatron.core.enums")
+process_groups = pytest.importorskip("megatron.core.process_groups_config")
 transformer = pytest.importorskip("megatron.core.transformer.transformer_config")
 
 
@@ -40,6 +41,7 @@ class Mailbox:
         self.pp_group, self.config = Group(pipeline.stages, rank), config
         self.virtual_pipeline_model_parallel_size = pipeline.chunks if pipeline.chunks > 1 else None
         self.is_pp_first_stage, self.is_pp_last_stage = rank == 0, rank == pipeline.stages - 1
+        self.total_stages, self.current_stage = pipeline.stages, rank  # what 0.19 asks for in place of the group
 
     def __getattr__(self, name):
         return lambda *_, **__: None
@@ -83,8 +85,9 @@ def run_megatron(pipeline, rank):
             backward_step(backward_input, output)
         return *sent, None
 
-    groups = types.SimpleNamespace(**dict.fromkeys(("tp", "cp", "embd", "pos_embd", "dp_cp"), Group()))
-    groups.pp = Group(pipeline.stages, rank)
+    groups = process_groups.ProcessGroupCollection(
+        **dict.fromkeys(("tp", "cp", "embd", "pos_embd", "dp_cp"), Group()), pp=Group(pipeline.stages, rank)
+    )
     mailbox = Mailbox(pipeline, rank, config)
     arguments = {"pg_collection": groups, "p2p_communicator": mailbox} if pipeline.stages > 1 else {"pg_collection": groups}
     run = schedules.get_forward_backward_func(pipeline.stages, pipeline.chunks if pipeline.chunks > 1 else None)
@@ -93,7 +96,7 @@ def run_megatron(pipeline, rank):
         patch.setattr(schedules, "forward_step", forward_step)
         patch.setattr(schedules, "backward_step", backward_step)
         patch.setattr(combined, "combined_forward_backward_step", both_steps)
-        patch.setattr(combined, "set_streams", lambda: None)
+        patch.setattr(combined, "set_streams", lambda **_: None)
         # The schedules make their count of tokens on the device, by name.
         patch.setattr(torch, "zeros", lambda *args, **kwargs: zeros(*args, **{**kwargs, "device": "cpu"}))
         run(
