@@ -222,7 +222,8 @@ def _set_forward(attributes: dict[str, Any], forward: Callable[..., Any] | None)
 
 def _get_plain_state(module: torch.nn.Module) -> Any:
     """Return what a copy or a pickle of the module is made of, without what is ours."""
-    state = type(module).__getstate__(module)
+    kind: Any = type(module)
+    state = kind.__getstate__(module)
     if isinstance(state, dict):
         state = dict(state)
         _leave_out_ours(state)
@@ -231,6 +232,7 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
 
 def _make_plain_replica(module: torch.nn.Module) -> Any:
     """Return a replica of the module for `nn.DataParallel`, without what is ours."""
-    replica = type(module)._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
+    kind: Any = type(module)
+    replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
     _leave_out_ours(vars(replica))
     return replica
