@@ -141,7 +141,8 @@ class Device(abc.ABC):
 
     def allocate_like(self, view: View) -> torch.Tensor:
         """Return device memory for the contiguous `view`, of its type, size and stride, ordered on the current stream."""
-        return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride)
+        # Detached: autograd forbids a backward with grad mode to change what is a view made without it.
+        return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
     @abc.abstractmethod
     def allocate_host(self, size_bytes: int) -> HostSlab:

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -65,9 +65,9 @@ def offload(
             offloaded already with other arguments.
     """
     sites = find_sites(model, modules)
-    known = vars(model).get(HANDLE)
+    known = _find_handle(model)
     if known is not None and known.is_made_of(sites, config, device=device):
-        return cast("ModelOffload", known)
+        return known
     handle = ModelOffload(model, sites, config, device=device)
     count = collections.Counter(site.tag for site in sites)
     regions = ", ".join(f"{number} {tag}" for tag, number in count.items()) or "those that the model places by hand"
@@ -91,7 +91,7 @@ class ModelOffload(EngineOwner):
     ) -> None:
         name = type(getattr(model, "_orig_mod", model)).__name__
         super().__init__(config, device=device, name=name, tags=dict.fromkeys(site.tag for site in sites))
-        if HANDLE in vars(model):
+        if _find_handle(model) is not None:
             raise ConfigError(
                 f"{name} is offloaded already, with other modules, config or device. Call `remove` on the first handle, or "
                 "name all modules in one call."
@@ -111,6 +111,10 @@ class ModelOffload(EngineOwner):
         except BaseException:
             self.put_back()
             raise
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Return whether this handle was made for `model`."""
+        return self._model() is model
 
     def is_made_of(self, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice) -> bool:
         """Return whether `offload` with these arguments would make such a handle again."""
@@ -219,6 +223,12 @@ class _Run:
             self.region.close(output)
         if self.forward is not None:
             self.forward.finish()
+
+
+def _find_handle(model: torch.nn.Module) -> ModelOffload | None:
+    """Return the handle of `model`, and not that of a model whose attributes it was copied from, or None."""
+    handle = vars(model).get(HANDLE)
+    return handle if isinstance(handle, ModelOffload) and handle.is_of(model) else None
 
 
 def _list_weakly(sites: list[ModuleSite]) -> list[tuple["weakref.ref[torch.nn.Module]", str, int]]:

@@ -69,8 +69,8 @@ class ReplacedForward:
         self._before = attributes.get(_FORWARD)
         self._is_torch_container = self._before is None and _is_torch_container(module)
         attributes[_FORWARD] = self
-        attributes[_STATE] = functools.partial(_get_plain_state, weakref.ref(module))
-        attributes[_REPLICATE] = functools.partial(_make_plain_replica, weakref.ref(module))
+        attributes[_STATE] = _Method(_get_plain_state, module)
+        attributes[_REPLICATE] = _Method(_make_plain_replica, module)
 
     def remove(self) -> None:
         """Put back what was there before. What somebody put around this one since stays, and goes through it."""
@@ -141,6 +141,26 @@ class ReplacedForward:
         return module
 
 
+class _Method:
+    """Calls `function` with `module`, which it does not hold.
+
+    A class with its own `__deepcopy__`, as parametrized modules have, copies this attribute too. The copy calls `function` with
+    the copied module.
+    """
+
+    def __init__(self, function: Callable[[torch.nn.Module], Any], module: torch.nn.Module | None) -> None:
+        self._function = function
+        self._module = None if module is None else weakref.ref(module)
+
+    def __call__(self) -> Any:
+        """Return what `function` returns for the module."""
+        return self._function(_get_living(self._module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make the same of the module's copy."""
+        return _Method, (self._function, None if self._module is None else self._module())
+
+
 @skip
 def _get_living(reference: "weakref.ref[torch.nn.Module] | None") -> torch.nn.Module:
     module = None if reference is None else reference()
@@ -200,19 +220,19 @@ def _set_forward(attributes: dict[str, Any], forward: Callable[..., Any] | None)
         attributes[_FORWARD] = forward
 
 
-def _get_plain_state(reference: "weakref.ref[torch.nn.Module]") -> Any:
+def _get_plain_state(module: torch.nn.Module) -> Any:
     """Return what a copy or a pickle of the module is made of, without what is ours."""
-    module = _get_living(reference)
-    state = type(module).__getstate__(module)
+    kind: Any = type(module)
+    state = kind.__getstate__(module)
     if isinstance(state, dict):
         state = dict(state)
         _leave_out_ours(state)
     return state
 
 
-def _make_plain_replica(reference: "weakref.ref[torch.nn.Module]") -> Any:
+def _make_plain_replica(module: torch.nn.Module) -> Any:
     """Return a replica of the module for `nn.DataParallel`, without what is ours."""
-    module = _get_living(reference)
-    replica = type(module)._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
+    kind: Any = type(module)
+    replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
     _leave_out_ours(vars(replica))
     return replica

@@ -176,6 +176,35 @@ def test_a_storage_that_is_saved_again_and_was_not_written_moves_once(make_devic
     assert run_both(step, make_device) == 2 * 3 * 4 * N * N  # h, its sine and its exponential, which two ops save
 
 
+class Scale(torch.autograd.Function):
+    """`x * scale`, whose backward writes its gradient over the saved scale where `act` is "write"."""
+
+    @staticmethod
+    def forward(ctx, x, scale, act):
+        ctx.act = act
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (scale,) = ctx.saved_tensors
+        return scale.mul_(gradient) if ctx.act == "write" else scale * gradient, None, None
+
+
+@DEVICES
+def test_a_backward_of_a_gradient_may_write_what_a_backward_before_took(make_device):
+    def step(context):
+        x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
+        with context:
+            hidden = Scale.apply(x, scale := x.detach() * 2, "write")
+            loss = Scale.apply(hidden, scale, "read").sin().sum()
+            del scale
+        torch.autograd.grad(loss, hidden, retain_graph=True)
+        return torch.autograd.grad(loss, x, create_graph=True)
+
+    assert run_both(step, make_device) > 0
+
+
 TRANSFORMS = {
     "grad": lambda f, x: torch.func.grad(lambda v: f(v).sum())(x),
     "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],

@@ -74,6 +74,28 @@ def test_a_model_that_holds_its_own_handle_and_block_can_be_copied():
     net.handle.close()
 
 
+class CopiesItself(nn.Sequential):
+    """Copies its attributes one by one, as every parametrized module does."""
+
+    def __deepcopy__(self, memo):
+        other = memo[id(self)] = self.__new__(self.__class__)
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
+
+def test_a_copy_of_a_module_that_copies_its_attributes_itself_is_a_model_of_its_own():
+    model = CopiesItself(nn.Linear(64, 64))
+    with fgoffload.offload(model, ["0"], ALL) as handle:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other[0].weight.zero_()
+        assert not pickle.loads(pickle.dumps(other))[0].weight.any()  # not the weights of the first model
+        with fgoffload.offload(other, ["0"], ALL) as second:
+            other(torch.ones(64, 64)).sum().backward()
+            assert second.stats().d2h_bytes > 0
+        assert handle.engine is None
+
+
 def test_a_wrapper_around_the_forward_stays_and_a_copy_of_it_runs_the_weights_of_the_copy():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
