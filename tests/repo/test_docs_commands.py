@@ -43,15 +43,3 @@ def find_fault(words, *, root=ROOT):
 def test_every_command_of_a_page_exists(page):
     commands = read_commands(page.read_text(encoding="utf-8"))
     assert [fault for words in commands if (fault := find_fault(words))] == []
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("make tarin", "make has no target 'tarin'"),
-        ("fgoffload trian arguments/x.sh", "fgoffload has no command 'trian'"),
-        ("A=1 fgoffload train arguments/none.sh", "arguments/none.sh does not exist"),
-    ],
-)
-def test_a_command_that_does_not_exist_is_found(line, fault):
-    assert [find_fault(words) for words in read_commands(f"Text.\n```bash\n{line}\n```\n")] == [fault]

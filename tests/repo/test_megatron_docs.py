@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from fgoffload.integrations.megatron.site_table import SITES, WAITS
-from fgoffload.plan import Action, OffloadPlan
-from fgoffload.tags import RECOMPUTE_UNITS, default_tags
+from fgoffload.tags import RECOMPUTE_UNITS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks" / "megatron.md"
@@ -44,11 +43,3 @@ def list_expected():
 @pytest.mark.parametrize("name", ["sites", "units", "waits"])
 def test_a_table_of_the_page_has_exactly_the_rows_of_the_code(name):
     assert read_tables(PAGE.read_text(encoding="utf-8"))[name] == list_expected()[name]
-
-
-def test_the_plan_of_the_page_is_one_and_has_every_action():
-    (block,) = re.findall(r"^```json\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    plan = OffloadPlan.from_json(block, source="the page")
-    names = {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
-    assert {site.tag for site in plan.actions} <= names
-    assert set(plan.actions.values()) == set(Action)

@@ -5,8 +5,6 @@ from fgoffload.cli.comparison import (
     Comparison,
     MemorySample,
     RunRecord,
-    TagTransfer,
-    Transfers,
     merge_ranks,
 )
 
@@ -45,11 +43,6 @@ def make_rank(losses, digests, *, peak_bytes, seconds=0.1, place="", transfers=N
     )
 
 
-def make_transfers(tag, moved_bytes, *, host_bytes, misses, kept=None):
-    tags = {tag: TagTransfer(d2h_bytes=moved_bytes, h2d_bytes=moved_bytes + 1, kept_bytes=kept or {})}
-    return Transfers(tags=tags, host_peak_bytes=host_bytes, prefetch_misses=misses, window_waits=1)
-
-
 def test_all_ranks_together_have_every_result_and_the_worst_of_memory_and_time():
     merged = merge_ranks(
         [
@@ -75,25 +68,6 @@ def test_all_ranks_together_have_every_result_and_the_worst_of_memory_and_time()
     assert (merged.activation_peak_bytes, merged.samples) == (30, (MemorySample(0, 30),))
     assert merged.activation_peak_place == "layers.1.core_attn mb=0 of rank 1"
     assert (merged.allocator_peak_bytes, merged.transfers, merged.ranks) == (7, None, 3)
-
-
-def test_bytes_that_ranks_moved_are_summed_and_host_memory_is_that_of_the_worst():
-    transfers = merge_ranks(
-        [
-            make_rank((), {}, peak_bytes=1, transfers=make_transfers("x", 10, host_bytes=5, misses=2, kept={"small": 1})),
-            make_rank((), {}, peak_bytes=1, transfers=make_transfers("x", 20, host_bytes=9, misses=3, kept={"other": 4})),
-            make_rank((), {}, peak_bytes=1, transfers=make_transfers("y", 40, host_bytes=7, misses=0)),
-        ]
-    ).transfers
-    assert transfers == Transfers(
-        tags={
-            "x": TagTransfer(d2h_bytes=30, h2d_bytes=32, kept_bytes={"small": 1, "other": 4}),
-            "y": TagTransfer(d2h_bytes=40, h2d_bytes=41, kept_bytes={}),
-        },
-        host_peak_bytes=9,
-        prefetch_misses=5,
-        window_waits=3,
-    )
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,6 @@ def test_a_layer_of_multi_token_prediction_has_what_the_decoders_last_has():
     assert make_layer_shape(dense_last, Parallelism(), 5).ffn_hidden_size == 18432
 
 
-def test_a_window_is_in_the_layers_that_have_one_and_never_in_multi_token_prediction():
-    alternating = dataclasses.replace(DEEPSEEK, window_tokens=128, window_layers=(True, False, True, False, True))
-    assert [alternating.has_window(number) for number in range(6)] == [True, False, True, False, True, False]
-    assert not DEEPSEEK.has_window(0)
-    assert dataclasses.replace(LLAMA, window_tokens=128).has_window(31)
-
-
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [

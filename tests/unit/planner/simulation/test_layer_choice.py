@@ -59,12 +59,6 @@ def test_what_is_below_the_least_size_stays_and_backward_comes_to_its_site_all_t
     assert resolve(moe_combine=O, min_offloaded_numel=30).moved_bytes == 30
 
 
-def test_what_all_layers_share_never_leaves():
-    resolved = resolve_layer(PLAIN, {"layer": R, "layer_input": O}, min_offloaded_numel=0)
-    assert list_names(one.tensor for one in resolved.leaving) == ["layer input"]
-    assert list_names(resolved.shared) == ["rotary"]
-
-
 def test_a_unit_drops_its_tensors_and_makes_them_again_right_before_backward_asks():
     resolved = resolve(moe_act=R)
     assert resolved.kept_bytes == 2495 - 350

@@ -129,13 +129,6 @@ def test_what_does_not_fit_into_the_host_budget_stays_and_is_reported():
     assert result.end_bytes == STATIC_BYTES
 
 
-def test_nothing_is_brought_back_ahead_where_prefetch_may_not():
-    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), prefetch_bytes=0)
-    result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
-    assert list_copies(result, LaneName.H2D) == [(100, 110), (150, 160)]
-    assert result.waits == Waits(reload_s=20)
-
-
 def test_prefetch_counts_the_bytes_that_are_back_ahead():
     rank = make_rank(make_chunk(FC1, FC1, FC1, last=OUTPUT), prefetch_bytes=100)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)), detail=Detail.TIMELINE)
