@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-from support.grouped_experts import make_experts
 from support.tensors import assert_same_bits
 from support.trainings import DENSE, HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
 
@@ -15,8 +14,6 @@ from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs
 from fgoffload.integrations.megatron.first_parts import FirstPart, find_first_parts, run_again
 from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.patches import Patches
-
-grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -39,31 +36,6 @@ def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
     assert {tag: numbers.d2h_bytes for tag, numbers in tags.items()} == {unit: 2 * HIDDEN_BYTES}
     # And it is gone: nobody else holds it, not even what is to run again.
     assert tags[unit].held_elsewhere_bytes == 0
-
-
-class GroupedLinear(torch.nn.Module):
-    def __init__(self, experts, inputs, outputs):
-        super().__init__()
-        self.weights = torch.nn.ParameterList(torch.randn(inputs, outputs) / inputs**0.5 for _ in range(experts))
-
-    def forward(self, hidden, tokens_per_expert):
-        parts = torch.split(hidden, tokens_per_expert)
-        return torch.cat([part @ weight for part, weight in zip(parts, self.weights, strict=True)]), None
-
-
-class Experts(torch.nn.Module):
-    forward = grouped.forward
-    _apply_bias = staticmethod(lambda output, *_: output)
-    activation_func = staticmethod(torch.nn.functional.silu)
-    activation_recompute = offload_expert_fc1 = offload_moe_act = False
-    _with_fused_impl = _use_grouped_tensor = False  # what the development branch asks
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.linear_fc1 = GroupedLinear(2, 8, 24)
-        self.linear_fc2 = GroupedLinear(2, 12, 8)
-        self.config = make_experts(self.linear_fc1, is_fused=False).config
 
 
 NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())

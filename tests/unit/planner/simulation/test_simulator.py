@@ -10,8 +10,7 @@ from support.layer_models import make_moe_layer
 from support.rank_models import STATIC_BYTES, make_chunk, make_layer, make_link, make_plan, make_rank, offload, read_passes
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError
-from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment, UnitModel
-from fgoffload.planner.ranks.rank_model import HostPace, Turn
+from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, UnitModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import LaneName, Waits
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
@@ -21,9 +20,6 @@ K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND
 NOTHING = OffloadPlan(actions={})
 FC1 = make_layer({"expert_fc1": 100})
 """20 s forward, 40 s backward, and 100 bytes."""
-
-OUTPUT = (Segment(name="output", forward_s=20.0, backward_s=40.0),)
-"""Behind the layers: it takes as long as one, and the engine sees nothing of it."""
 
 
 def list_copies(result, lane):
@@ -46,97 +42,12 @@ def test_without_a_plan_a_step_is_its_compute_and_its_peak_is_all_that_is_saved(
 # To the host: when copies start, and when their memory goes.
 
 
-def test_a_group_leaves_when_its_stretch_is_over_and_its_memory_goes_at_the_next_look():
-    rank = make_rank(make_chunk(FC1, FC1, FC1), prefetch_bytes=0)
-    result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)), detail=Detail.TIMELINE)
-    assert list_copies(result, LaneName.D2H) == [(20, 30), (40, 50), (60, 70)]
-    # The first is through at 30; the engine looks at 40, when the second group has been saved too.
-    assert result.peak_bytes == STATIC_BYTES + 200
-    assert result.peak_at == "F0 layers.1.expert_fc1"
-
-
-def test_memory_stays_until_the_engine_looks_though_the_copy_is_done():
-    layer = make_layer({"qkv_linear": 100, "mlp_norm": 100})
-    rank = make_rank(make_chunk(layer))
-    # The copy is through at 30, and nothing ends or comes back until backward is at the first stretch, at 80.
-    result = simulate_rank(rank, offload("qkv_linear", (0,)))
-    assert result.peak_bytes == STATIC_BYTES + 200
-    # Then it has to be fetched: 10 s.
-    assert result.step_s == 120 + 10
-    assert result.waits == Waits(reload_s=10)
-
-
-def test_what_has_not_left_when_backward_wants_it_is_called_back():
-    rank = make_rank(make_chunk(FC1))
-    result = simulate_rank(rank, offload("expert_fc1", (0,)))
-    assert (result.d2h_bytes, result.recalled_bytes, result.h2d_bytes) == (100, 100, 0)
-    assert (result.step_s, result.d2h_s, result.h2d_s) == (60, 10, 0)
-    assert result.end_bytes == STATIC_BYTES
-
-
-@pytest.mark.parametrize("pace", HostPace)
-@pytest.mark.parametrize(("window_bytes", "waits_s", "peak_bytes"), [(0, 10, 500), (99, 10, 500), (100, 0, 600), (200, 0, 600)])
-def test_what_a_plan_has_gone_before_the_loss_is_waited_for_wherever_the_host_is(pace, window_bytes, waits_s, peak_bytes):
-    # Forward of the layers is over at 40, and the second group is on its way from 40 to 50. Where no more than 99 bytes may be,
-    # compute waits, and the loss with 500 bytes of its own begins at 50.
-    output = (Segment(name="output", forward_s=20.0, backward_s=40.0, forward_extra_bytes=500),)
-    rank = make_rank(make_chunk(FC1, FC1, last=output), turning_chunk=0, turn=Turn.CALL_BACK, host_pace=pace)
-    plan = dataclasses.replace(offload("expert_fc1", (0, 1)), loss_window_bytes=window_bytes)
-    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
-    assert list_copies(result, LaneName.D2H) == [(20, 30), (40, 50)]
-    assert result.waits.turn_s == waits_s
-    # A host that is ahead has not seen the first one done; that one need not be waited for.
-    assert result.peak_bytes == STATIC_BYTES + (700 if window_bytes == 200 and pace is not HostPace.BESIDE else peak_bytes)
-    assert result.loss_window_bytes == result.peak_bytes - STATIC_BYTES - 500
-
-
-@pytest.mark.parametrize(("pace", "peak"), [(HostPace.BESIDE, 200), (HostPace.PASS_AHEAD, 400), (HostPace.STEP_AHEAD, 600)])
-def test_a_host_ahead_of_compute_sees_no_copy_done(pace, peak):
-    # Groups leave at 20, 40 and 60, 10 s each. Beside compute all but the last two are seen to be through; from the start of
-    # the second pass, at 60, the first two of the first pass; from the start of the step none.
-    chunk, passes = make_chunk(FC1, FC1, FC1), read_passes("F0 F1 B1 B0")
-    rank = make_rank(chunk, passes=passes, prefetch_bytes=0, host_pace=pace)
-    result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)))
-    assert result.peak_bytes == STATIC_BYTES + peak
-
-
-def test_memory_that_a_copy_still_reads_goes_with_the_copy():
-    # At 0.5 bytes a second the copy is through at 220, long after backward is over at 60, and the second microbatch at 120.
-    rank = make_rank(make_chunk(FC1), passes=read_passes("F0 B0 F1 B1"), link=make_link(d2h=0.5))
-    result = simulate_rank(rank, offload("expert_fc1", (0,)))
-    assert result.peak_bytes == STATIC_BYTES + 200
-    assert result.step_s == 120
-    assert result.host_peak_bytes == 100
-
-
-def test_compute_waits_while_more_than_the_window_is_on_its_way():
-    rank = make_rank(make_chunk(FC1, FC1, last=OUTPUT), link=make_link(d2h=2), window_bytes=100)
-    result = simulate_rank(rank, offload("expert_fc1", (0, 1)), detail=Detail.TIMELINE)
-    # Submitted at 20 and 40; the first is through at 70, and what is behind the layers starts then. The second is through at
-    # 120, when backward of that, from 90 to 130, is still running: so it has to come back, from 130 to 140, and the first comes
-    # behind it beside the second layer's backward.
-    assert list_copies(result, LaneName.D2H) == [(20, 70), (70, 120)]
-    assert result.waits == Waits(window_s=30, reload_s=10)
-    assert result.step_s == 60 + 30 + 40 + 10 + 80
-    assert result.peak_bytes == STATIC_BYTES + 200
-
-
 def test_what_does_not_fit_into_the_host_budget_stays_and_is_reported():
     rank = make_rank(make_chunk(FC1, FC1, FC1), host_budget_bytes=250)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)))
     assert (result.d2h_bytes, result.kept_bytes, result.host_peak_bytes) == (200, 100, 200)
     assert [(tag.tag, tag.d2h_bytes, tag.kept_bytes) for tag in result.tags] == [("expert_fc1", 200, 100)]
     assert result.end_bytes == STATIC_BYTES
-
-
-def test_prefetch_counts_the_bytes_that_are_back_ahead():
-    rank = make_rank(make_chunk(FC1, FC1, FC1, last=OUTPUT), prefetch_bytes=100)
-    result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)), detail=Detail.TIMELINE)
-    # Layer 2 is wanted at 120, and layer 1 may come ahead; layer 0 only when layer 1 is wanted, at 170.
-    assert list_copies(result, LaneName.H2D) == [(120, 130), (130, 140), (170, 180)]
-    assert result.waits == Waits(reload_s=10)
-    # Two are back at once, at most.
-    assert result.peak_bytes == STATIC_BYTES + 200
 
 
 # Both ways at once, and compute beside copies.

@@ -27,12 +27,6 @@ def list_spans(events, thread):
     return [(one["name"], one["ts"] / 1e6, one["dur"] / 1e6) for one in events if one["ph"] == "X" and one["tid"] == thread]
 
 
-def test_each_lane_is_a_thread_with_its_name(events):
-    names = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
-    assert names == {0: "compute", 1: "to host", 2: "to device"}
-    assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == ["rank 0"]
-
-
 def test_spans_are_in_microseconds_and_say_what_ran(events):
     assert list_spans(events, 0) == [
         ("F0 layers.0.expert_fc1", 0, 20),

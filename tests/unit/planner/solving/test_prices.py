@@ -3,81 +3,12 @@
 import dataclasses
 
 import pytest
-from support.toy_ranks import draw_rank, make_toy_rank
+from support.toy_ranks import draw_rank
 
-from fgoffload import Action, OffloadPlan, Site
-from fgoffload.planner.ranks.rank_model import LinkModel
-from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload import Action, OffloadPlan
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.prices import price_decisions
-from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.solver import find_least_budget, solve
-
-O, R = Action.OFFLOAD, Action.RECOMPUTE  # noqa: E741 - as in tables of plans
-
-
-def make_plan(rows):
-    """Return the plan of `{(layer, tag): action}`."""
-    return OffloadPlan(actions={Site(chunk=0, layer=layer, tag=tag): action for (layer, tag), action in rows.items()})
-
-
-def decide(tag, action, *layers):
-    return Decision(
-        rank=0,
-        chunk=0,
-        kind="toy",
-        tag=tag,
-        action=action,
-        layers=layers,
-        moved_bytes=0,
-        freed_bytes=0,
-        recompute_s=0.0,
-        reason="",
-    )
-
-
-def price(rank, rows, *decisions, budget_bytes=10**9):
-    plan = make_plan(rows)
-    return price_decisions([rank], plan, simulate([rank], plan), decisions, budget_bytes=budget_bytes)
-
-
-def make_rank(*, bytes_per_s, slowdown=0.0):
-    link = LinkModel(
-        d2h_bytes_per_s=bytes_per_s,
-        h2d_bytes_per_s=bytes_per_s,
-        duplex_bytes_per_s=bytes_per_s,
-        compute_slowdown=slowdown,
-    )
-    return make_toy_rank(link=link, pipeline=Pipeline(stages=2, microbatches=3))
-
-
-def test_copies_that_nobody_waits_for_cost_what_they_slow_compute_by():
-    rows = {(0, "core_attn"): O}
-    rank = make_rank(bytes_per_s=8.0, slowdown=0.5)
-    (result,) = simulate([rank], make_plan(rows)).ranks
-    assert result.waits.copies_s == 0
-    # Three microbatches, a second out and one back of each; beside a second of copies there are two thirds of one of compute.
-    assert result.slowed_s == pytest.approx(6 / 3)
-    assert price(rank, rows, decide("core_attn", O, 0)).cost_s == pytest.approx(2)
-    assert price(make_rank(bytes_per_s=8.0), rows, decide("core_attn", O, 0)).cost_s == 0
-
-
-def test_recompute_costs_what_it_takes_and_not_what_a_link_would_take():
-    for bytes_per_s in (0.01, 1e9):
-        found = price(make_rank(bytes_per_s=bytes_per_s), {(0, "moe_act"): R, (1, "moe_act"): R}, decide("moe_act", R, 0))
-        assert found.cost_s == pytest.approx(3)
-
-
-def test_what_the_budget_needs_is_said_with_what_is_lacking():
-    rank, rows = make_rank(bytes_per_s=100.0), {(0, "moe_act"): R, (1, "moe_act"): R}
-    peak_bytes = simulate([rank], make_plan(rows)).peak_bytes
-    without_bytes = simulate([rank], make_plan({(1, "moe_act"): R})).peak_bytes
-    needed = price(rank, rows, decide("moe_act", R, 0), budget_bytes=peak_bytes)
-    assert (needed.rank, needed.peak_bytes, needed.lacking_bytes) == (0, without_bytes, without_bytes - peak_bytes)
-    assert needed.describe() == f"without it rank 0 lacks {without_bytes - peak_bytes} B"
-    assert (
-        price(rank, rows, decide("moe_act", R, 0), budget_bytes=without_bytes).describe() == "the budget holds without it too"
-    )
 
 
 def draw_problem(seed):
