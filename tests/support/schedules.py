@@ -34,8 +34,7 @@ def _train(program: Program, *, window: int, prefetch: int, budget: int = 1 << 2
     engine, weight = program.make_engine(window=window, prefetch=prefetch, budget=budget), program.leaf()
     for _ in range(2):
         output = run_layers(program, Sites(engine), weight)
-        program.backward(output)
-    program.results.append(weight.grad)
+        program.finish(output, weight=weight)
 
 
 def a_step_with_nothing_ahead(program: Program) -> None:
@@ -65,43 +64,37 @@ def two_microbatches_in_turn(program: Program) -> None:
         second = run_layers(program, Sites(engine, microbatch=microbatch), weight)
         program.backward(first)
         first = second
-    program.backward(first)
-    program.results.append(weight.grad)
+    program.finish(first, weight=weight)
 
 
 def two_engines_on_one_device(program: Program) -> None:
     engines, weight = [program.make_engine(prefetch=FAR) for _ in range(2)], program.leaf()
     outputs = [run_layers(program, Sites(engine), weight) for engine in engines]
     for output in outputs:
-        program.backward(output)
-    program.results.append(weight.grad)
+        program.finish(output, weight=weight)
 
 
 def a_graph_that_is_kept(program: Program) -> None:
     engine, weight = program.make_engine(prefetch=2 * NBYTES), program.leaf()
     output = run_layers(program, Sites(engine), weight)
     program.backward(output, retain_graph=True)
-    program.backward(output)
-    program.results.append(weight.grad)
+    program.finish(output, weight=weight)
 
 
 def sparse_views_that_are_gathered(program: Program) -> None:
-    engine, weight = program.make_engine(window=FAR, prefetch=FAR), program.leaf()
-    sites = Sites(engine)
+    _, weight, sites = program.begin(window=FAR, prefetch=FAR)
     h = program.run(lambda w: w * 2, weight)
     output = sites(program.wrap(sine_of_columns), h)
     del h
     output = sites(program.wrap(sine), output)
-    program.backward(output)
-    program.results.append(weight.grad)
+    program.finish(output, weight=weight)
 
 
 # A graph that is dropped, or a branch that backward leaves out, with buffers that nobody took.
 
 
 def a_graph_dropped_with_its_buffers_on_their_way(program: Program) -> None:
-    engine, weight = program.make_engine(prefetch=FAR), program.leaf()
-    sites = Sites(engine)
+    engine, weight, sites = program.begin(prefetch=FAR)
     output = run_layers(program, sites, weight)
     if engine:
         engine.approach_backward(sites.lane, sites.lane.groups[-1])
@@ -121,21 +114,18 @@ def a_block_that_goes_to_the_next_microbatch_while_it_is_read(program: Program) 
 
 
 def a_block_that_is_cut_in_two_while_it_is_read(program: Program) -> None:
-    engine, weight = program.make_engine(prefetch=FAR, budget=NBYTES), program.leaf()
-    sites = Sites(engine)
+    engine, weight, sites = program.begin(prefetch=FAR, budget=NBYTES)
     output = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
     if engine:
         engine.approach_backward(sites.lane, sites.lane.groups[-1])
     del output
     sites = Sites(engine)
     halves = [sites(program.wrap(sine), program.run(lambda w: w[::2] * 2, weight)) for _ in range(2)]
-    program.backward(program.run(lambda a, b: a + b, *halves))
-    program.results.append(weight.grad)
+    program.finish(*halves, weight=weight)
 
 
 def a_block_that_comes_back_unwritten_while_it_is_read(program: Program) -> None:
-    engine, weight = program.make_engine(prefetch=FAR, budget=NBYTES), program.leaf()
-    sites = Sites(engine)
+    engine, weight, sites = program.begin(prefetch=FAR, budget=NBYTES)
     output = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
     if engine:
         engine.approach_backward(sites.lane, sites.lane.groups[-1])
@@ -147,20 +137,17 @@ def a_block_that_comes_back_unwritten_while_it_is_read(program: Program) -> None
             sites(lambda h: (h.sin(), changed.sin(), changed.detach().add_(1)), h, output=lambda results: results[0])
         del h, changed
     output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
-    program.backward(output)
-    program.results.append(weight.grad)
+    program.finish(output, weight=weight)
 
 
 def a_branch_of_a_kept_graph_that_backward_leaves_out(program: Program) -> None:
-    engine, weight = program.make_engine(prefetch=FAR), program.leaf()
-    sites = Sites(engine)
+    _, weight, sites = program.begin(prefetch=FAR)
     h = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
     h = sites(program.wrap(sine), h)
     branch = sites(program.wrap(square), program.run(lambda h: h * 3, h))
     h = sites(program.wrap(sine), program.run(lambda h: h * 5, h))
     program.backward(h, retain_graph=True)
-    program.backward(branch)
-    program.results.append(weight.grad)
+    program.finish(branch, weight=weight)
 
 
 def closing_while_a_graph_wants_its_bytes_back(program: Program) -> None:
@@ -168,13 +155,11 @@ def closing_while_a_graph_wants_its_bytes_back(program: Program) -> None:
     output = run_layers(program, Sites(engine), weight)
     if engine:
         engine.close()
-    program.backward(output)
-    program.results.append(weight.grad)
+    program.finish(output, weight=weight)
 
 
 def views_gathered_for_a_group_that_was_refused(program: Program) -> None:
-    engine, weight = program.make_engine(), program.leaf()
-    sites = Sites(engine)
+    engine, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     if engine:
         changed, refused = program.run(lambda w: w * 3, weight), []
@@ -186,13 +171,11 @@ def views_gathered_for_a_group_that_was_refused(program: Program) -> None:
         with contextlib.suppress(StateError):  # the second storage is refused when the first is set to be gathered
             sites(save_both, h)
     output = sites(program.wrap(sine), h)  # saves all of it, while those columns are saved too
-    program.backward(output)
-    program.results.append(weight.grad)
+    program.finish(output, weight=weight)
 
 
 def an_engine_dropped_without_closing(program: Program) -> None:
-    engine, weight = program.make_engine(prefetch=FAR), program.leaf()
-    sites = Sites(engine)
+    engine, weight, sites = program.begin(prefetch=FAR)
     output = run_layers(program, sites, weight)
     if engine:
         engine.approach_backward(sites.lane, sites.lane.groups[-1])

@@ -27,60 +27,48 @@ def read(saved: torch.Tensor) -> None:
 
 
 def a_region_on_another_stream(program: Program) -> None:
-    engine, weight, device = program.make_engine(prefetch=FAR), program.leaf(), program.device
-    sites = Sites(engine)
-    device.join("side", "compute")
-    with device.on("side"):
+    engine, weight, sites = program.begin(prefetch=FAR)
+    program.device.join("side", "compute")
+    with program.device.on("side"):
         h = program.run(lambda w: w * 2, weight)
         h = sites(program.wrap(sine), h, is_held=True)
     if engine:
         engine.flush()
-    with device.on("side"):
+    with program.device.on("side"):
         h = sites(program.wrap(sine), h)
-    device.join("compute", "side")
-    program.backward(h)
-    program.results.append(weight.grad)
+    program.finish(h, weight=weight, joins="side")
 
 
 def a_storage_that_two_streams_save(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=NBYTES), program.leaf(), program.device
-    sites = Sites(engine)
+    _, weight, sites = program.begin(window=NBYTES)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     second = sites(program.on("side", square), h)  # the same storage, whose copy is under way
     del h
     third = sites(program.wrap(sine), first)  # past the window, so that the copy is waited for and its source goes
-    device.join("compute", "side")
-    program.backward(program.run(lambda a, b: a + b, second, third))
-    program.results.append(weight.grad)
+    program.finish(second, third, weight=weight, joins="side")
 
 
 def a_storage_that_two_streams_save_whose_copy_the_host_sees_done(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
-    sites = Sites(engine)
+    _, weight, sites = program.begin(window=FAR)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     second = sites(program.on("side", square), h)
     del h
-    device.synchronize(device.record_event(device.d2h_stream))
+    program.device.synchronize(program.device.record_event(program.device.d2h_stream))
     third = sites(program.wrap(sine), first)  # the host has seen the copy done, and not the other stream's kernel
-    device.join("compute", "side")
-    program.backward(program.run(lambda a, b: a + b, second, third))
-    program.results.append(weight.grad)
+    program.finish(second, third, weight=weight, joins="side")
 
 
 def closing_while_a_storage_that_two_streams_save_leaves(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
-    sites = Sites(engine)
+    engine, weight, sites = program.begin(window=FAR)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     second = sites(program.on("side", square), h)
     del h
     if engine:
         engine.close()
-    device.join("compute", "side")
-    program.backward(program.run(lambda a, b: a + b, first, second))
-    program.results.append(weight.grad)
+    program.finish(first, second, weight=weight, joins="side")
 
 
 def a_block_of_another_stream_that_goes_on_while_it_is_read(program: Program) -> None:
@@ -93,9 +81,7 @@ def a_block_of_another_stream_that_goes_on_while_it_is_read(program: Program) ->
             engine.approach_backward(sites.lane, sites.lane.groups[-1])
         del output  # the copy to the device still reads the block
     output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # gets the block
-    device.join("compute", "side")
-    program.backward(output)
-    program.results.append(weight.grad)
+    program.finish(output, weight=weight, joins="side")
 
 
 def a_graph_of_another_stream_that_is_dropped_while_it_leaves(program: Program) -> None:
@@ -105,96 +91,76 @@ def a_graph_of_another_stream_that_is_dropped_while_it_leaves(program: Program) 
         output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
         del output  # the copy to the host still reads what the side stream owns
     output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # past the window
-    device.join("compute", "side")
-    program.backward(output)
-    program.results.append(weight.grad)
+    program.finish(output, weight=weight, joins="side")
 
 
 def a_watched_save_on_another_stream(program: Program) -> None:
-    engine, weight, device = program.make_engine(), program.leaf(), program.device
-    sites = Sites(engine)
+    _, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     with sites.watched():
         watched = program.on("side", square)(h)
     output = sites(program.wrap(sine), h)
     del h
-    device.join("compute", "side")
-    program.backward(program.run(lambda a, b: a + b, output, watched))
-    program.results.append(weight.grad)
+    program.finish(output, watched, weight=weight, joins="side")
 
 
 def gathering_what_another_stream_saves(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
-    sites = Sites(engine)
+    engine, weight, sites = program.begin(window=FAR)
     h = program.run(lambda w: w * 2, weight)
-    device.join("side", "compute")
-    with device.on("side"):
+    program.device.join("side", "compute")
+    with program.device.on("side"):
         g = program.run(lambda w: w * 3, weight)
         columns = sites(program.wrap(sine_of_columns), g, is_held=True)
     other = sites(program.wrap(sine_of_columns), h, is_held=True)
     if engine:
         engine.flush()
     del h
-    device.join("compute", "side")
-    program.backward(program.run(lambda a, b: a + b, columns, other))
-    program.results.append(weight.grad)
+    program.finish(columns, other, weight=weight, joins="side")
     del g
 
 
 def gathering_a_source_of_another_stream(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
-    sites = Sites(engine)
-    device.join("side", "compute")
-    with device.on("side"):
+    engine, weight, sites = program.begin(window=FAR)
+    program.device.join("side", "compute")
+    with program.device.on("side"):
         h = program.run(lambda w: w * 2, weight)
         columns = sites(program.wrap(sine_of_columns), h, is_held=True)
         del h
     if engine:
         engine.flush()  # gathers on the compute stream, and drops the source, which is the side stream's
-    device.join("compute", "side")
-    program.backward(columns)
-    program.results.append(weight.grad)
+    program.finish(columns, weight=weight, joins="side")
 
 
 def a_storage_saved_again_on_another_stream_after_it_left(program: Program) -> None:
-    engine, weight, device = program.make_engine(), program.leaf(), program.device
-    sites = Sites(engine)
+    _, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     second = sites(program.on("side", square), h)
     del h  # the engine does not hold it any more, as the graph would
-    device.join("compute", "side")
-    program.backward(program.run(lambda a, b: a + b, first, second))
-    program.results.append(weight.grad)
+    program.finish(first, second, weight=weight, joins="side")
 
 
 def a_storage_that_a_region_of_another_stream_saves_again_after_it_left(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=0), program.leaf(), program.device
-    sites = Sites(engine)
+    _, weight, sites = program.begin(window=0)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
-    device.join("side", "compute")
-    with device.on("side"):
+    program.device.join("side", "compute")
+    with program.device.on("side"):
         second = sites(program.wrap(square), h)  # leaves again, from here; the memory is the compute stream's all the same
     del h
-    device.join("compute", "side")
-    program.backward(program.run(lambda a, b: a + b, first, second))
-    program.results.append(weight.grad)
+    program.finish(first, second, weight=weight, joins="side")
 
 
 def a_storage_that_another_stream_looks_at_while_it_leaves(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=NBYTES), program.leaf(), program.device
-    sites = Sites(engine)
+    _, weight, sites = program.begin(window=NBYTES)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     del h
-    device.join("side", "compute")
-    with device.on("side"):
+    program.device.join("side", "compute")
+    with program.device.on("side"):
         read(first.grad_fn._saved_self)
     second = sites(program.wrap(sine), first)  # past the window
-    device.join("compute", "side")
-    program.backward(second)
-    program.results.append(weight.grad)
+    program.finish(second, weight=weight, joins="side")
 
 
 def closing_after_another_stream_looked_at_what_leaves(program: Program) -> None:
@@ -205,9 +171,7 @@ def closing_after_another_stream_looked_at_what_leaves(program: Program) -> None
         read(first.grad_fn._saved_self)
     if engine:
         engine.close()  # lets go of the source, which is the compute stream's
-    device.join("compute", "side")
-    program.backward(first)
-    program.results.append(weight.grad)
+    program.finish(first, weight=weight, joins="side")
 
 
 def closing_while_copies_past_the_window_are_under_way(program: Program) -> None:
@@ -222,8 +186,7 @@ def closing_while_copies_past_the_window_are_under_way(program: Program) -> None
 @contextlib.contextmanager
 def _reached(program: Program, function: Function, *, prefetch: int = 0) -> Iterator[tuple[OffloadEngine | None, Any]]:
     """Yield the outputs of a site that backward has reached on the compute stream, and drop them at the end."""
-    engine, weight = program.make_engine(prefetch=prefetch), program.leaf()
-    sites = Sites(engine)
+    engine, weight, sites = program.begin(prefetch=prefetch)
     results = [
         sites(
             program.wrap(function),
@@ -247,8 +210,7 @@ def a_buffer_that_another_stream_takes(program: Program) -> None:
 
 
 def a_buffer_of_a_kept_graph_that_another_stream_takes(program: Program) -> None:
-    engine, weight, device = program.make_engine(), program.leaf(), program.device
-    sites = Sites(engine)
+    engine, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     outputs = [h]
     for _ in range(3):
@@ -257,12 +219,12 @@ def a_buffer_of_a_kept_graph_that_another_stream_takes(program: Program) -> None
     if engine:
         lane = sites.lane
         engine.approach_backward(lane, lane.groups[2])
-        with device.on("side"):
+        with program.device.on("side"):
             read(outputs[3].grad_fn._saved_self)
         engine.approach_backward(lane, lane.groups[1])
         engine.approach_backward(lane, lane.groups[0])  # leaves the last group for good
         engine.leave_backward(lane, lane.groups[0])
-    device.join("compute", "side")
+    program.device.join("compute", "side")
 
 
 def gathered_views_that_two_streams_take(program: Program) -> None:
@@ -280,26 +242,24 @@ def gathered_views_that_another_stream_puts_in_place(program: Program) -> None:
 
 
 def branches_on_three_streams(program: Program) -> None:
-    engine, weight, device = program.make_engine(window=NBYTES, prefetch=4 * NBYTES), program.leaf(), program.device
-    sites = Sites(engine)
+    _, weight, sites = program.begin(window=NBYTES, prefetch=4 * NBYTES)
     h = program.run(lambda w: w * 2, weight)
     for _ in range(3):
         h = sites(program.wrap(sine), h)
         branches = []
         for stream in ("side", "third"):
             branch = program.on(stream, lambda h: h * 3)(h)
-            device.record_stream(h, stream)
-            device.join(stream, "compute")
-            with device.on(stream):
+            program.device.record_stream(h, stream)
+            program.device.join(stream, "compute")
+            with program.device.on(stream):
                 branches.append(sites(program.wrap(square), branch))
             del branch
         for branch, stream in zip(branches, ("side", "third"), strict=True):
-            device.join("compute", stream)
-            device.record_stream(branch, "compute")
+            program.device.join("compute", stream)
+            program.device.record_stream(branch, "compute")
         h = program.run(lambda a, b: a + b, *branches)
         branches.clear()
-    program.backward(h)
-    program.results.append(weight.grad)
+    program.finish(h, weight=weight)
 
 
 class _ReturnSaved(torch.autograd.Function):
@@ -316,16 +276,14 @@ class _ReturnSaved(torch.autograd.Function):
 
 
 def a_gradient_that_is_what_was_saved_on_another_stream(program: Program) -> None:
-    engine, weight, device = program.make_engine(prefetch=FAR), program.leaf(), program.device
-    sites = Sites(engine)
-    device.join("side", "compute")
-    with device.on("side"):
+    _, weight, sites = program.begin(prefetch=FAR)
+    program.device.join("side", "compute")
+    with program.device.on("side"):
         h = sites(program.wrap(_ReturnSaved.apply), program.run(lambda w: w * 2, weight))
-    device.join("compute", "side")
-    device.record_stream(h, "compute")
+    program.device.join("compute", "side")
+    program.device.record_stream(h, "compute")
     h = sites(program.wrap(sine), program.run(lambda h: h * 3, h))  # its marks prefetch on the compute stream
-    program.backward(h)
-    program.results.append(weight.grad)
+    program.finish(h, weight=weight)
 
 
 ON_SEVERAL_STREAMS = (

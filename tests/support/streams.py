@@ -14,7 +14,7 @@ import torch
 from fgoffload import TransferPolicy
 from fgoffload.engine import OffloadEngine
 from support.recording import RecordingCpuDevice
-from support.sites import make_engine
+from support.sites import Sites, make_engine
 
 ROWS = 32
 NBYTES = ROWS * ROWS * 4
@@ -75,6 +75,18 @@ class Program:
         home = self.device.current_stream()
         with self.device.on(home):
             output.backward(torch.ones_like(output), retain_graph=retain_graph)
+
+    def begin(self, **options: int) -> tuple[OffloadEngine | None, torch.Tensor, Sites]:
+        """Return an engine with `options`, a new parameter, and sites of a first microbatch."""
+        engine = self.make_engine(**options)
+        return engine, self.leaf(), Sites(engine)
+
+    def finish(self, *outputs: torch.Tensor, weight: torch.Tensor, joins: str | None = None) -> None:
+        """Run backward of the sum of `outputs`, and keep the gradient of `weight`. The stream `joins` is waited for first."""
+        if joins:
+            self.device.join("compute", joins)
+        self.backward(self.run(torch.add, *outputs) if len(outputs) == 2 else outputs[0])
+        self.results.append(weight.grad)
 
     def close(self) -> None:
         for engine in self._engines:

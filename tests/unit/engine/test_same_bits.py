@@ -15,31 +15,6 @@ def leaf(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
 
 
-VIEWS = {
-    "overlapping windows": lambda h: h.reshape(-1).unfold(0, 33, 5).exp(),
-    "overlapping slices": lambda h: h[:40].sin().sum() * h[20:].cos(),
-    "column of a matrix": lambda h: h[:, 3].sin() * h[:, 3].cos(),
-    "no elements": lambda h: torch.cat([h[:0].sin(), h.cos()]),
-    "detached twin": lambda h: h.detach() * h * h.detach().sin(),
-    "complex": lambda h: torch.view_as_real(torch.view_as_complex(h.reshape(-1, 2)) ** 2),
-    "conjugate": lambda h: torch.view_as_real(
-        torch.view_as_complex(h.reshape(-1, 2)).conj() * torch.view_as_complex(h.reshape(-1, 2))
-    ),
-    "integer index": lambda h: h[torch.arange(0, 64, 2)].sin(),
-    "bool mask": lambda h: torch.where(h > 0, h, h.square()),
-    "saved output": lambda h: h.exp().tanh(),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_view_comes_back_to_the_bit(name):
-    x, w = leaf(64, 64), leaf(64, 64, seed=1)
-    engine = make_engine(DelayedCpuDevice())
-    check_same_bits(lambda sites: sites(VIEWS[name], x @ w), [x, w], engine)
-    assert engine.finish_step().d2h_bytes > 0
-    engine.close()
-
-
 def test_views_of_one_storage_with_elements_of_different_sizes_come_back():
     class SaveBoth(torch.autograd.Function):
         @staticmethod
