@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 import torch
 from support.hostile import HostileGpu
-from support.models import ALL, ATTN_BYTES, LAYERS, MLP_BYTES, PATTERNS, ROW_BYTES, ROWS, WIDTH, Net, check_equal, get_gradients
+from support.models import ALL, ATTN_BYTES, LAYERS, MLP_BYTES, PATTERNS, ROW_BYTES, Net, check_equal, get_gradients
 from support.models import make_inputs as make_host_inputs
 from support.models import make_net as make_host_net
 from support.sites import Sites, has_hooks
-from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload.engine import OffloadEngine
@@ -59,24 +58,6 @@ def test_whatever_is_saved_in_a_block():
     block.close()
 
 
-def test_a_region_placed_by_hand():
-    class Places(Net):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                with fgoffload.region(hidden, "block") as region:
-                    hidden = layer(hidden)
-                    region.end(hidden)
-            return hidden.square().mean()
-
-    torch.manual_seed(0)
-    net, inputs = Places().to(DEVICE), make_inputs()
-    expected = get_gradients(net, lambda: net(inputs))
-    with fgoffload.offload(net, config=ALL) as handle:
-        for _ in range(2):
-            check_equal(expected, get_gradients(net, lambda: net(inputs)))
-        assert handle.stats().tags["block"].d2h_bytes > LAYERS * MLP_BYTES
-
-
 def test_one_tensor_by_hand_frees_its_memory_and_comes_back():
     tensor = torch.randn(1 << 20, device=DEVICE)
     expected, before = tensor.cpu(), torch.cuda.memory_allocated()
@@ -86,102 +67,6 @@ def test_one_tensor_by_hand_frees_its_memory_and_comes_back():
     assert offloaded.is_on_host
     assert torch.cuda.memory_allocated() == before - (4 << 20)
     assert torch.equal(offloaded.reload().cpu(), expected)
-
-
-def test_an_estimate_says_what_then_leaves():
-    net, inputs = make_net(), make_inputs()
-    estimate = fgoffload.estimate_savings(lambda: net(inputs), net, PATTERNS, ALL)
-    with fgoffload.offload(net, PATTERNS, ALL) as handle:
-        get_gradients(net, lambda: net(inputs))
-        assert estimate.leaving_bytes == handle.stats().d2h_bytes == LAYERS * (ATTN_BYTES + MLP_BYTES)
-
-
-def test_a_filter_keeps_what_it_says():
-    net, inputs = make_net(), make_inputs()
-    expected = get_gradients(net, lambda: net(inputs))
-    narrow = dataclasses.replace(ALL, keep=lambda tensor: tensor.size(-1) == WIDTH)
-    with fgoffload.offload(net, PATTERNS, narrow) as handle:
-        check_equal(expected, get_gradients(net, lambda: net(inputs)))
-        assert handle.stats().d2h_bytes == LAYERS * 8 * ROW_BYTES  # both sides of the activation, four times as wide
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_forwards_alone_before_between_and_after_steps(around):
-    net, inputs, others = make_net(), make_inputs(), make_inputs(2)
-    expected, loss = get_gradients(net, lambda: net(inputs)), net(others).detach()
-    with fgoffload.offload(net, PATTERNS, ALL) as handle:
-        for _ in range(3):
-            with around():
-                assert torch.equal(net.eval()(others), loss)
-            net.train()
-            check_equal(expected, get_gradients(net, lambda: net(inputs)))
-        with around():
-            assert torch.equal(net(others), loss)
-        assert handle.stats().d2h_bytes == 3 * LAYERS * (ATTN_BYTES + MLP_BYTES)
-
-
-@pytest.mark.parametrize("is_reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("is_inside", [True, False], ids=["inside of regions", "around them"])
-def test_checkpoints_inside_of_regions_and_around_them(is_inside, is_reentrant):
-    class Again(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, hidden, use_reentrant=is_reentrant)
-
-    net, inputs = make_net(), make_inputs().requires_grad_()
-    for number, layer in enumerate(net.layers):
-        if is_inside:
-            layer.mlp = Again(layer.mlp)
-        elif number != 1:
-            net.layers[number] = Again(layer)
-    patterns = PATTERNS if is_inside else {"layers.1.attn": "attn", "layers.1.mlp": "mlp"}
-    expected = get_gradients(net, lambda: net(inputs))
-    with fgoffload.offload(net, patterns, ALL) as handle:
-        for _ in range(2):
-            check_equal(expected, get_gradients(net, lambda: net(inputs)))
-        assert handle.stats().d2h_bytes >= 2 * ATTN_BYTES
-
-
-def test_a_gradient_of_a_gradient():
-    net, inputs = make_net(), make_inputs()
-
-    def run() -> torch.Tensor:
-        first = torch.autograd.grad(net(inputs), list(net.parameters()), create_graph=True)
-        return sum(gradient.square().sum() for gradient in first)
-
-    expected = get_gradients(net, run)
-    with fgoffload.offload(net, PATTERNS, ALL) as handle:
-        check_equal(expected, get_gradients(net, run))
-        assert handle.stats().h2d_bytes > 0
-
-
-def test_a_table_that_all_microbatches_save_leaves_once_at_most():
-    class Rotating(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.randn(ROWS, WIDTH))
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                hidden = layer(hidden * self.table)
-            return hidden.square().mean()
-
-    torch.manual_seed(0)
-    net, inputs = Rotating().to(DEVICE), make_inputs()
-
-    def run() -> torch.Tensor:
-        return net(inputs) + net(inputs * 2) + net(inputs * 3)
-
-    expected = get_gradients(net, run)
-    with fgoffload.saved_tensors(ALL) as block:
-        found = get_gradients(net, run)
-    check_equal(expected, found)
-    # Each layer saves its input beside the table, which is as large: three microbatches of these leave, and one table at most.
-    assert 0 < block.stats().tags["saved"].held_elsewhere_bytes <= 2 * ROW_BYTES
-    block.close()
 
 
 @pytest.mark.parametrize(

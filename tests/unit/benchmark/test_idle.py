@@ -1,8 +1,6 @@
 """When a device stood idle, in traces made by hand: times in microseconds, and what comes out in milliseconds."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fgoffload.benchmark.idle import WAIT_RANGE, find_idle_time
 
@@ -58,28 +56,3 @@ def test_the_gap_in_which_the_host_comes_back_from_a_wait_is_the_waits():
     assert found.at_waits == (found.gaps[0],)
     assert found.longest is found.gaps[0]
     assert found.elsewhere_ms == pytest.approx(0.02)
-
-
-SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, max_size=8)
-
-
-@settings(deadline=None, max_examples=60)
-@given(SPANS, st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=4))
-def test_idle_time_is_what_a_count_of_every_microsecond_finds(kernels, waits):
-    events = [kernel(begin, begin + length, stream=index % 3) for index, (begin, length) in enumerate(kernels)]
-    calls, clock = [], 0
-    for pause, length in waits:
-        calls.append((clock + pause, clock + pause + length))
-        clock += pause + length
-    events += [wait_range(0, 100), *(synchronize(*call) for call in calls)]
-    running = {at for begin, length in kernels for at in range(begin, begin + length)}
-    idle = set(range(min(running), max(running))) - running
-    waiting = {at for begin, end in calls for at in range(begin, end)}
-    found = find_idle_time(events)
-    assert found.idle_ms == pytest.approx(len(idle) / 1e3)
-    assert found.busy_ms == pytest.approx(len(running) / 1e3)
-    assert sum(gap.waiting_ms for gap in found.gaps) == pytest.approx(len(idle & waiting) / 1e3)
-    ends = {end for _, end in calls}
-    assert [gap.is_at_wait for gap in found.gaps] == [
-        any(gap.span.begin_us <= end <= gap.span.end_us for end in ends) for gap in found.gaps
-    ]

@@ -8,9 +8,7 @@ import pytest
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner import Assumptions, ExpertsShape, ModelShape, Parallelism, build_ranks, get_hardware, plan, planning
-from fgoffload.planner.memory.static_memory import NO_OPTIMIZER, ParameterState
-from fgoffload.planner.model_ranks import list_rank_memory
-from fgoffload.planner.ranks.rank_model import HostPace
+from fgoffload.planner.memory.static_memory import ParameterState
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.efficiency import Network
 from fgoffload.units import GIB
@@ -40,14 +38,6 @@ def test_layers_that_are_alike_are_one_kind_and_share_their_model():
     assert layers[2] is layers[5]
 
 
-def test_the_host_runs_further_ahead_where_no_layer_has_experts():
-    dense = dataclasses.replace(MODEL, experts=None, ffn_hidden_size=8192)
-    assert [rank.host_pace for model in (dense, MIXED) for rank in build_ranks(model, ONE, H200)] == [
-        HostPace.STEP_AHEAD,
-        HostPace.LAYER_AHEAD,
-    ]
-
-
 @pytest.mark.parametrize(("hardware", "named"), [("h100", "'h100'"), (None, "None")])
 def test_a_name_is_no_device_and_the_error_says_how_to_get_one(hardware, named):
     with pytest.raises(ConfigError, match=rf'hardware {named} is no Hardware\. Give one, as get_hardware\("h100"\)'):
@@ -64,17 +54,6 @@ def test_embedding_and_loss_are_on_the_ranks_and_chunks_that_have_them():
     output = last.chunks[2].last[-1]
     assert min(output.forward_extra_bytes, output.backward_extra_bytes) > 4 * 4096 * 2 * 32000
     assert last.chunks[2].saved_bytes == last.chunks[1].saved_bytes < 4096 * 2 * 32000
-
-
-def test_static_memory_is_that_of_the_rank_and_of_what_was_assumed():
-    bare = Assumptions(state=NO_OPTIMIZER, reserve_bytes=0)
-    (rank,) = build_ranks(MODEL, ONE, H200, assumptions=bare)
-    # Attention 4 h^2, experts 16 x 3 h f, the router 16 h and two norms a layer; two embeddings and the last norm.
-    layer = 4 * 4096**2 + 16 * 3 * 4096 * 2048 + 16 * 4096 + 2 * 4096
-    parameters = 6 * layer + 2 * 32000 * 4096 + 4096
-    # Beside parameters and gradients there is what matrix products work in.
-    assert rank.static_bytes == (2 + NO_OPTIMIZER.gradient_bytes) * parameters + list_rank_memory(MODEL, ONE, 0).workspace_bytes
-    assert list_rank_memory(MODEL, ONE, 0).total_bytes > rank.static_bytes
 
 
 def test_a_device_without_rates_is_refused():

@@ -6,6 +6,7 @@ That each rank has the parameters that Megatron builds there is in tests/unit/me
 import dataclasses
 
 import pytest
+from support.public_models import DEEPSEEK_V3, LLAMA_8B
 
 from fgoffload import ConfigError
 from fgoffload.planner.memory.static_memory import (
@@ -19,40 +20,14 @@ from fgoffload.planner.memory.static_memory import (
     list_static_memory,
 )
 from fgoffload.planner.model.layer_shape import ExpertsShape
-from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 
-LLAMA_8B = ModelShape(
-    name="Llama 3 8B",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    vocab_size=128256,
-    seq_length=8192,
-)
 MIXTRAL = dataclasses.replace(
     LLAMA_8B,
     name="Mixtral 8x7B",
     vocab_size=32000,
     ffn_hidden_size=0,
     experts=ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=14336),
-)
-DEEPSEEK_V3 = ModelShape(
-    name="DeepSeek-V3",
-    num_layers=61,
-    hidden_size=7168,
-    ffn_hidden_size=18432,
-    num_attention_heads=128,
-    num_query_groups=128,
-    vocab_size=129280,
-    seq_length=4096,
-    has_qk_norm=True,
-    latent=LatentAttention(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128),
-    experts=ExpertsShape(num_experts=256, topk=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048),
-    moe_layers=(False,) * 3 + (True,) * 58,
 )
 
 

@@ -2,45 +2,19 @@ import dataclasses
 import doctest
 
 import pytest
+from support.public_models import DEEPSEEK_V3, LLAMA_8B
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model import model_shape
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import (
-    LatentAttention,
-    ModelShape,
     list_moe_layers,
     make_layer_shape,
     pad_vocab_size,
 )
 from fgoffload.planner.model.parallelism import Parallelism
 
-LLAMA = ModelShape(
-    name="llama",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    vocab_size=128256,
-    seq_length=8192,
-)
-DEEPSEEK = ModelShape(
-    name="deepseek",
-    num_layers=5,
-    hidden_size=7168,
-    ffn_hidden_size=18432,
-    num_attention_heads=128,
-    num_query_groups=128,
-    vocab_size=129280,
-    seq_length=4096,
-    has_qk_norm=True,
-    latent=LatentAttention(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128),
-    experts=ExpertsShape(num_experts=256, topk=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048),
-    moe_layers=(False, False, False, True, True),
-    mtp_num_layers=1,
-)
+DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=5, moe_layers=(False,) * 3 + (True,) * 2, mtp_num_layers=1)
 
 
 def test_the_example_of_the_module_runs():
@@ -123,4 +97,4 @@ def test_a_layer_is_given_as_a_rank_runs_it():
 )
 def test_a_shape_that_no_model_has_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(LLAMA, **changes)
+        dataclasses.replace(LLAMA_8B, **changes)
