@@ -21,6 +21,7 @@ def run(script, monkeypatch, *words):
     return script.main()
 
 
+@pytest.mark.slow
 def test_each_setting_has_its_row_and_every_step_is_written(script, monkeypatch, capsys, tmp_path):
     out = tmp_path / "host.json"
     words = ["--num-layers", "1", "--settings", "nothing", "ours:expert_fc1", "--steps", "2", "--warmup", "0", "--out"]

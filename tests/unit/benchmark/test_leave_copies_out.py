@@ -25,6 +25,7 @@ def run(script, monkeypatch, *words):
     return script.main()
 
 
+@pytest.mark.slow
 def test_each_kind_of_step_has_the_copies_that_its_name_says(script, monkeypatch, capsys, tmp_path):
     copied, steps = [], []
     copy_bytes = CpuDevice.copy_bytes

@@ -26,6 +26,7 @@ def run(script, monkeypatch, *words):
     return script.main()
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_setting_with_what_it_measured(script, tmp_path, monkeypatch, capsys):
     model = (ROOT / "arguments" / "tiny_moe.sh", "--num-layers", "1")
     numbers = ("--steps", "1", "--warmup", "1", "--repeats", "1")
