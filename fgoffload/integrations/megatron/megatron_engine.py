@@ -13,6 +13,7 @@ from fgoffload.errors import ConfigError, IntegrationError
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.interface import is_replaced
+from fgoffload.integrations.megatron.interface.generations import get_version
 from fgoffload.integrations.megatron.limits import has_transformer_engine
 from fgoffload.integrations.megatron.model_config import CONFIG_MODULE, list_accepted
 
@@ -61,7 +62,7 @@ def choose_fraction(config: Any, fraction: float) -> None:
     if hasattr(config, "activation_offload_fraction"):
         config.activation_offload_fraction = fraction
     elif fraction != 1.0:
-        version = load_module("megatron.core").__version__
+        version = get_version()
         raise ConfigError(
             f"--activation-offload-fraction {fraction}: the engine of megatron-core {version} has no fraction. "
             "Give 1, or install one that has it."

@@ -102,8 +102,11 @@ def find_unknown(interface: type, methods: Mapping[str, Any]) -> list[str]:
 
 
 def get_version() -> str:
-    """Return the version of the installed Megatron-Core, as it says itself."""
-    return str(getattr(load_module("megatron.core"), "__version__", "of unknown version"))
+    """Return the version of the installed Megatron-Core, as it says itself.
+
+    Without what follows a plus sign: 0.19 puts the commit of the repository there that the process was started in.
+    """
+    return str(getattr(load_module("megatron.core"), "__version__", "of unknown version")).partition("+")[0]
 
 
 def _get_parameters(method: Any) -> set[str]:

@@ -14,6 +14,7 @@ from fgoffload.integrations.megatron import MegatronOffload, apply
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.interface.generations import get_version
 from fgoffload.integrations.megatron.launch.call_sites import (
     CallSites,
     Surroundings,
@@ -40,8 +41,7 @@ class ScriptOffload:
     def describe(self) -> str:
         """Return sentences that say how Megatron's own sites are on, and which Megatron-Core this is."""
         core = load_module("megatron.core")
-        version = getattr(core, "__version__", "of unknown version")
-        return f"{self.call_sites} Megatron-Core {version} is that of {Path(core.__file__).parent}."
+        return f"{self.call_sites} Megatron-Core {get_version()} is that of {Path(core.__file__).parent}."
 
 
 def apply_to_script(
