@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from fgoffload.engine.arena import MIN_PART_BYTES, HostArena, HostBlock
+from fgoffload.engine.capture import Capture
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view
 from fgoffload.engine.group import Group, GroupState, Lane
@@ -35,6 +36,7 @@ from fgoffload.engine.region import Following, Region, Saving, add_mark, is_engi
 from fgoffload.engine.reloads import Reloads
 from fgoffload.engine.rewrites import Rewrites
 from fgoffload.engine.saved import SavedState, SavedStorage
+from fgoffload.engine.staging import Staging
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import HeldSpots, Spot, StayingStorages
 from fgoffload.engine.timing import StopWatch
@@ -104,6 +106,8 @@ class OffloadEngine:
             self._transfers, self._policy, staying=self._staying, held_spots=self._held_spots, observers=self.observers
         )
         self._counters = Counters()
+        self.staging = Staging(device, self.arena, self._lock)
+        """Of what captured graphs save."""
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
 
@@ -190,7 +194,23 @@ class OffloadEngine:
             self._transfers.poll()
             while window_bytes is not None and self._transfers.in_flight_bytes > window_bytes:
                 self._transfers.release_oldest()
+            self._keep_held(lane)
             self._reloads.call_back_unfinished(lane)
+
+    def _keep_held(self, lane: Lane) -> None:
+        """Let the groups of `lane` that are held stay: they would leave just when backward asks for them."""
+        for group in lane.groups:
+            if group.state is GroupState.HELD:
+                for saved in group.submit():
+                    group.stats.recalled_bytes += saved.size_bytes
+
+    def capture(self, place: Place) -> Capture:
+        """Return a context for the forward of a layer that a graph captures, or that warms up for it."""
+        return Capture(self, place)
+
+    def keep_static(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never move the outputs of a captured graph, which holds them: they count as held elsewhere."""
+        self._mark(tensors, KeptReason.HELD)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`, as long as they live."""
@@ -397,6 +417,27 @@ class OffloadEngine:
         with self._lock:
             return self._counters.read_tags()
 
+    # What a capture asks.
+
+    def get_stats(self, tag: str) -> TagStats:
+        """Return the numbers of `tag`, which live as long as the engine."""
+        with self._lock:
+            return self._counters.get_tag(tag)
+
+    def find_reason_to_stay(self, tensor: torch.Tensor) -> KeptReason | None:
+        """Return why `tensor` stays for what it is, or None where it may leave."""
+        with self._lock:
+            reason = self._rules.find_kind_to_keep(tensor) or self._staying.find_reason(get_key(tensor))
+            return KeptReason.FILTERED if reason is None and self._rules.is_filtered(tensor) else reason
+
+    def is_too_small(self, saved: SavedStorage) -> bool:
+        """Return whether `saved` stays since all that was saved of it is too small to leave."""
+        return self._rules.is_too_small(saved)
+
+    def make_saved(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
+        """Return a saved storage that no group has: that of `tensor`, saved on the current stream."""
+        return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self.device.current_stream())
+
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
         """Report what the engine saves, and its own device buffers, to `ledger` inside."""
@@ -458,7 +499,8 @@ class OffloadEngine:
     def _mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         with self._lock:
             for tensor in tensors:
-                self._staying.add(StorageRef(tensor), reason)
+                if self._staying.find_reason(get_key(tensor)) is not reason:
+                    self._staying.add(StorageRef(tensor), reason)
 
     def _submit(self, group: Group) -> None:
         self._transfers.poll()  # ahead of copies that cannot be done yet: to ask for them costs as much as to queue a wait

@@ -29,3 +29,7 @@ class Hazard(enum.Enum):
     BUFFER_UNFILLED = "a kernel takes a buffer that the copy to the device has not filled"
     BUFFER_STILL_FILLED = "a kernel gets the memory of a buffer that nobody took and that the copy to the device still fills"
     BUFFER_STILL_READ = "a kernel gets the memory of a buffer that a kernel of another stream still reads"
+    # What captured graphs stage, see [Note: Staging].
+    SLOT_UNWRITTEN = "the copy to the host reads a staging slot that the replayed forward has not written"
+    SLOT_STILL_USED = "a replay or a copy writes a staging slot that another one still uses"
+    SLOT_UNFILLED = "a replayed backward reads a staging slot that the copy to the device has not filled"

@@ -1,5 +1,6 @@
 """The identity, version and life of a tensor's bytes, which torch has only private names for."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,15 @@ def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
 _make_weak_ref: Any = torch.UntypedStorage._weak_ref  # noqa: SLF001 - the only name
 _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref  # noqa: SLF001 - the only name
 _is_expired: Any = torch.UntypedStorage._expired  # noqa: SLF001 - the only name
+
+
+_count_references: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - the only name
+
+
+def count_tensors(tensor: torch.Tensor) -> int:
+    """Return how many tensors look at the storage of `tensor`, itself included; those that autograd keeps count too."""
+    storage = tensor.untyped_storage()
+    return _count_references(storage._cdata) - 1  # noqa: SLF001 - the only name; `storage` is a reference of its own
 
 
 class StorageRef:

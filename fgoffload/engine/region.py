@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fgoffload.engine.capture import Capture
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.handles import KeptHandle, Packed, hold
 from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import LedgerHook
-from fgoffload.engine.torch_internals import peek_transform
+from fgoffload.engine.torch_internals import find_top_hooks, peek_transform, pop_hooks, push_hooks
 
 if TYPE_CHECKING:
     from fgoffload.engine.engine import OffloadEngine
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 _get_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 _is_tracing: Callable[[], bool] = torch._C._is_tracing  # noqa: SLF001
 _find_forbidding_message: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # noqa: SLF001
-_find_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001
-_push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks  # noqa: SLF001
-_pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
 
 
 def is_in_backward() -> bool:
@@ -52,13 +50,13 @@ def is_inert() -> bool:
         return True
     if peek_transform() is not None:
         return True
-    hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+    hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     return hooks is not None and not is_engine_hook(hooks[0])
 
 
 def is_engine_hook(pack: Any) -> bool:
     """Return whether a pack hook is the engine's own."""
-    return isinstance(pack, (Saving, LedgerHook))
+    return isinstance(pack, (Saving, LedgerHook, Capture))
 
 
 class Saving:
@@ -107,11 +105,11 @@ class Saving:
 
     def __enter__(self) -> None:
         """Begin to save, as `torch.autograd.graph.saved_tensors_hooks` does, without another object for each region."""
-        _push_hooks(self, self.take_back)
+        push_hooks(self, self.take_back)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too: hooks that stay installed would reach into whatever the process does next."""
-        _pop_hooks()
+        pop_hooks()
 
 
 class Following(Saving):

@@ -1,4 +1,4 @@
-"""Two private functions of torch that the engine wraps, so that offload changes nothing that plain torch allows.
+"""Private functions of torch: two that the engine wraps, so that offload changes nothing that plain torch allows.
 
 [Note: torch.func inside a region]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` switch saved-tensor hooks off while they run, and torch raises where hooks are
@@ -29,6 +29,15 @@ get_sequence_number: Callable[[], int] = _autograd._get_sequence_nr  # noqa: SLF
 peek_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 """Returns the innermost `torch.func` transform that this thread is in, or None."""
 
+find_top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks  # noqa: SLF001
+"""Returns the innermost saved-tensor hooks, or None; the argument says whether to ignore that a tracer is at work."""
+
+push_hooks: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
+"""Begins to call a pack and an unpack hook, as `torch.autograd.graph.saved_tensors_hooks` does, without an object more."""
+
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
+"""Ends what `push_hooks` began last."""
+
 _IS_WRAPPED = "_fgoffload_is_wrapped"
 
 
@@ -51,7 +60,7 @@ def _let_ours_be_disabled(disable: Callable[[str, bool], None], is_ours: Callabl
     def disable_hooks(error_message: str, fail_if_non_empty: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch calls it
         """Disable saved-tensor hooks. See [Note: torch.func inside a region]."""
         if fail_if_non_empty:
-            hooks = _autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001 - while tracing too
+            hooks = find_top_hooks(True)  # noqa: FBT003 - while tracing too
             fail_if_non_empty = hooks is None or not is_ours(hooks[0])
         disable(error_message, fail_if_non_empty)
 

@@ -26,7 +26,7 @@ from fgoffload.engine import Saving, is_inert
 from fgoffload.engine.handles import KeptHandle, Packed, hold
 from fgoffload.engine.identity import get_key, get_version, has_bytes, is_without_bytes
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks
+from fgoffload.engine.torch_internals import find_top_hooks, pop_hooks, push_hooks
 
 
 class StandIn:
@@ -84,17 +84,17 @@ class HandingOn:
     def __init__(self, made: Mapping[int, Made], place: Place) -> None:
         self._made = made
         self._place = place
-        hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+        hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
         self._pack: Callable[[torch.Tensor], Any] | None = None if hooks is None else hooks[0]
         self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
 
     def __enter__(self) -> None:
         """Begin to hand on."""
-        _push_hooks(self.pack, self.unpack)
+        push_hooks(self.pack, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Hand on no more, after an exception too."""
-        _pop_hooks()
+        pop_hooks()
         self._made = {}  # the graph holds this, for its own `unpack`
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -194,7 +194,7 @@ def _count(pack: Any) -> None:
 
 def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Return what packs and unpacks what autograd saves now: the innermost hooks, or without any what holds a tensor."""
-    hooks = _find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+    hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     return (functools.partial(hold, place=place), _take) if hooks is None else hooks
 
 

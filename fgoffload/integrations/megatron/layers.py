@@ -11,6 +11,7 @@ import torch
 from fgoffload.engine import is_inert
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron import recompute
+from fgoffload.integrations.megatron.graphs import follow_graphs, is_capturing
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
@@ -76,6 +77,7 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
     wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
+    follow_graphs(patches, get_offload, functools.partial(_wrap_layer, get_offload))
 
 
 def _list_existing(paths: Sequence[str]) -> Iterator[str]:
@@ -104,8 +106,11 @@ def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
 def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         registrar.begin_forward(self)
-        with registrar.get_offload().watch_model(self, getattr(self, "vp_stage", None) or 0):
-            return original(self, *args, **kwargs)
+        offload = registrar.get_offload()
+        with offload.watch_model(self, getattr(self, "vp_stage", None) or 0):
+            outputs = original(self, *args, **kwargs)
+        offload.flush_delayed()  # no graph of this forward comes any more
+        return outputs
 
     return forward
 
@@ -135,7 +140,7 @@ def _find_ending_block(model: Any) -> Any:
 def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         offload = get_offload()
-        if offload.is_idle or is_inert():
+        if offload.is_idle or is_inert() or is_capturing():
             return original(self, *args, **kwargs)
         offload.pass_layer(get_number(self))
         with offload.watch_attention():
@@ -212,6 +217,7 @@ class _Registrar:
         offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
             number = get_number(layer)
+            offload.graphs.add_layer(layer, chunk)
             recomputed = offload.actions.list_recomputed(chunk, number)
             # A plan that is made of measurements says only later what runs again.
             units = recomputed if offload.measurement is None else recompute.find_units(layer)
@@ -245,6 +251,8 @@ def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[st
 def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         offload = get_offload()
+        if is_capturing():
+            return original(self, *args, **kwargs)
         if is_inert():
             # Under a checkpoint, where nothing is saved, and its recompute. The layer counts all the same.
             if not torch.is_grad_enabled():

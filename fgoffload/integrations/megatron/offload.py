@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fgoffload.config import OffloadConfig
-from fgoffload.engine import Group, Lane, OffloadEngine, Region, StepStats, is_inert
+from fgoffload.engine import CapturedRegion, Group, Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.balance import choose_kept
 from fgoffload.integrations.megatron.first_step import check_alike, check_plan, check_tags
+from fgoffload.integrations.megatron.graphs import GraphedLayers, is_capturing
 from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.holding import Holding
 from fgoffload.integrations.megatron.imports import load_module
@@ -54,6 +55,8 @@ class MegatronOffload:
         """The tags whose tensors may leave: those that users named, or those of the plan."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
         """What is done about each site."""
+        self.graphs = GraphedLayers(engine, self.actions)
+        """Those of layers."""
         self.open_reruns = OpenReruns()
         """What runs again and forward uses just now."""
         self.has_waiting_layers = False
@@ -65,7 +68,7 @@ class MegatronOffload:
         self._chunk = 0
         self._layer = -1
         self._microbatches_begun: dict[int, int] = {}
-        self._open: list[tuple[str, Region]] = []
+        self._open: list[tuple[str, Region | CapturedRegion]] = []
         self._holding = Holding(self._submit_held)
         self._call: ScheduleCall | None = None
         """Of the step that a schedule is in."""
@@ -90,6 +93,7 @@ class MegatronOffload:
         finally:
             self._open.clear()
             self._lane = None
+            self.graphs.close()
             self.engine.close()
 
     @property
@@ -268,13 +272,17 @@ class MegatronOffload:
 
     # Regions.
 
-    def find_region(self, tag: str) -> Region | None:
+    def find_region(self, tag: str) -> Region | CapturedRegion | None:
         """Return a region for the site of `tag` where forward is now, or None where its tensors stay.
 
         For sites of your own: the tag must be registered and selected.
         """
         # Inert first: a recompute in backward comes here too, when forward is somewhere else.
-        if tag not in self.selected or self._lane is None or is_inert():
+        if tag not in self.selected or is_inert():
+            return None
+        if is_capturing():
+            return self.graphs.find_region(tag)
+        if self._lane is None:
             return None
         if self.measurement is not None and self.measurement.is_recording:
             return self.measurement.find_region(Site(chunk=self._chunk, layer=self._layer, tag=tag), self._lane)
@@ -287,7 +295,7 @@ class MegatronOffload:
             self._first_groups.append((site, region.group))
         return region
 
-    def open_region(self, tag: str) -> Region | None:
+    def open_region(self, tag: str) -> Region | CapturedRegion | None:
         """Return a region as `find_region` does, to be ended by `end_region` with the same tag."""
         region = self.find_region(tag)
         if region is not None:
@@ -302,9 +310,15 @@ class MegatronOffload:
                 self.end(region)
                 return
 
-    def end(self, region: Region) -> None:
-        """End `region`: what it saved leaves now, or at the next flush where groups are held."""
-        region.end(is_held=self._holding.is_on)
+    def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
+        """End `region`: what it saved leaves now, or at the next flush where groups are held.
+
+        Args:
+            region: That has saved all.
+            may_wait: Behind the graph of a layer, wait until the next graph is launched, whatever the flag says.
+        """
+        is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)
+        region.end(is_held=self._holding.is_on or is_delayed)
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the groups that end are held until `flush`.
@@ -316,6 +330,11 @@ class MegatronOffload:
     def flush(self) -> None:
         """The host has waited: submit what was held, and hold no more."""
         self._holding.flush()
+
+    def flush_delayed(self) -> None:
+        """A graph has been launched, or a forward is over: submit what has waited for that."""
+        if not self._holding.is_on:  # else the host waits for something else first
+            self._submit_held()
 
     def _submit_held(self) -> None:
         if self.measurement is None:

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fgoffload.engine import Region, Saving
+from fgoffload.engine import CapturedRegion, Region, Saving
 from fgoffload.integrations.megatron.methods import wrap_method
 from fgoffload.integrations.megatron.offload import MegatronOffload
 from fgoffload.integrations.megatron.patches import Patches
 
 GetOffload = Callable[[], MegatronOffload]
+SiteRegion = Region | CapturedRegion
 
 
 def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: Sequence[str], tag: str) -> None:
@@ -18,14 +19,14 @@ def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: 
 
     The region is opened before the first, saves in each of them and in nothing between them, and ends after the last.
     """
-    opened: list[Region] = []
+    opened: list[SiteRegion] = []
     for name in methods:
         is_first, is_last = name == methods[0], name == methods[-1]
         wrap_method(patches, target, name, _wrap_part(get_offload, tag, opened, is_first=is_first, is_last=is_last))
 
 
 def _wrap_part(
-    get_offload: GetOffload, tag: str, opened: list[Region], *, is_first: bool, is_last: bool
+    get_offload: GetOffload, tag: str, opened: list[SiteRegion], *, is_first: bool, is_last: bool
 ) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,10 +141,10 @@ class _Pass:
     def __init__(self, offload: MegatronOffload, tags: LinearTags) -> None:
         self._offload = offload
         self._tags = tags
-        self._fc1: Region | None = None
-        self._act: Region | None = None
-        self._fc2: Region | None = None
-        self._saving: Saving | None = None
+        self._fc1: SiteRegion | None = None
+        self._act: SiteRegion | None = None
+        self._fc2: SiteRegion | None = None
+        self._saving: Saving | CapturedRegion | None = None
 
     def enter(self, hidden: torch.Tensor) -> None:
         """Open the region of all first linears."""
@@ -182,17 +183,17 @@ class _Pass:
         if saving is not None:
             saving.__exit__(None, None, None)
 
-    def _open(self, tag: str | None, tensor: torch.Tensor) -> Region | None:
+    def _open(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
         region = None if tag is None else self._offload.find_region(tag)
         if region is not None:
             region.enter(tensor)
         return region
 
-    def _end(self, region: Region | None) -> None:
+    def _end(self, region: SiteRegion | None) -> None:
         if region is not None:
             self._offload.end(region)
 
-    def _save_for(self, region: Region | None) -> None:
+    def _save_for(self, region: SiteRegion | None) -> None:
         if region is not None:
             self._saving = region.saving()
             self._saving.__enter__()

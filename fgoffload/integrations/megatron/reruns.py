@@ -37,7 +37,7 @@ import torch
 from fgoffload.engine.handles import KeptHandle, hold
 from fgoffload.engine.identity import StorageRef, get_key, get_version, is_of_leaf, is_without_bytes
 from fgoffload.engine.place import Place
-from fgoffload.engine.region import _pop_hooks, _push_hooks
+from fgoffload.engine.torch_internals import pop_hooks, push_hooks
 from fgoffload.errors import InternalError, StateError
 from fgoffload.integrations.megatron.handing_on import HandingOn, Input, Made, StandIn, save_input
 from fgoffload.integrations.megatron.random_states import RandomUse, are_equal, as_in_forward, get_states
@@ -90,12 +90,12 @@ class Rerun:
 
     def __enter__(self) -> "Rerun":
         """Drop what autograd saves from here on."""
-        _push_hooks(self._drop, _take)
+        push_hooks(self._drop, _take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Drop no more, after an exception too."""
-        _pop_hooks()
+        pop_hooks()
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
             draws = not are_equal(self._states, get_states())
@@ -185,11 +185,11 @@ class Rerun:
             found.append(None if dropped is None else _Found(tensor.detach(), get_version(tensor)))
 
         with as_in_forward(self._states), torch.enable_grad():
-            _push_hooks(find, _refuse)
+            push_hooks(find, _refuse)
             try:
                 outputs = as_tuple(function(*inputs))
             finally:
-                _pop_hooks()
+                pop_hooks()
         if len(found) != len(self._dropped) or len(outputs) != len(self._outputs):
             raise StateError(
                 f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, where forward saved "

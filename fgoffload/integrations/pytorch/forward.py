@@ -20,8 +20,8 @@ from torch._dynamo.decorators import skip
 from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
 from fgoffload.engine.handles import Handle, Packed, WrappedHandle, hold
 from fgoffload.engine.identity import get_key
-from fgoffload.engine.region import _find_top_hooks, _pop_hooks, _push_hooks, is_in_backward, mark_end, mark_start
-from fgoffload.engine.torch_internals import get_sequence_number
+from fgoffload.engine.region import is_in_backward, mark_end, mark_start
+from fgoffload.engine.torch_internals import find_top_hooks, get_sequence_number, pop_hooks, push_hooks
 from fgoffload.integrations.pytorch.outputs import find_tensor, saves_something
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
@@ -54,12 +54,12 @@ class Surroundings:
     def restore(self) -> None:
         """Take off the saved-tensor hooks that were put on since, but for those of somebody else, and forget what was begun."""
         of_others = []
-        while (hooks := _find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
-            _pop_hooks()
+        while (hooks := find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
+            pop_hooks()
             if not isinstance(hooks[0], Saving):
                 of_others.append(hooks)
         while of_others:
-            _push_hooks(*of_others.pop())
+            push_hooks(*of_others.pop())
         _running.set(self._running)
         _layer.set(self._layer)
 
@@ -67,7 +67,7 @@ class Surroundings:
 @skip
 def _find_top_hook() -> Any:
     """Return the pack hook that saves now, or None."""
-    hooks = _find_top_hooks(True)  # noqa: FBT003 - while tracing too
+    hooks = find_top_hooks(True)  # noqa: FBT003 - while tracing too
     return None if hooks is None else hooks[0]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-from fgoffload.engine import Region, Saving
+from fgoffload.engine import CapturedRegion, Region, Saving
+from fgoffload.integrations.megatron.graphs import is_capturing
 from fgoffload.integrations.megatron.offload import MegatronOffload
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,6 @@ class Calls:
         self._get_offload = get_offload
         self.is_enabled = True
         """Whether sites save for us; off between `disable_offload` and `enable_offload`."""
-        self.is_replaying = False
-        """Whether forward is between `enter_replay` and `exit_replay`, so that groups which allow it wait with leaving."""
         self._begun: dict[int, int] = {}
         """Microbatches, by chunk, when offload was disabled."""
         self._warned: set[str] = set()
@@ -70,7 +69,10 @@ class Calls:
         self.offload.finish_open_step()
 
     def disable(self) -> None:
-        """What comes now is the warm-up of a CUDA graph: nothing leaves, and it is no part of a step."""
+        """What comes now is the warm-up of a CUDA graph: nothing leaves, and it is no part of a step.
+
+        Of a layer's graph it is only counted what will leave: see [Note: Captured layers] in `fgoffload/engine/capture.py`.
+        """
         if self.is_enabled:
             self._begun = self.offload.count_microbatches()
         self.is_enabled = False
@@ -106,12 +108,14 @@ class CallSite:
 
     __slots__ = ("_calls", "_open_region", "_region", "_saving", "_tensor")
 
-    def __init__(self, calls: Calls, tensor: torch.Tensor, open_region: Callable[[], Region | None] | None) -> None:
+    def __init__(
+        self, calls: Calls, tensor: torch.Tensor, open_region: Callable[[], Region | CapturedRegion | None] | None
+    ) -> None:
         self._calls = calls
         self._open_region = open_region
         self._tensor: torch.Tensor | None = tensor
-        self._region: Region | None = None
-        self._saving: Saving | None = None
+        self._region: Region | CapturedRegion | None = None
+        self._saving: Saving | CapturedRegion | None = None
 
     def enter(self) -> torch.Tensor | None:
         """Begin to save, and return the input of the site.
@@ -120,7 +124,7 @@ class CallSite:
         """
         # Handed over and not kept: the newer call sites hold the object until the group leaves, and would hold its input too.
         tensor, self._tensor = self._tensor, None
-        if self._open_region is None or not self._calls.is_enabled or tensor is None:
+        if self._open_region is None or not (self._calls.is_enabled or is_capturing()) or tensor is None:
             return tensor
         self._region = self._open_region()
         if self._region is not None:
@@ -142,15 +146,11 @@ class CallSite:
             may_wait: During a replay, wait for `flush_delayed_groups`.
         """
         region, self._region = self._region, None
-        if region is None or not self._calls.is_enabled:
-            return
-        if may_wait and self._calls.is_replaying:
-            region.end(is_held=True)
-        else:
-            self._calls.offload.end(region)
+        if region is not None and self._calls.is_enabled:
+            self._calls.offload.end(region, may_wait=may_wait)
 
 
-def make_context_methods(calls: Calls, open_region: Callable[[str], Region | None]) -> dict[str, Any]:
+def make_context_methods(calls: Calls, open_region: Callable[[str], Region | CapturedRegion | None]) -> dict[str, Any]:
     """Return what makes an object of the interface class a context: `with interface(flag, tensor, name) as tensor:`.
 
     Args:

@@ -2,9 +2,9 @@
 
 CUDA graphs ask three things of it. Their warm-up runs between `disable_offload` and `enable_offload`, and nothing may leave
 there. Around a replay, between `enter_replay` and `exit_replay`, modules outside of the graph let their groups wait for
-`flush_delayed_groups`, which comes once the graph is launched. Both work here. But modules inside of the graph would have
-their copies captured, through `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`: that is refused,
-as the engine refuses to be captured.
+`flush_delayed_groups`, which comes once the graph is launched. Megatron's own engine captures copies of modules inside of the
+graph, and orders them through `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Ours captures
+none, see [Note: Staging] in `fgoffload/engine/staging.py`: these do nothing, and graphs run on the current stream.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fgoffload.integrations.megatron.interface.calls import Calls, CallSite, make_context_methods
-from fgoffload.integrations.megatron.interface.refusals import refuse_graphs
 
 
 def make_development_methods(calls: Calls) -> dict[str, Any]:
@@ -80,19 +79,13 @@ def _make_graph_methods(calls: Calls) -> dict[str, Any]:
         calls.enable()
 
     def enter_replay() -> None:
-        calls.is_replaying = True
+        calls.offload.graphs.is_replaying = True
 
     def exit_replay() -> None:
-        calls.is_replaying = False
+        calls.offload.graphs.is_replaying = False
 
     def flush_delayed_groups() -> None:
-        calls.offload.engine.flush()
-
-    def forward_record() -> None:
-        refuse_graphs()
-
-    def backward_record(tensor: torch.Tensor) -> torch.Tensor:
-        refuse_graphs()
+        calls.offload.flush_delayed()
 
     return {
         "disable_offload": disable_offload,
@@ -100,8 +93,8 @@ def _make_graph_methods(calls: Calls) -> dict[str, Any]:
         "enter_replay": enter_replay,
         "exit_replay": exit_replay,
         "flush_delayed_groups": flush_delayed_groups,
-        "forward_record": forward_record,
-        "backward_record": backward_record,
-        "cuda_graph_stream": lambda: refuse_graphs(),
-        "cuda_graph_event": lambda: refuse_graphs(),
+        "forward_record": lambda: None,
+        "backward_record": lambda tensor: tensor,
+        "cuda_graph_stream": lambda: torch.cuda.current_stream(),
+        "cuda_graph_event": lambda: None,
     }

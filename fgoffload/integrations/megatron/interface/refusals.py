@@ -12,18 +12,6 @@ SUPPORTED = "megatron-core 0.16.1 to 0.18, where groups end by group_commit, and
 """What the tests run on, for errors."""
 
 
-def refuse_graphs(*args: Any, **kwargs: Any) -> NoReturn:
-    """Stand in for a method that only the capture of a CUDA graph calls.
-
-    Raises:
-        IntegrationError: Always.
-    """
-    raise IntegrationError(
-        "CUDA graphs together with activation offload are not built yet in this version: a replay would not copy again. Leave "
-        "one of them out, or capture only what holds no offloaded module."
-    )
-
-
 def refuse_unknown(name: str) -> Callable[..., NoReturn]:
     """Return what stands in for the method `name` of Megatron's interface, of which no known generation has one."""
 

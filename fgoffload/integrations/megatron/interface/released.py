@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from fgoffload.integrations.megatron.interface.calls import Calls, make_context_methods
-from fgoffload.integrations.megatron.interface.refusals import refuse_graphs
 
 
 def make_released_methods(calls: Calls) -> dict[str, Any]:
@@ -24,8 +23,6 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
     def group_commit(
         tensor: Any, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: Any = None
     ) -> Any:
-        if delay_offload:
-            refuse_graphs()  # no module of these versions asks for it, and nothing would flush the group
         # `forced_released_tensors` are storages that Megatron's own engine empties by force. Ours never resizes what somebody
         # else may hold: the memory goes when the last holder lets go, and what is held elsewhere is counted.
         calls.offload.end_region(name)
@@ -41,7 +38,7 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
         """Do nothing: there is no instance, the integration holds its engine."""
 
     def forward_record(event: Any) -> None:
-        refuse_graphs()
+        """Do nothing: no module asks for it, and ours captures no copies."""
 
     statics: dict[str, Any] = {
         "init_chunk_handler": init_chunk_handler,

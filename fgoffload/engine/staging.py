@@ -1,0 +1,337 @@
+"""Offload of what captured graphs save: staged on the device while a graph runs, copied to the host and back between replays.
+
+[Note: Staging]
+A CUDA graph replays its kernels on the addresses that it was captured with, and no Python runs. So a captured forward ends with
+copies of what its regions saved into a staging slot, in the order of its own stream. The memory of the saved tensors returns to
+the pool of the graphs at once. After the replay the engine copies the slot to the host. Before the backward is replayed, it
+fills the slot that this backward was captured to read. A graph holds no copy over the link, no event and no second stream, so
+any version of CUDA can capture it, and host memory is taken only while bytes lie there.
+
+All graphs share a ring of slots. Graphs are captured in the order in which a step replays them, and each forward and each
+backward takes the slot that was taken least recently: while one graph runs, the slot of the one before it is copied to the
+host, or that of the backward behind it is filled. A backward that finds its forward's slot untaken reads it in place, so that
+the last forwards before a backward copy nothing.
+
+Replays in another order stay correct: whoever takes a slot first brings what lies in it to the host, where it is not yet.
+"""
+
+import collections
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from fgoffload.engine.arena import HostArena, HostBlock
+from fgoffload.engine.device import Device, Event
+from fgoffload.engine.geometry import View, rebuild, round_up
+from fgoffload.engine.hazards import Hazard
+from fgoffload.engine.saved import SavedStorage
+from fgoffload.engine.stats import TagStats
+from fgoffload.errors import StateError
+from fgoffload.units import format_bytes
+
+RING_SLOTS = 2
+"""One that graphs use, and one that is copied meanwhile."""
+
+Result = TypeVar("Result")
+
+
+class StagingSlot:
+    """Device memory at a fixed address, which one pass after another uses.
+
+    Args:
+        buffer: uint8 `[size_bytes]` on the device.
+    """
+
+    __slots__ = ("buffer", "captured_for", "holder", "last_use")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.captured_for: CapturedForward | None = None
+        """Whose bytes lie in it at this point of the capture."""
+        self.holder: CapturedForward | None = None
+        """Whose bytes lie in it now."""
+        self.last_use: Event | None = None
+        """Passes when the slot may be written."""
+
+
+class StagedPart:
+    """One storage of a captured forward, or one that stays on the device."""
+
+    __slots__ = ("_views", "forward", "saved", "start", "stats")
+
+    def __init__(self, saved: SavedStorage) -> None:
+        self.saved = saved
+        self.stats: TagStats | None = None
+        """Of the tag whose region saved it; None between the regions."""
+        self.forward: CapturedForward | None = None
+        """Where it was staged; None where it stays."""
+        self.start = 0
+        """Of its bytes in a slot."""
+        self._views: dict[View, torch.Tensor] = {}
+
+    def take(self, view: View) -> torch.Tensor:
+        """Return what `view` saw when it was saved.
+
+        Raises:
+            StateError: It stayed on the device and was changed in place since.
+        """
+        if self.forward is None:
+            self.saved.check_unchanged("backward took it", view)
+            return self.saved.get_alias(view)
+        tensor = self._views.get(view)
+        if tensor is None:
+            slot = self.forward.find_read_slot()
+            tensor = self._views[view] = rebuild(view, slot.buffer, buffer_start=self.saved.start - self.start)
+        return tensor
+
+
+class ForwardState(enum.Enum):
+    """Where the bytes of the last replay of a captured forward are."""
+
+    SPENT = enum.auto()  # nowhere: its backward has run, or it never ran
+    STAGED = enum.auto()  # in the slot that the forward wrote
+    OFFLOADED = enum.auto()  # on the host, or on their way there
+    RELOADED = enum.auto()  # on their way to the slot that the backward reads, or there
+
+
+class _Turn:
+    """One pass in the order of the capture."""
+
+    __slots__ = ("forward", "is_backward", "next")
+
+    def __init__(self, forward: "CapturedForward", *, is_backward: bool) -> None:
+        self.forward = forward
+        self.is_backward = is_backward
+        self.next: _Turn | None = None
+
+
+class CapturedForward:
+    """A captured forward of a layer for one microbatch, and the backward that was captured with it."""
+
+    __slots__ = (
+        "_staging", "block", "d2h_done", "filled", "h2d_done", "read_slot", "size_bytes", "slot", "state", "tags", "turns",
+    )  # fmt: skip
+
+    def __init__(self, staging: "Staging", slot: StagingSlot, size_bytes: int, tags: Sequence[tuple[TagStats, int]]) -> None:
+        self._staging = staging
+        self.slot = slot
+        """Written by the forward."""
+        self.read_slot: StagingSlot | None = None
+        """Read by the backward; None before that is captured."""
+        self.size_bytes = size_bytes
+        self.tags = tags
+        """The numbers of each tag that saved a part, and its bytes."""
+        self.state = ForwardState.SPENT
+        self.block: HostBlock | None = None
+        self.d2h_done: Event | None = None
+        self.filled: Event | None = None
+        """Passes when the slot of the backward has the bytes; None where the forward has left them there."""
+        self.turns: list[_Turn] = []
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the backward reads the slot that the forward wrote, which nothing takes in between."""
+        return self.read_slot is self.slot
+
+    def find_read_slot(self) -> StagingSlot:
+        """Return the slot that the backward reads. Its capture asks first."""
+        return self._staging.find_read_slot(self)
+
+
+class Staging:
+    """The ring of slots, and what goes through it. See [Note: Staging].
+
+    Args:
+        device: Where graphs run.
+        arena: Where their bytes go.
+        lock: Of the engine.
+    """
+
+    def __init__(self, device: Device, arena: HostArena, lock: threading.RLock) -> None:
+        self._device = device
+        self._arena = arena
+        self._lock = lock
+        self._ring: collections.deque[StagingSlot] = collections.deque()
+        self._last_turn: _Turn | None = None
+
+    # While graphs are captured.
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make slots of at least `size_bytes`, before a capture begins. Graphs that were captured keep those that they use."""
+        with self._lock:
+            if not self._ring or self._ring[0].buffer.numel() < size_bytes:
+                self._ring = collections.deque(StagingSlot(self._device.allocate_device(size_bytes)) for _ in range(RING_SLOTS))
+
+    def stage(self, parts: Sequence[StagedPart]) -> CapturedForward | None:
+        """Capture copies of `parts` into a slot, as many as fit, and release their storages. None where none does.
+
+        Streams:
+            Queued on the current stream, which must be the one that saved them.
+        """
+        with self._lock:
+            fitting, size_bytes = [], 0
+            room_bytes = self._ring[0].buffer.numel() if self._ring else 0
+            for part in parts:
+                end = size_bytes + round_up(part.saved.size_bytes)
+                if end <= room_bytes:
+                    part.start, size_bytes = size_bytes, end
+                    fitting.append(part)
+            if not fitting:
+                return None
+            slot = self._take_slot()
+            tags: dict[int, tuple[TagStats, int]] = {}
+            for part in fitting:
+                if part.stats is not None:
+                    _, before = tags.get(id(part.stats), (part.stats, 0))
+                    tags[id(part.stats)] = (part.stats, before + part.saved.size_bytes)
+            forward = CapturedForward(self, slot, size_bytes, tuple(tags.values()))
+            slot.captured_for = forward
+            for part in fitting:
+                slot.buffer[part.start : part.start + part.saved.size_bytes].copy_(part.saved.get_stretch())
+                part.saved.drop_aliases()
+                part.forward = forward
+            self._add_turn(_Turn(forward, is_backward=False))
+            return forward
+
+    def find_read_slot(self, forward: CapturedForward) -> StagingSlot:
+        """Return the slot that the backward of `forward` reads: the same in each replay."""
+        with self._lock:
+            if forward.read_slot is None:
+                if forward.slot.captured_for is forward:
+                    forward.read_slot = forward.slot
+                    self._ring.remove(forward.slot)
+                    self._ring.append(forward.slot)
+                else:
+                    forward.read_slot = self._take_slot()
+                forward.read_slot.captured_for = None
+                self._add_turn(_Turn(forward, is_backward=True))
+            return forward.read_slot
+
+    def _take_slot(self) -> StagingSlot:
+        slot = self._ring.popleft()
+        self._ring.append(slot)
+        return slot
+
+    def _add_turn(self, turn: _Turn) -> None:
+        turn.forward.turns.append(turn)
+        if self._last_turn is not None:
+            self._last_turn.next = turn
+        self._last_turn = turn
+
+    # While they are replayed.
+
+    def replay_forward(self, forward: CapturedForward, replay: Callable[[], Result]) -> Result:
+        """Replay a captured forward by calling `replay`, and let what it staged leave for the host.
+
+        Streams:
+            The current stream, on which the graph is replayed, waits for earlier copies of its slot. The host does not block.
+
+        Raises:
+            StateError: The host budget is too small.
+        """
+        device = self._device
+        with self._lock:
+            self._claim(forward.slot, forward)
+        result = replay()
+        with self._lock:
+            forward.slot.holder, forward.state = forward, ForwardState.STAGED
+            forward.slot.last_use = device.record_event(device.current_stream())
+            for stats, size_bytes in forward.tags:
+                stats.groups += 1
+                if forward.reads_in_place:
+                    stats.recalled_bytes += size_bytes
+            if not forward.reads_in_place:
+                self._copy_out(forward)
+            self._prefetch(forward.turns[0])
+        return result
+
+    def enter_backward(self, forward: CapturedForward) -> None:
+        """The backward of `forward` is replayed next: let its slot have what it reads.
+
+        Streams:
+            The current stream, on which the graph is replayed, waits for the copy. The host does not block.
+        """
+        with self._lock:
+            slot = forward.read_slot
+            if slot is None:
+                return  # nothing of what was staged is read
+            if forward.state is ForwardState.OFFLOADED:
+                for stats, _ in forward.tags:
+                    stats.prefetch_misses += 1
+                self._reload(forward, slot)
+            if forward.filled is not None:
+                self._device.wait_event(self._device.current_stream(), forward.filled, Hazard.SLOT_UNFILLED)
+            self._prefetch(forward.turns[1])
+
+    def leave_backward(self, forward: CapturedForward) -> None:
+        """The backward of `forward` has been replayed on the current stream."""
+        with self._lock:
+            slot = forward.read_slot or forward.slot
+            forward.state, forward.block, forward.filled = ForwardState.SPENT, None, None
+            if slot.holder is forward:
+                slot.holder = None
+                slot.last_use = self._device.record_event(self._device.current_stream())
+
+    def _claim(self, slot: StagingSlot, forward: CapturedForward) -> None:
+        """Let the current stream write `slot` for `forward`."""
+        self._evict(slot, forward)
+        if slot.last_use is not None:
+            self._device.wait_event(self._device.current_stream(), slot.last_use, Hazard.SLOT_STILL_USED)
+
+    def _evict(self, slot: StagingSlot, forward: CapturedForward) -> None:
+        """Take `slot` from whoever has bytes in it, which go on without it."""
+        holder, slot.holder = slot.holder, None
+        if holder is None or holder is forward:
+            return
+        if holder.state is ForwardState.STAGED:
+            self._copy_out(holder)
+        elif holder.state is ForwardState.RELOADED:
+            holder.state, holder.filled = ForwardState.OFFLOADED, None
+
+    def _copy_out(self, forward: CapturedForward) -> None:
+        device, d2h, slot = self._device, self._device.d2h_stream, forward.slot
+        block = self._arena.find_block(forward.size_bytes)
+        if block is None:
+            raise StateError(
+                f"A captured graph offloads {format_bytes(forward.size_bytes)}, and the host budget is used up. Raise "
+                "--offload-host-budget (`host_budget_bytes` of a TransferConfig), or offload fewer modules inside of graphs."
+            )
+        if slot.last_use is not None:
+            device.wait_event(d2h, slot.last_use, Hazard.SLOT_UNWRITTEN)
+        for event in block.reads_to_wait_for:
+            device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
+        with device.copying_on(d2h):
+            for part, source in block.pair(slot.buffer[: forward.size_bytes]):
+                device.copy_bytes(destination=part, source=source, stream=d2h)
+        forward.block, forward.state = block, ForwardState.OFFLOADED
+        forward.d2h_done = slot.last_use = device.record_event(d2h)
+        for stats, size_bytes in forward.tags:
+            stats.d2h_bytes += size_bytes
+
+    def _prefetch(self, turn: _Turn) -> None:
+        """Fill the slot of the backward behind `turn`, if it is one whose bytes are on the host."""
+        behind = turn.next
+        if behind is not None and behind.is_backward and behind.forward.state is ForwardState.OFFLOADED:
+            used = turn.forward.read_slot if turn.is_backward else turn.forward.slot
+            slot = behind.forward.read_slot
+            if slot is not None and slot is not used:
+                self._reload(behind.forward, slot)
+
+    def _reload(self, forward: CapturedForward, slot: StagingSlot) -> None:
+        device, h2d, block = self._device, self._device.h2d_stream, forward.block
+        if block is None or forward.d2h_done is None:
+            return
+        self._evict(slot, forward)
+        if slot.last_use is not None:
+            device.wait_event(h2d, slot.last_use, Hazard.SLOT_STILL_USED)
+        device.wait_event(h2d, forward.d2h_done, Hazard.BLOCK_UNWRITTEN)
+        with device.copying_on(h2d):
+            for part, destination in block.pair(slot.buffer[: forward.size_bytes]):
+                device.copy_bytes(destination=destination, source=part, stream=h2d)
+        block.last_read = forward.filled = slot.last_use = device.record_event(h2d)
+        slot.holder, forward.state = forward, ForwardState.RELOADED
+        for stats, size_bytes in forward.tags:
+            stats.h2d_bytes += size_bytes

@@ -1,0 +1,192 @@
+"""CUDA graphs in Megatron: where forward is when a graph is replayed, and what leaves of modules inside of one.
+
+Transformer Engine captures one graph for each layer and microbatch. Megatron calls `_te_cuda_graph_capture` of the layer for
+it, to warm up and then for the graph, and `_te_cuda_graph_replay` from then on: no `forward` of the captured modules runs
+again, and no hook on them. So a replay enters the layer as its forward would. Modules behind the graph, as the experts of
+a layer whose attention and router are captured, run in Python and are offloaded as always. What captured modules save leaves
+through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+
+Source: `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fgoffload.engine import CapturedForward, CapturedRegion, OffloadEngine, is_inert
+from fgoffload.engine.place import Place
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.layer_numbers import get_number
+from fgoffload.integrations.megatron.methods import wrap_symbol
+from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.site_actions import SiteActions
+
+GRAPHABLE = "megatron.core.transformer.module:GraphableMegatronModule"
+LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_CAPTURE, _REPLAY = "_te_cuda_graph_capture", "_te_cuda_graph_replay"
+_RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
+
+
+class GraphedLayers:
+    """What was captured of each layer.
+
+    Args:
+        engine: Stages what captured layers save.
+        actions: What is done about each site.
+    """
+
+    def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
+        self._engine = engine
+        self._actions = actions
+        self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
+        """By microbatch. None where nothing leaves."""
+        self._find_region: Callable[[str], CapturedRegion | None] | None = None
+        """Of the layer that is captured, or warms up for that, just now."""
+        self.is_replaying = False
+        """Whether forward is behind the graph of a layer, so that groups may wait for the next one."""
+
+    def add_layer(self, layer: torch.nn.Module, chunk: int) -> None:
+        """Take note that `layer` is in a model chunk."""
+        self._chunks[layer] = chunk
+
+    def find_region(self, tag: str) -> CapturedRegion | None:
+        """Return a region for the site of `tag` in the layer that is captured, or None where its tensors stay."""
+        return None if self._find_region is None else self._find_region(tag)
+
+    def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
+        """Run the forward of `layer` for a capture, or to warm up for one, and let leave what its regions save."""
+        chunk, number = self._chunks.get(layer), get_number(layer)
+        if self._find_region is not None or is_inert() or chunk is None or not self._actions.list_offloaded(chunk, number):
+            return run()
+        engine = self._engine
+        capture = engine.capture(Place(None, f"layers.{number} in a graph"))
+
+        def find_region(tag: str) -> CapturedRegion | None:
+            is_offloaded = self._actions.find_offloaded(chunk, number, tag) is not None
+            return CapturedRegion(capture, engine.get_stats(tag)) if is_offloaded else None
+
+        self._find_region = find_region
+        try:
+            with capture:
+                outputs = run()
+        finally:
+            self._find_region = None
+        forward = capture.finish(_list_tensors((inputs, outputs)))
+        if engine.device.is_capturing():
+            self._forwards.setdefault(layer, []).append(forward)
+        else:
+            self._forwards.pop(layer, None)  # it warms up: what was captured before is captured anew
+        return outputs
+
+    def replay(self, layer: torch.nn.Module, run: Callable[[], Any]) -> Any:
+        """Replay the graph of `layer` for the microbatch that it is at."""
+        forwards = self._forwards.get(layer)
+        forward = forwards[getattr(layer, "current_microbatch", 0) % len(forwards)] if forwards else None
+        if forward is None:
+            outputs = run()
+        else:
+            outputs = self._engine.staging.replay_forward(forward, run)
+            self._follow_backward(forward, outputs)
+        self._engine.keep_static(_list_tensors(outputs))
+        return outputs
+
+    def _follow_backward(self, forward: CapturedForward, outputs: Any) -> None:
+        staging = self._engine.staging
+        node = next((tensor.grad_fn for tensor in _list_tensors(outputs) if tensor.grad_fn is not None), None)
+        if node is not None:  # one node replays all of backward
+            node.register_prehook(lambda gradients: staging.enter_backward(forward))
+            node.register_hook(lambda inputs, gradients: staging.leave_backward(forward))
+
+    def close(self) -> None:
+        """Let no graph be replayed that reads what this engine would no longer bring back."""
+        for layer, forwards in self._forwards.items():
+            graphs: Any = getattr(layer, "cuda_graphs", None)
+            if graphs and any(forwards):
+                graphs[:] = [_refuse_replay] * len(graphs)
+        self._forwards.clear()
+
+
+def _refuse_replay(*args: Any, **kwargs: Any) -> Any:
+    raise StateError(
+        "This CUDA graph was captured with activation offload, which was removed since: what its backward reads is gone. "
+        "Capture again (`TECudaGraphHelper.create_cudagraphs`)."
+    )
+
+
+def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+@functools.cache
+def _get_is_capturing() -> Callable[[], bool]:
+    graphs = load_module("megatron.core.transformer.cuda_graphs")
+    return lambda: bool(graphs.is_graph_capturing())
+
+
+def is_capturing() -> bool:
+    """Return whether Megatron captures graphs, or warms up for that: nothing that runs is a part of a step."""
+    return _get_is_capturing()()
+
+
+def follow_graphs(patches: Patches, get_offload: Callable[[], Any], wrap_layer: Callable[[Any], Any]) -> None:
+    """Wrap what captures and replays graphs of layers.
+
+    Args:
+        patches: Put everything back later.
+        get_offload: Returns the integration; it exists only after everything is wrapped.
+        wrap_layer: Returns a forward of a layer that tells the integration of it, as for an eager layer.
+
+    Raises:
+        IntegrationError: Megatron-Core lacks one of them.
+    """
+    for owner in (GRAPHABLE, LAYER):
+        wrap_symbol(patches, owner, _CAPTURE, functools.partial(_wrap_capture, get_offload))
+    wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_wrap_graph, get_offload))
+    wrap_symbol(patches, LAYER, _REPLAY, lambda original: _wrap_replay(get_offload, wrap_layer(original)))
+    module_name, _, class_name = _RUNNER.partition(":")
+    if hasattr(getattr(load_module(module_name), class_name, None), "replay_graph_capture"):
+        wrap_symbol(patches, _RUNNER, "replay_graph_capture", functools.partial(_wrap_local_graph, get_offload))
+
+
+def _wrap_capture(get_offload: Callable[[], Any], original: Any) -> Any:
+    def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return get_offload().graphs.capture(self, lambda: original(self, *args, **kwargs), (args, kwargs))
+
+    return capture
+
+
+def _wrap_graph(get_offload: Callable[[], Any], original: Any) -> Any:
+    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offload = get_offload()
+        outputs = offload.graphs.replay(self, lambda: original(self, *args, **kwargs))
+        offload.flush_delayed()  # behind the launch of the graph: the host has time now
+        return outputs
+
+    return replay
+
+
+def _wrap_replay(get_offload: Callable[[], Any], enter: Any) -> Any:
+    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = get_offload().graphs
+        graphs.is_replaying = True
+        try:
+            return enter(self, *args, **kwargs)
+        finally:
+            graphs.is_replaying = False
+
+    return replay
+
+
+def _wrap_local_graph(get_offload: Callable[[], Any], original: Any) -> Any:
+    def replay_graph_capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        get_offload().engine.keep_static(_list_tensors(outputs))
+        return outputs
+
+    return replay_graph_capture
