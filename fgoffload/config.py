@@ -35,7 +35,7 @@ class OffloadConfig:
     activation_offload_fraction: float = 1.0
     """From 0 to 1. The part of a chunk's sites that is offloaded; the last ones of forward stay."""
     delay_offload_until_cuda_graph: bool = False
-    """Hold the ends of groups back until a CUDA graph has been launched. Refused: this version captures no graphs."""
+    """Hold the ends of groups back until the next CUDA graph has been launched, while the host is free anyway."""
     delta_offload_bytes_across_pp_ranks: int = 0
     """Bytes of a step that each pipeline rank offloads less than the one before it, from the second step on."""
     offload_plan: Path | None = None
@@ -87,7 +87,6 @@ class OffloadConfig:
         self._check_choice()
         self._check_auto()
         _ = self.transfer_policy  # checks the window and prefetch sizes
-        self._refuse_what_is_not_built()
 
     @property
     def is_auto(self) -> bool:
@@ -164,13 +163,6 @@ class OffloadConfig:
         ):
             if is_given:
                 raise ConfigError(f"--offload-modules {AUTO} and {other} both choose what leaves. Give one of them.")
-
-    def _refuse_what_is_not_built(self) -> None:
-        # A flag that is accepted and does nothing is worse than one that is refused.
-        if self.delay_offload_until_cuda_graph:
-            raise ConfigError(
-                "--delay-offload-until-cuda-graph is not built yet in this version, and would do nothing: leave it out."
-            )
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, *, tags: TagRegistry | None = None) -> "OffloadConfig | None":
