@@ -35,7 +35,7 @@ class OffloadConfig:
     activation_offload_fraction: float = 1.0
     """From 0 to 1. The part of a chunk's sites that is offloaded; the last ones of forward stay."""
     delay_offload_until_cuda_graph: bool = False
-    """Groups that end behind the CUDA graph of a layer leave only when the next graph is launched, or at the end of forward."""
+    """Hold the ends of groups back until the next CUDA graph has been launched, while the host is free anyway."""
     delta_offload_bytes_across_pp_ranks: int = 0
     """Bytes of a step that each pipeline rank offloads less than the one before it, from the second step on."""
     offload_plan: Path | None = None

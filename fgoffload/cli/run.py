@@ -36,6 +36,7 @@ OWN_FLAGS = (
     "--offload-modules TAG ...",
     "--min-offloaded-tensor-size ELEMENTS",
     "--activation-offload-fraction PART",
+    "--delay-offload-until-cuda-graph",
     "--delta-offload-bytes-across-pp-ranks BYTES",
     "--offload-plan FILE",
     "--offload-memory-budget SIZE",

@@ -112,7 +112,8 @@ class CapturedForward:
     """A captured forward of a layer for one microbatch, and the backward that was captured with it."""
 
     __slots__ = (
-        "_staging", "block", "d2h_done", "filled", "h2d_done", "read_slot", "size_bytes", "slot", "state", "tags", "turns",
+        "_staging", "block", "d2h_done", "filled", "h2d_done", "read_slot",
+        "reads_in_place", "size_bytes", "slot", "state", "tags", "turns",
     )  # fmt: skip
 
     def __init__(self, staging: "Staging", slot: StagingSlot, size_bytes: int, tags: Sequence[tuple[TagStats, int]]) -> None:
@@ -121,6 +122,8 @@ class CapturedForward:
         """Written by the forward."""
         self.read_slot: StagingSlot | None = None
         """Read by the backward; None before that is captured."""
+        self.reads_in_place = False
+        """Whether the backward reads what the forward wrote where it is: nothing takes the slot in between."""
         self.size_bytes = size_bytes
         self.tags = tags
         """The numbers of each tag that saved a part, and its bytes."""
@@ -130,11 +133,6 @@ class CapturedForward:
         self.filled: Event | None = None
         """Passes when the slot of the backward has the bytes; None where the forward has left them there."""
         self.turns: list[_Turn] = []
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether the backward reads the slot that the forward wrote, which nothing takes in between."""
-        return self.read_slot is self.slot
 
     def find_read_slot(self) -> StagingSlot:
         """Return the slot that the backward reads. Its capture asks first."""
@@ -201,7 +199,7 @@ class Staging:
         with self._lock:
             if forward.read_slot is None:
                 if forward.slot.captured_for is forward:
-                    forward.read_slot = forward.slot
+                    forward.read_slot, forward.reads_in_place = forward.slot, True
                     self._ring.remove(forward.slot)
                     self._ring.append(forward.slot)
                 else:

@@ -65,6 +65,19 @@ OF_OFFLOAD = (
     "--offload-window",
     "--offload-prefetch",
 )
+OF_GRAPHS = (
+    # No CPU has them. Nor do experts that are padded to a capacity, which graphs of a whole step need, save what formulas say.
+    "--cuda-graph-impl",
+    "--cuda-graph-modules",
+    "--cuda-graph-warmup-steps",
+    "--te-rng-tracker",
+    "--delay-offload-until-cuda-graph",
+    "--fine-grained-offloading-max-inflight-offloads",
+    "--moe-expert-capacity-factor",
+    "--moe-pad-expert-input-to-capacity",
+    "--moe-token-drop-policy",
+)
+OF_RECOMPUTE = ("--recompute-granularity", "--recompute-modules")
 
 
 class Layout(NamedTuple):
@@ -108,7 +121,8 @@ def shrink(
         changes: Further flags and their values.
     """
     model, _ = read_model_file(FILES[name], typed=_dispatch(name))
-    flags = {flag: words for flag, words in _read_flags(FILES[name]).items() if flag not in (*OF_RANKS, *OF_OFFLOAD)}
+    left_out = (*OF_RANKS, *OF_OFFLOAD, *OF_GRAPHS, *OF_RECOMPUTE)
+    flags = {flag: words for flag, words in _read_flags(FILES[name]).items() if flag not in left_out}
     flags |= ALWAYS | _shrink_layers(model) | _shrink_sizes(model, flags) | _lay_out(model, layout) | changes
     words = [word for flag, values in flags.items() for word in (flag, *values)]
     shape, parallelism = read_model(words, source=name, num_gpus=layout.ranks)

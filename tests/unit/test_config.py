@@ -75,10 +75,6 @@ REFUSALS = [
         "--offload-modules auto and --offload-plan both choose what leaves. Give one of them.",
     ),
     (
-        {"delay_offload_until_cuda_graph": True},
-        "--delay-offload-until-cuda-graph is not built yet in this version, and would do nothing: leave it out.",
-    ),
-    (
         {"offload_memory_budget_bytes": 2**30},
         "--offload-memory-budget 1.00 GiB is for --offload-modules auto, which plans for it, and would do nothing here. "
         "Give --offload-modules auto, or leave it out.",

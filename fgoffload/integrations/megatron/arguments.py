@@ -19,6 +19,7 @@ from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE, FlagSources
 from fgoffload.integrations.megatron.flags import FlagParser, add_field_flags, number, to_flag, whole_number
+from fgoffload.integrations.megatron.graph_flags import GRAPH_FIELDS, add_graph_flags, read_graph_fields, to_config_fields
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.model_config import list_accepted
 from fgoffload.integrations.megatron.parallel_flags import describe_two_virtual_sizes
@@ -39,6 +40,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "apply_rope_fusion": ("--rope-fusion",),
     "bias_activation_fusion": ("--bias-swiglu-fusion", "--bias-gelu-fusion"),
     "fp8_param": ("--fp8-param-gather",),
+    "use_te_rng_tracker": ("--te-rng-tracker",),
 }
 """By field of the config, how Megatron-LM spells its flag where the field itself does not say. `--no-` works with each boolean
 one: `--no-bias-swiglu-fusion`."""
@@ -102,7 +104,10 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
             "--min-offloaded-tensor-size",
             {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
         ),
-        ("--delay-offload-until-cuda-graph", {"action": "store_true", "default": False, "help": "not built yet"}),
+        (
+            "--delay-offload-until-cuda-graph",
+            {"action": "store_true", "default": False, "help": "offload experts behind the launch of the next CUDA graph"},
+        ),
         (
             "--delta-offload-bytes-across-pp-ranks",
             {"type": whole_number, "default": None, "metavar": "BYTES", "help": "each pipeline rank offloads less by this (0)"},
@@ -203,6 +208,8 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
     fields.setdefault("overlap_p2p_comm", arguments.virtual_pipeline_size is not None)
     fields.setdefault("transformer_impl", "local")
     fields |= {"batch_p2p_comm": not fields["overlap_p2p_comm"], "params_dtype": dtype, "pipeline_dtype": dtype}
+    known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
+    fields = to_config_fields(fields, known) | {"use_te_rng_tracker": arguments.uses_te_rng_tracker}
     accepted = [] if offload is None else list_accepted(offload.offload_modules)
     if offload is not None and accepted:
         fields |= {
@@ -210,6 +217,8 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
             "offload_modules": accepted,
             "min_offloaded_tensor_size": offload.min_offloaded_tensor_size,
         }
+        if "delay_offload_until_cuda_graph" in known:
+            fields["delay_offload_until_cuda_graph"] = offload.delay_offload_until_cuda_graph
     config_class = module.TransformerConfig
     if fields.get("multi_latent_attention"):
         config_class = module.MLATransformerConfig
@@ -239,7 +248,8 @@ def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagPar
     add_fine_grained_offload_args(parser)
     add_field_flags(parser, TrainingArguments, leave_out=("transformer", "offload", "source", "world_size"))
     # BooleanOptionalAction gives each spelling its --no- form, as Megatron-LM writes most booleans that are on by default.
-    add_field_flags(parser, module.TransformerConfig, leave_out=_OFFLOAD_FIELDS, aliases=_ALIASES)
+    add_field_flags(parser, module.TransformerConfig, leave_out=_OFFLOAD_FIELDS | GRAPH_FIELDS, aliases=_ALIASES)
+    add_graph_flags(parser)
     add_field_flags(parser, module.MLATransformerConfig, leave_out=model_fields | _MLA_FIELDS_OF_TRAINING)
     parser.add_argument("--group-query-attention", action="store_true", default=False)
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=whole_number)
@@ -257,7 +267,8 @@ def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources)
     for flag, preset in _PRESETS.items():
         if values[flag[2:].replace("-", "_")]:
             fields |= preset
-    fields |= {name: value for name, value in values.items() if name in (known | latent_only) - _OFFLOAD_FIELDS}
+    fields |= {name: value for name, value in values.items() if name in (known | latent_only) - _OFFLOAD_FIELDS - GRAPH_FIELDS}
+    fields |= read_graph_fields(values)
     if (latent := latent_only & fields.keys()) and not fields.get("multi_latent_attention"):
         raise sources.refuse(
             f"{to_flag(min(latent))} has no effect without --multi-latent-attention. Add that or leave it out."

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,36 +16,45 @@ LOSS = "lm loss"
 
 
 class ForwardStep:
-    """Takes the next microbatch, this rank's part of it, and runs a chunk on it."""
+    """Takes the next prepared microbatch and runs a chunk on it.
+
+    Nothing in a call waits for the device or copies to it, so that a CUDA graph can hold one: `prepare` does that before.
+    """
 
     def __init__(self, arguments: TrainingArguments, device: torch.device) -> None:
         self._arguments = arguments
         self._device = device
 
+    def prepare(self, batch: Microbatch) -> dict[str, Any]:
+        """Return this rank's part of a microbatch on its device: the chunk's arguments, by name."""
+        length = batch.tokens.shape[1]
+        bounds = find_packed_bounds(length, self._share) if self._arguments.packed_sequences else None
+        positions = batch.position_ids if bounds is None else restart_positions(batch.position_ids, bounds)
+        indices = self._find_own_tokens(bounds or [0, length])
+        tensors = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask, "position_ids": positions}
+        own = {
+            name: (tensor if indices is None else tensor.index_select(1, indices)).to(self._device)
+            for name, tensor in tensors.items()
+        }
+        return {**own, "packed_seq_params": None if bounds is None else self._pack(bounds)}
+
     def __call__(
         self,
-        microbatches: Iterator[Microbatch],
+        microbatches: Iterator[Mapping[str, Any]],
         chunk: torch.nn.Module,
         return_schedule_plan: bool = False,  # noqa: FBT001, FBT002 - Megatron's signature
     ) -> tuple[Any, Any]:
         """Return the chunk's output, or the plan that computes it, and what computes the loss from it."""
         batch = next(microbatches)
-        length = batch.tokens.shape[1]
-        bounds = find_packed_bounds(length, self._share) if self._arguments.packed_sequences else None
-        positions = batch.position_ids if bounds is None else restart_positions(batch.position_ids, bounds)
-        indices = self._find_own_tokens(bounds or [0, length])
-        tokens, labels, loss_mask, position_ids = (
-            (tensor if indices is None else tensor.index_select(1, indices)).to(self._device)
-            for tensor in (batch.tokens, batch.labels, batch.loss_mask, positions)
-        )
+        loss_mask = batch["loss_mask"]
         run = get_unwrapped(chunk).build_schedule_plan if return_schedule_plan else chunk
         output = run(
-            tokens,
-            position_ids,
+            batch["tokens"],
+            batch["position_ids"],
             None,  # no mask: attention makes the causal one itself
-            labels=labels,
+            labels=batch["labels"],
             loss_mask=loss_mask,
-            packed_seq_params=None if bounds is None else self._pack(bounds),
+            packed_seq_params=batch["packed_seq_params"],
         )
         return output, functools.partial(_compute_loss, loss_mask)
 

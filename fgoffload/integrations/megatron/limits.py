@@ -1,8 +1,10 @@
 """What a training may ask for and this version, or what is installed, does not have: refused before anything is built."""
 
+import os
 from collections.abc import Iterator
 
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
+from fgoffload.integrations.megatron.graph_flags import FULL_ITERATION, NO_GRAPHS, TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
@@ -15,7 +17,7 @@ def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
     Raises:
         ConfigError: It cannot; the error names the flag and what to give instead.
     """
-    for check in (_find_what_is_not_built, _find_missing_packages, _find_what_local_layers_lack):
+    for check in (_find_what_is_not_built, _find_missing_packages, _find_what_local_layers_lack, _find_what_graphs_exclude):
         for fault in check(arguments):
             raise arguments.source.refuse(fault)
 
@@ -35,6 +37,12 @@ def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
             f"--transformer-impl {given.get('transformer_impl')}",
             given.get("transformer_impl", "local") not in implementations,
             f"give one of {', '.join(implementations)}",
+        ),
+        ("--enable-cuda-graph, a deprecated flag,", given.get("enable_cuda_graph"), "give --cuda-graph-impl local"),
+        (
+            "--external-cuda-graph, a deprecated flag,",
+            given.get("external_cuda_graph"),
+            f"give --cuda-graph-impl {TRANSFORMER_ENGINE}",
         ),
     ):
         if is_given:
@@ -60,6 +68,40 @@ def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
         yield "--transformer-impl transformer_engine needs a GPU, and there is none. Give --transformer-impl local."
     if arguments.transformer.get("masked_softmax_fusion", False) and not arguments.uses_transformer_engine:
         yield "--masked-softmax-fusion, which needs Apex, is not built yet in this version: leave it out."
+
+
+def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
+    """Yield what no CUDA graph can be captured with, in a training that captures some."""
+    impl, given = arguments.cuda_graph_impl, arguments.transformer
+    if impl == NO_GRAPHS:
+        return
+    flag = f"--cuda-graph-impl {impl}"
+    if needs_cpu_support():
+        yield f"{flag} needs a GPU, and there is none. Leave it out."
+    if impl == TRANSFORMER_ENGINE and not has_transformer_engine():
+        yield (
+            f"{flag} needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]', or "
+            "leave it out."
+        )
+    expandable = "expandable_segments:True"
+    if expandable in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        yield (
+            f"{flag} and PYTORCH_CUDA_ALLOC_CONF={expandable} end in illegal memory accesses of NCCL. "
+            "Set NCCL_GRAPH_REGISTER=0, or leave one of them out."
+        )
+    for other, is_given, reason in (
+        ("--variable-seq-lengths", arguments.has_variable_lengths, "a graph holds one shape"),
+        ("--packed-sequences", arguments.packed_sequences, "a graph holds no packed sequences"),
+        ("--rampup-batch-size", arguments.rampup_batch_size, "graphs hold the microbatches of one step"),
+    ):
+        if is_given:
+            yield f"{flag} and {other} exclude each other: {reason}. Leave one of them out."
+    is_padded = given.get("moe_expert_capacity_factor") is not None and given.get("moe_pad_expert_input_to_capacity")
+    if impl == FULL_ITERATION and given.get("num_moe_experts") and not is_padded:
+        yield (
+            f"{flag}: dropless routing has the host wait for the token counts, which no capture can hold. Give "
+            "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
+        )
 
 
 def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
+from fgoffload.integrations.megatron.graph_flags import NO_GRAPHS
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import has_transformer_engine, refuse_what_is_not_built
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
@@ -99,17 +100,22 @@ def get_data_parallel_rank() -> int:
     return int(load_module("megatron.core.parallel_state").get_data_parallel_rank())
 
 
-def seed_everything(seed: int) -> None:
-    """Set all random state from `seed`, as Megatron-LM does.
+def seed_everything(arguments: TrainingArguments) -> None:
+    """Set all random state from the seed, as Megatron-LM does: in generators that graphs may hold, where some are captured.
 
     Each pipeline stage draws weights of its own. So do tensor- and expert-parallel ranks, through Megatron's tracker, where
     they hold parts of one weight; what they hold alike is drawn alike, as it is by all copies of the model.
     """
     parallel_state = load_module("megatron.core.parallel_state")
-    rank_seed = seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
+    rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
     random.seed(rank_seed)
     torch.manual_seed(rank_seed)
-    load_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)
+    load_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(
+        rank_seed,
+        te_rng_tracker=arguments.uses_te_rng_tracker,
+        use_cudagraphable_rng=arguments.cuda_graph_impl != NO_GRAPHS,
+        force_reset_rng=True,
+    )
     torch.manual_seed(rank_seed)
 
 

@@ -32,11 +32,12 @@ from fgoffload.integrations.megatron.gradients import (
     release_graphs,
     wrap_chunks,
 )
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
 from fgoffload.integrations.megatron.microbatches import count_microbatches, iterate_microbatches
 from fgoffload.integrations.megatron.models import build_chunks, forget_embeddings
 from fgoffload.integrations.megatron.process_state import keep_environment, use_deterministic_algorithms
+from fgoffload.integrations.megatron.training_graphs import choose_graphs
 from fgoffload.integrations.megatron.training_policy import DEFAULT_POLICY, Engine, Kernels, TrainingPolicy, Update
 
 _logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Trainer:
         """Our engine in Megatron-Core; None where nothing is offloaded, or Megatron's own engine does it."""
         self.chunks: list[torch.nn.Module] = []
         """The model chunks of this rank, as Megatron builds them; in the schedules each is wrapped for data parallelism."""
+        self.graphs = choose_graphs(arguments)
+        """What captures the CUDA graphs of this training."""
         self._wrapped_chunks: list[Any] = []
         self._step = 0
         self._evaluations = 0
@@ -117,7 +120,7 @@ class Trainer:
             self._start_offload(offload)
         self._device = parallel.get_device()
         parallel.clear_megatron_buffers()
-        parallel.seed_everything(arguments.seed)
+        parallel.seed_everything(arguments)
         config = build_transformer_config(arguments, offload=offload)
         if offload is not None and self.policy.engine is Engine.MEGATRON:
             megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
@@ -126,7 +129,9 @@ class Trainer:
             chunk.to(self._device, dtype=config.params_dtype)
             for chunk in build_chunks(arguments, config)
         ]
-        self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
+        with self.graphs.wrapping():
+            self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
+        self.graphs.start(self._wrapped_chunks, config)
         self._forward_step = ForwardStep(arguments, self._device)
         self._optimizer: Optimizer = NoOptimizer()
         if self.policy.update is Update.ADAMW:
@@ -167,9 +172,11 @@ class Trainer:
             StateError: The trainer is closed.
         """
         self._check_open()
-        start = time.perf_counter()
         for chunk in self._wrapped_chunks:
             chunk.train()
+        self.graphs.prepare_step(self._step)  # a capture is no part of the step
+        start = time.perf_counter()
+        for chunk in self._wrapped_chunks:
             chunk.zero_grad_buffer()
         count = count_microbatches(self.arguments, consumed_samples=self._consumed_samples)
         losses = self._run_schedule(count, is_evaluation=False)
@@ -219,6 +226,7 @@ class Trainer:
     def close(self) -> None:
         """Free the model and put back everything that was replaced. A second call does nothing."""
         self._is_closed = True
+        self.graphs.close()
         release_graphs(self.chunks)
         forget_embeddings(self.chunks)
         self.chunks = []
@@ -247,19 +255,21 @@ class Trainer:
         arguments = self.arguments
         # A stage with several chunks asks for the same microbatch once for each.
         iterators = [
-            iterate_microbatches(
-                arguments,
-                self.text,
-                step=self._evaluations if is_evaluation else self._step,
-                count=count,
-                data_parallel_rank=parallel.get_data_parallel_rank(),
-                is_evaluation=is_evaluation,
+            map(
+                self._forward_step.prepare,
+                iterate_microbatches(
+                    arguments,
+                    self.text,
+                    step=self._evaluations if is_evaluation else self._step,
+                    count=count,
+                    data_parallel_rank=parallel.get_data_parallel_rank(),
+                    is_evaluation=is_evaluation,
+                ),
             )
             for _ in self._wrapped_chunks
         ]
-        schedules = load_module("megatron.core.pipeline_parallel")
         with ignore_expected_warnings():
-            reports = schedules.get_forward_backward_func()(
+            reports = self.graphs.get_schedule()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators,
                 model=self._wrapped_chunks,

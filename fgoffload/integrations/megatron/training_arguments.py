@@ -9,6 +9,7 @@ from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flag_sources import FlagSources
 from fgoffload.integrations.megatron.flags import to_flag
+from fgoffload.integrations.megatron.graph_flags import NO_GRAPHS
 from fgoffload.integrations.megatron.tag_checks import check_tags
 
 BYTE_VALUES = 256
@@ -16,6 +17,9 @@ BYTE_VALUES = 256
 
 DEFAULT_ROUTER_TOPK = 2
 """Experts of a token where no flag says so. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
+
+DEFAULT_GRAPH_WARMUP_STEPS = 3
+"""Steps where no flag says so. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
 LARGEST_SEED = 2**32 - 1
 """The largest that every generator of random numbers takes; NumPy's takes no larger one."""
@@ -134,6 +138,23 @@ class TrainingArguments:
     def uses_transformer_engine(self) -> bool:
         """Whether the layers are those of Transformer Engine."""
         return bool(self.transformer.get("transformer_impl", "local") == "transformer_engine")
+
+    @property
+    def cuda_graph_impl(self) -> str:
+        """Who captures CUDA graphs, one of `GRAPH_IMPLS`."""
+        return str(self.transformer.get("cuda_graph_impl", NO_GRAPHS))
+
+    @property
+    def cuda_graph_warmup_steps(self) -> int:
+        """Steps that run eagerly before graphs are captured."""
+        return int(self.transformer.get("cuda_graph_warmup_steps", DEFAULT_GRAPH_WARMUP_STEPS))
+
+    @property
+    def uses_te_rng_tracker(self) -> bool:
+        """Whether Transformer Engine keeps the random states: where it runs layers or captures them, graphs need that."""
+        engine = "transformer_engine"
+        has_te_graphs = self.cuda_graph_impl == engine or (self.cuda_graph_impl != NO_GRAPHS and self.uses_transformer_engine)
+        return has_te_graphs or bool(self.transformer.get("use_te_rng_tracker", False))
 
     @property
     def has_variable_lengths(self) -> bool:

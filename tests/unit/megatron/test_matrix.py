@@ -81,7 +81,7 @@ def test_sequences_packed_into_one_do_not_see_each_other(text):
             for batch in (tokens, other):
                 microbatch = Microbatch(batch, tokens, torch.ones(1, 32), tokens)
                 with ignore_expected_warnings(), torch.no_grad():
-                    losses.append(step(iter([microbatch]), trainer.chunks[0])[0])
+                    losses.append(step(iter([step.prepare(microbatch)]), trainer.chunks[0])[0])
         finally:
             trainer.close()
     assert torch.equal(losses[0][0, 16:], losses[1][0, 16:])

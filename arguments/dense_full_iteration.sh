@@ -1,0 +1,48 @@
+# dense_full_iteration: a dense GPT whose forward and backward of all microbatches are one CUDA graph.
+#
+# Size:    12 layers, hidden 2048, 16 heads, gated MLP of width 8192; 0.9 billion parameters. Sequences of 2048 tokens,
+#          4 microbatches of 2 sequences a step, bf16.
+# Purpose: offload inside of a graph of the whole step, where no code of the host runs.
+# Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
+# See:     fgoffload bench arguments/dense_full_iteration.sh --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
+#
+# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+
+MODEL_ARGS=(
+    --num-layers 12
+    --hidden-size 2048
+    --ffn-hidden-size 8192
+    --num-attention-heads 16
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --hidden-dropout 0.0
+    --attention-dropout 0.0
+    --vocab-size 32000
+    --transformer-impl transformer_engine
+    --bf16
+)
+
+GRAPH_ARGS=(
+    --cuda-graph-impl full_iteration
+    --cuda-graph-warmup-steps 3
+    --te-rng-tracker
+    --fine-grained-offloading-max-inflight-offloads 2   # Megatron-Core asks for it: a graph has no other bound
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 2
+    --global-batch-size 8
+    --train-iters 10
+    --lr 1e-4
+    --seed 1234
+)
+
+OFFLOAD_ARGS=(
+    --fine-grained-activation-offloading
+    --offload-modules core_attn attn_proj
+)

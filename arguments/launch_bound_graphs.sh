@@ -1,0 +1,58 @@
+# launch_bound_graphs: launch_bound_moe.sh with CUDA graphs of all that its layers do before the experts.
+#
+# Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts of which each token takes 4; 2.0 billion parameters.
+#          Transformer Engine captures attention, the router and the dispatcher's preprocessing after 3 eager steps.
+# Purpose: offload beside graphs. Without them steps take as long as the host takes to launch kernels.
+# Needs:   one GPU of 40 GB or more, and Transformer Engine.
+# See:     fgoffload bench arguments/launch_bound_graphs.sh --steps 20 --repeats 5 \
+#            --settings megatron:expert_fc1 ours:expert_fc1 megatron:expert_fc1~delay ours:expert_fc1~delay
+#
+# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+
+MODEL_ARGS=(
+    --num-layers 12
+    --hidden-size 2048
+    --num-attention-heads 16
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --hidden-dropout 0.0
+    --attention-dropout 0.0
+    --vocab-size 32000
+    --transformer-impl transformer_engine
+    --bf16
+)
+
+MOE_ARGS=(
+    --num-experts 16
+    --moe-router-topk 4
+    --moe-ffn-hidden-size 1408
+    --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-aux-loss-coeff 0.0
+)
+
+GRAPH_ARGS=(
+    --cuda-graph-impl transformer_engine
+    --cuda-graph-modules attn moe_router moe_preprocess
+    --cuda-graph-warmup-steps 3
+    --te-rng-tracker
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 2
+    --global-batch-size 8
+    --train-iters 10
+    --lr 1e-4
+    --seed 1234
+)
+
+OFFLOAD_ARGS=(
+    --fine-grained-activation-offloading
+    --offload-modules expert_fc1
+)

@@ -1,0 +1,66 @@
+# moe_full_iteration: launch_bound_moe.sh with forward and backward of all microbatches as one CUDA graph.
+#
+# Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts of which each token takes 4; 2.0 billion parameters.
+#          Each expert takes the same number of tokens, its capacity: more are dropped, and what is missing is padded.
+# Purpose: offload inside of a graph of the whole step in a model with experts.
+# Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
+# See:     fgoffload bench arguments/moe_full_iteration.sh --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
+#
+# Which flags keep the host from waiting: padding to capacity fixes all sizes before the router has run, so the dispatcher
+# copies no counts to the host and never synchronizes (`_maybe_dtoh_and_synchronize`, token_dispatcher.py of megatron-core
+# 0.19.2). Without padding a capacity makes it wait earlier than without one. Permutation must not be fused, since the fused
+# one knows no padding.
+#
+# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+
+MODEL_ARGS=(
+    --num-layers 12
+    --hidden-size 2048
+    --num-attention-heads 16
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --hidden-dropout 0.0
+    --attention-dropout 0.0
+    --vocab-size 32000
+    --transformer-impl transformer_engine
+    --bf16
+)
+
+MOE_ARGS=(
+    --num-experts 16
+    --moe-router-topk 4
+    --moe-ffn-hidden-size 1408
+    --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+    --moe-expert-capacity-factor 1.0
+    --moe-pad-expert-input-to-capacity
+    --moe-token-drop-policy probs
+    --no-moe-permute-fusion
+    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-aux-loss-coeff 0.0
+)
+
+GRAPH_ARGS=(
+    --cuda-graph-impl full_iteration
+    --cuda-graph-warmup-steps 3
+    --te-rng-tracker
+    --fine-grained-offloading-max-inflight-offloads 2   # Megatron-Core asks for it: a graph has no other bound
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 2
+    --global-batch-size 8
+    --train-iters 10
+    --lr 1e-4
+    --seed 1234
+)
+
+OFFLOAD_ARGS=(
+    --fine-grained-activation-offloading
+    --offload-modules core_attn attn_proj
+)
