@@ -138,7 +138,9 @@ class GraphedLayer:
         sample: Of its input.
     """
 
-    def __init__(self, engine: OffloadEngine, pool: GraphPool, layer: Layer, weight: torch.Tensor, sample: torch.Tensor) -> None:
+    def __init__(
+        self, engine: OffloadEngine, pool: GraphPool, layer: Layer, weight: torch.Tensor, sample: torch.Tensor
+    ) -> None:
         self.engine = engine
         self.pool = pool
         self._layer = layer
