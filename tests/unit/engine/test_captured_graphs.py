@@ -121,5 +121,5 @@ def test_what_something_else_holds_stays():
 
 def test_a_host_budget_that_is_too_small_is_one_error():
     model = Model(make_engine(GraphDevice(), host_budget_bytes=512))
-    with pytest.raises(StateError, match="A captured graph offloads .* and the host budget is used up"):
+    with pytest.raises(StateError, match="and the host budget is used up"):
         model(make_inputs(1)[0])
