@@ -93,6 +93,8 @@ class _Graphs(NoGraphs):
 
     def close(self) -> None:
         self._chunks, self._config = (), None
+        # cuBLAS keeps a workspace for each stream. One that was allocated in the pool of a graph would keep the pool alive.
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # noqa: SLF001 - no public name
 
     def _find_wrapping_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
