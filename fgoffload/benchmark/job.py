@@ -58,6 +58,8 @@ class Job:
     """Steps before the timed ones."""
     steps: int
     """Timed steps; where bits are compared, all steps."""
+    steps_until_replay: int = 0
+    """Steps before CUDA graphs only replay: eager ones, and the one that captures. 0 where none are captured."""
     purpose: Purpose = Purpose.TIMES
     """What is found out."""
     update: Update = Update.NONE
@@ -70,9 +72,19 @@ class Job:
     """Where a Chrome trace of each setting goes, or None for none."""
 
     @property
+    def warmup_steps(self) -> int:
+        """Steps before the timed ones: none of those captures a graph, or is the first to replay one."""
+        return max(self.warmup, self.steps_until_replay + 1)
+
+    @property
+    def bit_steps(self) -> int:
+        """Steps whose bits are compared: graphs replay in the last one."""
+        return max(self.steps, self.steps_until_replay + 1)
+
+    @property
     def steps_of_run(self) -> int:
         """Steps that each setting takes."""
-        return self.steps if self.purpose is Purpose.BITS else self.warmup + self.steps
+        return self.bit_steps if self.purpose is Purpose.BITS else self.warmup_steps + self.steps
 
     @property
     def profile_path(self) -> Path:

@@ -80,7 +80,7 @@ class Runner:
             return self._measure_profile()
         setting = self._plan(run.setting, self._try_plan)
         with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
-            for _ in range(self._job.warmup):
+            for _ in range(self._job.warmup_steps):
                 self._run_step(trainer)
             reset_peaks()
             resident_bytes = None if needs_cpu_support() else torch.cuda.memory_allocated()
@@ -101,7 +101,7 @@ class Runner:
         """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
         # Not tried: deterministic kernels have other temporary tensors than those that a budget is for.
         with self.train(self._plan(run.setting, None), Kernels.DETERMINISTIC, Update.NONE) as trainer:
-            steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps)]
+            steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.bit_steps)]
         records = [
             StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
         ]
@@ -180,20 +180,21 @@ class Runner:
 
 
 def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
-    """Return what a few steps take, of all ranks together, after one that warms up.
+    """Return what a few steps take, of all ranks together, after one that warms up; with graphs, after their first replay.
 
     Args:
         trainer: Runs them.
         on_rehearsal: Called after each.
     """
     seconds = []
-    for number in range(1 + _TRIED_STEPS):
+    warmup = 1 + trainer.arguments.steps_until_replay
+    for number in range(warmup + _TRIED_STEPS):
         settle()
-        if number == 1:
+        if number == warmup:
             reset_peaks()
         seconds.append(trainer.run_step(with_digests=False).seconds)
         on_rehearsal()
-    own = Measurement(step_seconds=tuple(seconds[1:]), peak_allocated_bytes=find_peak())
+    own = Measurement(step_seconds=tuple(seconds[warmup:]), peak_allocated_bytes=find_peak())
     merged = merge_ranks(gather(own))
     return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)
 

@@ -3,11 +3,13 @@
     nothing
     recompute:full                      recompute:layernorm+moe_act
     megatron:core_attn+attn_proj        megatron:expert_fc1/layernorm+moe_act     megatron:expert_fc1@0.5
-    ours:expert_fc1                     ours:layer_input/full
+    ours:expert_fc1                     ours:layer_input/full                     ours:expert_fc1~delay
     te-layers:3                         save_on_cpu
     plan:plan.json                      budget:18.9GiB
 
-After a colon comes what is offloaded, after @ the part of it (`--activation-offload-fraction`), after / what is recomputed.
+After a colon comes what is offloaded, after @ the part of it (`--activation-offload-fraction`), after / what is recomputed;
+~delay offloads behind the launch of the next CUDA graph (`--delay-offload-until-cuda-graph`). Which graphs are captured the
+argument file says, so that `nothing` has them too.
 """
 
 import dataclasses
@@ -28,6 +30,7 @@ FULL = "full"
 _FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _SWITCH = "--fine-grained-activation-offloading"
 _OFF = "--no-fine-grained-activation-offloading"
+_DELAY, _NO_DELAY = "--delay-offload-until-cuda-graph", "--no-delay-offload-until-cuda-graph"
 
 
 _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
@@ -71,6 +74,8 @@ class Setting:
     """Tags that are offloaded, for `megatron` and `ours`."""
     fraction: float = 1.0
     """From 0 to 1: the part of the modules' sites that is offloaded."""
+    is_delayed: bool = False
+    """Whether groups wait for the launch of the next CUDA graph, for `megatron` and `ours`."""
     recompute: tuple[str, ...] = ()
     """Megatron's recompute modules, or `full` alone."""
     layers: int | None = None
@@ -95,6 +100,8 @@ class Setting:
         name = f"{self.system.value}:{what}" if what else self.system.value
         if self.fraction != 1.0:
             name += f"@{self.fraction:g}"
+        if self.is_delayed:
+            name += "~delay"
         return f"{name}/{recomputed}" if recomputed and self.system is not System.RECOMPUTE else name
 
     @property
@@ -122,6 +129,7 @@ class Setting:
             yield from (_OFF, "--cpu-offloading", "--cpu-offloading-num-layers", str(self.layers))
         elif self.system in (System.MEGATRON, System.OURS):
             yield from (_SWITCH, "--offload-modules", *self.modules, "--activation-offload-fraction", str(self.fraction))
+            yield _DELAY if self.is_delayed else _NO_DELAY
         elif self.plan is not None:
             # The modules are those of the plan, and not those that the argument file names.
             yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
@@ -152,7 +160,9 @@ PROFILE = Setting(system=System.PROFILE)
 NAMED_SYSTEMS = tuple(system for system in System if system is not System.PROFILE)
 """What users may name."""
 
-_NAME = re.compile(r"(?P<system>[\w-]+)(?::(?P<what>[^@/]+))?(?:@(?P<fraction>[^/]+))?(?:/(?P<recompute>.+))?")
+_NAME = re.compile(
+    r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[^/~]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
+)
 
 
 def parse_setting(text: str) -> Setting:
@@ -172,7 +182,7 @@ def parse_setting(text: str) -> Setting:
             "as in ours:core_attn+attn_proj."
         )
     what, fraction = match["what"] or "", match["fraction"]
-    _check_parts(text, system, what, has_fraction=fraction is not None, has_recompute=match["recompute"] is not None)
+    _check_parts(text, system, what, has_more=any(match[one] is not None for one in ("fraction", "delay", "recompute")))
     recompute = tuple((match["recompute"] or "").split("+")) if match["recompute"] else ()
     if system is System.RECOMPUTE:
         recompute = tuple(what.split("+"))
@@ -181,6 +191,7 @@ def parse_setting(text: str) -> Setting:
         system=system,
         modules=tuple(what.split("+")) if system in (System.MEGATRON, System.OURS) else (),
         fraction=_read_fraction(text, fraction),
+        is_delayed=match["delay"] is not None,
         recompute=recompute,
         layers=_read_layers(text, what) if system is System.LAYERS else None,
         budget_bytes=parse_bytes(what, name=f"--settings {text}:", needs_unit=True) if system is System.BUDGET else None,
@@ -295,7 +306,7 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
 
 
-def _check_parts(text: str, system: System, what: str, *, has_fraction: bool, has_recompute: bool) -> None:
+def _check_parts(text: str, system: System, what: str, *, has_more: bool) -> None:
     needs = {
         System.RECOMPUTE: "what runs again, as in recompute:full",
         System.MEGATRON: "modules, as in megatron:core_attn+attn_proj",
@@ -308,9 +319,9 @@ def _check_parts(text: str, system: System, what: str, *, has_fraction: bool, ha
         raise ConfigError(f"--settings {text!r} lacks {needs[system]}. Add it.")
     if system in (System.NOTHING, System.SAVE_ON_CPU) and what:
         raise ConfigError(f"--settings {text!r}: nothing can stand behind {system.value}. Give it alone.")
-    if (has_fraction or has_recompute) and system not in (System.MEGATRON, System.OURS):
+    if has_more and system not in (System.MEGATRON, System.OURS):
         raise ConfigError(
-            f"--settings {text!r}: a part (@) and recompute (/) go with modules. Give them with megatron or ours."
+            f"--settings {text!r}: a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."
         )
     if system is System.OURS:
         OffloadConfig(offload_modules=tuple(what.split("+")))  # checks the tags

@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--search-megatron", action="store_true", help="look for the fastest of Megatron-Core's own flags at each budget")
     add("--search-limit", metavar="N", help=f"settings that it may try (default: {SEARCH_LIMIT})")
     add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
-    add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP})")
+    add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP}; with CUDA graphs until they have replayed once)")
     add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
     add("--nothing-every", metavar="N", help="measure `nothing` again behind so many settings (default: once a repeat)")
     add("--check-bits", action="store_true", help="compare losses and gradients instead, with deterministic kernels")
@@ -135,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Settings: nothing, recompute:full, recompute:layernorm+moe_act, megatron:core_attn+attn_proj, ours:expert_fc1, "
         "ours:layer_input/full, te-layers:2, save_on_cpu, plan:FILE, budget:SIZE; @0.5 after modules takes a part of them, "
-        f"/layernorm recomputes beside. Any other flag goes to Megatron, after those of the file. {SIZE_UNITS}"
+        "~delay offloads behind the launch of the next CUDA graph, /layernorm recomputes beside. CUDA graphs are those of the "
+        f"file, for nothing too. Any other flag goes to Megatron, after those of the file. {SIZE_UNITS}"
     )
 
 
@@ -249,7 +250,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
         if checked.search_limit is not None:
             megatron_engine.check_machine()
         arguments = load_arguments(job)
-        job = dataclasses.replace(job, world_size=arguments.world_size)
+        job = dataclasses.replace(job, world_size=arguments.world_size, steps_until_replay=arguments.steps_until_replay)
         settings = _choose_settings(checked, arguments.transformer)
         check_plan_files(job, settings)
         profile = None

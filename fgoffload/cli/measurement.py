@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from fgoffload.integrations.megatron.parallel import join_processes, name_device
 from fgoffload.integrations.megatron.plan_files import check_plan_file
 from fgoffload.integrations.megatron.training import StepResult, Trainer
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,14 @@ def load_training(source: TrainingSource) -> Training:
             check_plan_file(arguments.offload.offload_plan, arguments, config)
         if arguments.offload.offload_host_budget_bytes is None:
             get_default_budget_bytes()  # which raises where the launcher's variables are no numbers
+    if arguments.train_iters <= arguments.steps_until_replay:
+        _logger.warning(
+            "--cuda-graph-impl %s: none of the %d steps only replays graphs, since the first %d are eager or capture. "
+            "Train for more steps.",
+            arguments.cuda_graph_impl,
+            arguments.train_iters,
+            arguments.steps_until_replay,
+        )
     text = TextData.load(source.data)
     text.check_length(arguments.seq_length)
     return Training(arguments_file=source.arguments_file, arguments=arguments, text=text, steps=arguments.train_iters)
@@ -123,7 +134,7 @@ def describe_setting(training: Training) -> Setting:
 def measure_training(training: Training, offload: OffloadConfig | None, *, on_step: Callable[[float], None]) -> RunRecord:
     """Train and return what was computed and measured, on all ranks together.
 
-    Activation bytes are counted in the last step only, since counting slows it.
+    Activation bytes are counted in one step only, since counting slows it: in the last one that autograd runs itself.
 
     Args:
         training: What to train. Needs `process_groups`. Its model is built anew, and gone when this function returns or raises.
@@ -139,15 +150,16 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
         trainer = Trainer(training.arguments, training.text, offload=offload)
     with contextlib.closing(trainer):
         _check_budget(training, trainer)
-        if not needs_cpu_support():
-            torch.cuda.reset_peak_memory_stats()
         ledger = ActivationLedger(parameters=trainer.parameters())
         records = []
         for number in range(1, training.steps + 1):
+            if number in (1, training.arguments.steps_until_replay + 1) and not needs_cpu_support():
+                # Where graphs only replay from here on, eager steps and their capture took memory that no later one takes.
+                torch.cuda.reset_peak_memory_stats()
             with contextlib.ExitStack() as around:
                 if number == 1:
                     around.enter_context(_explain_refusal(training, offload, "in the first step"))
-                if number == training.steps:
+                if number == _find_counted_step(training):
                     around.enter_context(trainer.observe(ledger))
                 records.append(_read_step(trainer.run_step()))
             on_step(_average_loss(records[-1]))
@@ -161,6 +173,13 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
             transfers=_read_transfers(trainer),
         )
         return merge_ranks(gather(record))  # on every rank, so that all end with the same exit code
+
+
+def _find_counted_step(training: Training) -> int:
+    """Return the step, from 1, whose activation bytes are counted: where graphs replay, nobody sees what they save."""
+    if not training.arguments.captures_graphs:
+        return training.steps
+    return max(1, min(training.steps, training.arguments.cuda_graph_warmup_steps))
 
 
 def _check_budget(training: Training, trainer: Trainer) -> None:

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.versions import is_installed
 
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
@@ -45,6 +46,8 @@ def test_bash_and_megatron_take_a_file(path):
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"}).stdout
     words = read_argument_file(path)
     assert set(shown.splitlines()) >= set(words)
+    if "--fine-grained-offloading-max-inflight-offloads" in words and not is_installed("0.18"):
+        pytest.skip("a graph of a whole step with offload needs megatron-core 0.18")
     # Megatron takes fused permutation where Transformer Engine is installed.
     training = parse_arguments([*words, "--no-moe-permute-fusion"], source=str(path))
     config = build_transformer_config(training, offload=training.offload)

@@ -106,7 +106,11 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
         ),
         (
             "--delay-offload-until-cuda-graph",
-            {"action": "store_true", "default": False, "help": "offload experts behind the launch of the next CUDA graph"},
+            {
+                "action": argparse.BooleanOptionalAction,
+                "default": False,
+                "help": "offload experts behind the launch of the next CUDA graph",
+            },
         ),
         (
             "--delta-offload-bytes-across-pp-ranks",

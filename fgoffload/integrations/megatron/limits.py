@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-from fgoffload.integrations.megatron.graph_flags import FULL_ITERATION, NO_GRAPHS, TRANSFORMER_ENGINE
+from fgoffload.integrations.megatron.graph_flags import FULL_ITERATION, TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
@@ -73,7 +73,7 @@ def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
 def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
     """Yield what no CUDA graph can be captured with, in a training that captures some."""
     impl, given = arguments.cuda_graph_impl, arguments.transformer
-    if impl == NO_GRAPHS:
+    if not arguments.captures_graphs:
         return
     flag = f"--cuda-graph-impl {impl}"
     if needs_cpu_support():

@@ -36,6 +36,11 @@ def prepare(offload: OffloadConfig) -> None:
         raise ConfigError(
             f"--offload-plan {offload.offload_plan}: Megatron-Core's own engine reads no plans. Name the modules."
         )
+    if offload.delay_offload_until_cuda_graph and not _has_field("delay_offload_until_cuda_graph"):
+        raise ConfigError(
+            f"--delay-offload-until-cuda-graph: the engine of megatron-core {get_version()} does not delay. "
+            "Leave it out, or install 0.19 or newer."
+        )
     accepted = list_accepted(offload.offload_modules)
     if missing := [tag for tag in offload.offload_modules if tag not in accepted]:
         raise ConfigError(
@@ -71,8 +76,11 @@ def choose_fraction(config: Any, fraction: float) -> None:
 
 def has_fraction() -> bool:
     """Return whether this version's engine can offload a part of its groups."""
-    config = load_module(CONFIG_MODULE).TransformerConfig
-    return any(field.name == "activation_offload_fraction" for field in dataclasses.fields(config))
+    return _has_field("activation_offload_fraction")
+
+
+def _has_field(name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(load_module(CONFIG_MODULE).TransformerConfig))
 
 
 def check_machine() -> None:

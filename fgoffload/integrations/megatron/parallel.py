@@ -10,7 +10,6 @@ import torch
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-from fgoffload.integrations.megatron.graph_flags import NO_GRAPHS
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import has_transformer_engine, refuse_what_is_not_built
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
@@ -113,7 +112,7 @@ def seed_everything(arguments: TrainingArguments) -> None:
     load_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(
         rank_seed,
         te_rng_tracker=arguments.uses_te_rng_tracker,
-        use_cudagraphable_rng=arguments.cuda_graph_impl != NO_GRAPHS,
+        use_cudagraphable_rng=arguments.captures_graphs,
         force_reset_rng=True,
     )
     torch.manual_seed(rank_seed)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,8 @@ from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile, merge_processes
 from fgoffload.units import TIB
+
+logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
 """Steps that are timed with nothing measured in them, after one that warms up. The median of three forgives a slow one."""
@@ -76,6 +79,12 @@ def profile_training(
         IntegrationError: The model cannot be measured as it is.
     """
     numel = arguments.offload.min_offloaded_tensor_size if arguments.offload is not None else DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+    if arguments.captures_graphs:
+        logger.warning(
+            "a profile is measured without --cuda-graph-impl %s: what graphs replay cannot be watched.",
+            arguments.cuda_graph_impl,
+        )
+        arguments, plain_step_s = arguments.without_graphs(), None
     # For its sites in all layers. In the step that warms up tags leave, and in the recorded one none does.
     config = OffloadConfig(
         offload_modules=(AUTO,),

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flag_sources import FlagSources
 from fgoffload.integrations.megatron.flags import to_flag
-from fgoffload.integrations.megatron.graph_flags import NO_GRAPHS
+from fgoffload.integrations.megatron.graph_flags import GRAPH_FIELDS, NO_GRAPHS
 from fgoffload.integrations.megatron.tag_checks import check_tags
 
 BYTE_VALUES = 256
@@ -145,6 +146,16 @@ class TrainingArguments:
         return str(self.transformer.get("cuda_graph_impl", NO_GRAPHS))
 
     @property
+    def captures_graphs(self) -> bool:
+        """Whether CUDA graphs are captured."""
+        return self.cuda_graph_impl != NO_GRAPHS
+
+    @property
+    def steps_until_replay(self) -> int:
+        """Steps from the first one on that do more than replay graphs: eager ones, and the one that captures; 0 without any."""
+        return self.cuda_graph_warmup_steps + 1 if self.captures_graphs else 0
+
+    @property
     def cuda_graph_warmup_steps(self) -> int:
         """Steps that run eagerly before graphs are captured."""
         return int(self.transformer.get("cuda_graph_warmup_steps", DEFAULT_GRAPH_WARMUP_STEPS))
@@ -153,7 +164,7 @@ class TrainingArguments:
     def uses_te_rng_tracker(self) -> bool:
         """Whether Transformer Engine keeps the random states: where it runs layers or captures them, graphs need that."""
         engine = "transformer_engine"
-        has_te_graphs = self.cuda_graph_impl == engine or (self.cuda_graph_impl != NO_GRAPHS and self.uses_transformer_engine)
+        has_te_graphs = self.cuda_graph_impl == engine or (self.captures_graphs and self.uses_transformer_engine)
         return has_te_graphs or bool(self.transformer.get("use_te_rng_tracker", False))
 
     @property
@@ -171,6 +182,11 @@ class TrainingArguments:
         """Tokens of the vocabulary with padding, as the embedding has them."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+    def without_graphs(self) -> "TrainingArguments":
+        """Return the same training with every step eager."""
+        fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
+        return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
     # Each check yields what it finds wrong; the first fault of all is raised.
 

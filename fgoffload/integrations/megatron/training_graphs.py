@@ -39,11 +39,6 @@ class NoGraphs:
         self._config: Any = None
 
     @property
-    def eager_steps(self) -> int:
-        """Steps from the first one on that do not only replay: eager ones, and the one that captures."""
-        return 0
-
-    @property
     def is_captured(self) -> bool:
         """Whether steps replay graphs."""
         return False
@@ -79,10 +74,6 @@ class NoGraphs:
 class _Graphs(NoGraphs):
     """What all kinds of graphs have in common."""
 
-    @property
-    def eager_steps(self) -> int:
-        return self._arguments.cuda_graph_warmup_steps + 1
-
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
         # The wrapper keeps the nodes that accumulate gradients, and those keep the stream on which they were made. Were it
@@ -94,7 +85,7 @@ class _Graphs(NoGraphs):
         torch.cuda.current_stream().wait_stream(stream)
 
     def prepare_step(self, step: int) -> None:
-        if step >= self.eager_steps and not self.is_captured:
+        if step >= self._arguments.steps_until_replay and not self.is_captured:
             raise IntegrationError(
                 f"--cuda-graph-impl {self._arguments.cuda_graph_impl}: Megatron-Core has captured no CUDA graph in the first "
                 f"{step} steps. Name other --cuda-graph-modules, or leave the flag out."
@@ -102,6 +93,8 @@ class _Graphs(NoGraphs):
 
     def close(self) -> None:
         self._chunks, self._config = (), None
+        # cuBLAS keeps a workspace for each stream. One that was allocated in the pool of a graph would keep the pool alive.
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # noqa: SLF001 - no public name
 
     def _find_wrapping_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from fgoffload.benchmark.settings import (
 
 OFF = "--no-fine-grained-activation-offloading"
 ON = "--fine-grained-activation-offloading"
+DELAY, NO_DELAY = "--delay-offload-until-cuda-graph", "--no-delay-offload-until-cuda-graph"
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 MOE = {"num_layers": 6, "num_moe_experts": 16, "moe_grouped_gemm": True, "transformer_impl": "transformer_engine"}
 
@@ -23,11 +24,19 @@ MOE = {"num_layers": 6, "num_moe_experts": 16, "moe_grouped_gemm": True, "transf
     [
         ("nothing", (OFF,)),
         ("recompute:full", (OFF, *FULL)),
-        ("megatron:expert_fc1@0.5", (ON, "--offload-modules", "expert_fc1", "--activation-offload-fraction", "0.5")),
+        ("megatron:expert_fc1@0.5", (ON, "--offload-modules", "expert_fc1", "--activation-offload-fraction", "0.5", NO_DELAY)),
+        ("megatron:expert_fc1~delay", (ON, "--offload-modules", "expert_fc1", "--activation-offload-fraction", "1.0", DELAY)),
+        (
+            "ours:expert_fc1+moe_act@0.5~delay/layernorm",
+            (
+                *(ON, "--offload-modules", "expert_fc1", "moe_act", "--activation-offload-fraction", "0.5", DELAY),
+                *("--recompute-granularity", "selective", "--recompute-modules", "layernorm"),
+            ),
+        ),
         (
             "ours:core_attn+attn_proj/layernorm",
             (
-                *(ON, "--offload-modules", "core_attn", "attn_proj", "--activation-offload-fraction", "1.0"),
+                *(ON, "--offload-modules", "core_attn", "attn_proj", "--activation-offload-fraction", "1.0", NO_DELAY),
                 *("--recompute-granularity", "selective", "--recompute-modules", "layernorm"),
             ),
         ),
@@ -62,6 +71,8 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         ("plan", "lacks a plan file, as in plan:plan.json"),
         ("nothing:much", "nothing can stand behind nothing"),
         ("ours:expert_fc1@0", "'0' is no part. Give a number above 0 and up to 1"),
+        ("nothing~delay", "a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."),
+        ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is no setting"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),
         ("ours:core_atn", "Did you mean 'core_attn'?"),
         ("budget:18.9PB", "--settings budget:18.9PB: '18.9PB' is not a size"),

@@ -1,0 +1,169 @@
+"""A trainer with Megatron's CUDA graphs: what replays computes the bits of eager steps, and nothing is left behind."""
+
+import gc
+
+import pytest
+import torch
+from support.versions import is_installed
+
+from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.integrations.megatron.data import TextData
+from fgoffload.integrations.megatron.limits import has_transformer_engine
+from fgoffload.integrations.megatron.training import Trainer
+
+# Megatron and Transformer Engine warn of their own code, while it is imported and while it runs.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("parallel")]
+
+LAYERS, MICROBATCHES = 3, 4
+SHAPE = (
+    f"--num-layers {LAYERS} --hidden-size 256 --num-attention-heads 4 --kv-channels 64 --seq-length 128 --micro-batch-size 2 "
+    f"--global-batch-size {2 * MICROBATCHES} --ffn-hidden-size 512 --swiglu --disable-bias-linear --bf16 "
+    "--position-embedding-type rope --normalization RMSNorm --hidden-dropout 0.0 --attention-dropout 0.0 --lr 1e-3 "
+    "--transformer-impl transformer_engine --no-gradient-accumulation-fusion --te-rng-tracker"
+)
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.0 --no-moe-permute-fusion"
+)
+DENSE, MOE = SHAPE, f"{SHAPE} {EXPERTS}"
+PADDED = f"{MOE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 128"
+WARMUP, STEPS = 2, 6
+
+OF_LAYERS = 2 * LAYERS * MICROBATCHES
+"""Graphs that a step launches: forward and backward of each layer and microbatch."""
+
+GRAPHS = {
+    # By name: the model, the flags of its graphs, and how many graphs a step launches.
+    "dense layers": (DENSE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp", OF_LAYERS),
+    "whole dense layers": (DENSE, "--cuda-graph-impl transformer_engine --cuda-graph-modules full", OF_LAYERS),
+    "attention": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn", OF_LAYERS),
+    "router": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", OF_LAYERS),
+    "preprocess": (
+        MOE,
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
+        OF_LAYERS,
+    ),
+    "shared experts": (
+        SHARED,
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
+        OF_LAYERS,
+    ),
+    "padded experts": (PADDED, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe", OF_LAYERS),
+    "dense step": (DENSE, "--cuda-graph-impl full_iteration", 1),
+    "step with padded experts": (PADDED, "--cuda-graph-impl full_iteration", 1),
+}
+LOCAL = (DENSE, "--cuda-graph-impl local --cuda-graph-modules attn mlp")
+
+
+@pytest.fixture(scope="module")
+def parallel():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if not has_transformer_engine():
+        pytest.skip("needs Transformer Engine")
+    if not is_installed("0.18"):
+        pytest.skip("needs megatron-core 0.18 or newer")
+    Trainer.initialize_parallel(parse_arguments(DENSE.split(), source="test"))
+    yield
+    Trainer.destroy_parallel()
+
+
+def make_trainer(flags):
+    arguments = parse_arguments([*flags.split(), "--cuda-graph-warmup-steps", str(WARMUP)], source="test")
+    return Trainer(arguments, TextData.load(), offload=None)
+
+
+def count_launches(trainer):
+    """Return how many CUDA graphs the host launches in one step."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        trainer.run_step(with_digests=False)
+    return sum(event.name == "cudaGraphLaunch" for event in profile.events())
+
+
+def train(flags):
+    """Return the bits of all steps, and how many graphs one more step launches."""
+    trainer = make_trainer(flags)
+    try:
+        steps = [trainer.run_step() for _ in range(STEPS)]
+        launches = count_launches(trainer)
+        assert trainer.graphs.is_captured is (launches > 0)
+    finally:
+        trainer.close()
+    return [(step.losses, step.gradient_digests) for step in steps], launches
+
+
+def find_held():
+    """Return the bytes that tensors take, and those that the allocator cannot give back, when all garbage is collected."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_captured_and_compute_the_bits_of_eager_steps(name):
+    model, flags, expected_launches = GRAPHS[name]
+    expected, no_launches = train(model)
+    found, launches = train(f"{model} {flags}")
+    assert (launches, no_launches) == (expected_launches, 0)
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one == other, f"step {step} of {WARMUP} eager ones and replays"
+
+
+@pytest.mark.parametrize("flags", [*((model, flags) for model, flags, _ in GRAPHS.values()), LOCAL], ids=[*GRAPHS, "local"])
+def test_a_second_trainer_of_the_process_captures_its_own_graphs_and_computes_the_same(flags):
+    (first, launches), (second, again) = (train(" ".join(flags)) for _ in range(2))
+    assert first == second
+    assert launches == again > 0
+
+
+def test_trainers_with_and_without_graphs_take_turns():
+    model, flags, launches = GRAPHS["preprocess"]
+    whole_model, whole_flags, _ = GRAPHS["dense step"]
+    found = [train(one)[1] for one in (f"{model} {flags}", model, f"{whole_model} {whole_flags}", f"{model} {flags}", model)]
+    assert found == [launches, 0, 1, launches, 0]
+
+
+@pytest.mark.parametrize("name", ["preprocess", "dense step"])
+def test_evaluation_between_replays_changes_no_bit(name):
+    model, flags, _ = GRAPHS[name]
+    expected, _ = train(f"{model} {flags}")
+    trainer = make_trainer(f"{model} {flags}")
+    try:
+        found = []
+        for _ in range(STEPS):
+            step = trainer.run_step()
+            found.append((step.losses, step.gradient_digests))
+            trainer.evaluate()
+    finally:
+        trainer.close()
+    assert found == expected
+
+
+@pytest.mark.parametrize("flags", [*((model, flags) for model, flags, _ in GRAPHS.values()), LOCAL], ids=[*GRAPHS, "local"])
+def test_a_closed_trainer_leaves_no_memory_of_its_graphs(flags):
+    train(" ".join(flags))  # what libraries take once for all trainings
+    held = find_held()
+    for _ in range(2):
+        train(" ".join(flags))
+        assert find_held() == held
+
+
+@pytest.mark.parametrize("name", ["preprocess", "dense step"])
+def test_gradients_and_parameters_keep_their_addresses(name):
+    model, flags, _ = GRAPHS[name]
+    trainer = make_trainer(f"{model} {flags}")
+
+    def list_addresses():
+        return [(one.data_ptr(), one.main_grad.data_ptr()) for one in trainer.parameters()]
+
+    try:
+        addresses = list_addresses()
+        for _ in range(STEPS):
+            trainer.run_step(with_digests=False)
+            assert list_addresses() == addresses
+    finally:
+        trainer.close()

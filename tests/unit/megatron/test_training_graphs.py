@@ -1,0 +1,134 @@
+"""When a trainer captures CUDA graphs, and what is left of them when it closes. Megatron's captures themselves need a GPU."""
+
+import pytest
+from support.trainings import DENSE, make_trainer, train
+
+from fgoffload.errors import IntegrationError
+from fgoffload.integrations.megatron import limits
+from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.training_graphs import choose_graphs
+
+pytestmark = pytest.mark.usefixtures("parallel", "_gpu")
+
+LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
+TE = f"{DENSE} --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2"
+FULL = f"{DENSE} --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 9"
+
+
+@pytest.fixture
+def seeds():
+    return []
+
+
+@pytest.fixture
+def _gpu(monkeypatch, seeds):
+    """Let the trainer take this machine for one with a GPU; random states stay those of the CPU, and are noted."""
+    monkeypatch.setattr(limits, "needs_cpu_support", lambda: False)
+    monkeypatch.setattr(limits, "has_transformer_engine", lambda: True)
+    random = load_module("megatron.core.tensor_parallel.random")
+    original = random.model_parallel_cuda_manual_seed
+
+    def seed(value, *, te_rng_tracker, use_cudagraphable_rng, force_reset_rng):
+        seeds.append((te_rng_tracker, use_cudagraphable_rng))
+        original(value, force_reset_rng=force_reset_rng)
+
+    monkeypatch.setattr(random, "model_parallel_cuda_manual_seed", seed)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Return what trainers ask of a helper that captures nothing, in order."""
+    found = []
+    calculator = load_module("megatron.core.num_microbatches_calculator")
+
+    class Helper:
+        captures = True
+
+        def __init__(self, *, model, config, seq_length, micro_batch_size, optimizers):
+            assert all(chunk.training for chunk in model)
+            assert (seq_length, micro_batch_size, optimizers) == (32, 2, [])
+            self._has_graphs = False
+
+        def create_cudagraphs(self):
+            found.append(f"capture for {calculator.get_num_microbatches()} microbatches")
+            self._has_graphs = Helper.captures
+
+        def graphs_created(self):
+            return self._has_graphs
+
+        def delete_cuda_graphs(self):
+            found.append("delete")
+            self._has_graphs = False
+
+    monkeypatch.setattr(load_module(LAYER_GRAPHS), "TECudaGraphHelper", Helper)
+    found.append(Helper)
+    yield found
+    assert calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
+
+
+def test_layers_are_captured_once_before_the_first_step_that_replays_and_each_trainer_captures_its_own(calls, seeds):
+    helper = calls.pop()
+    for _ in range(2):
+        with make_trainer(TE, None) as trainer:
+            for step in range(4):
+                assert trainer.graphs.is_captured is (step > 2)
+                trainer.evaluate()  # which leaves the model in eval mode
+                trainer.run_step(with_digests=False)
+                assert len(calls) == (1 if step >= 2 else 0)
+        assert calls == ["capture for 2 microbatches", "delete"]
+        calls.clear()
+    assert helper.captures
+    assert seeds == [(True, True)] * 2
+
+
+def test_an_eager_training_seeds_as_before(seeds):
+    train(DENSE, steps=1)
+    assert seeds == [(False, False)]
+
+
+def test_a_training_whose_layers_are_not_captured_ends_before_the_step_that_should_replay(calls):
+    calls.pop().captures = False
+    with make_trainer(TE, None) as trainer:
+        for _ in range(3):
+            trainer.run_step(with_digests=False)
+        with pytest.raises(IntegrationError, match="has captured no CUDA graph in the first 3 steps"):
+            trainer.run_step(with_digests=False)
+    assert calls == ["capture for 2 microbatches"]
+
+
+def test_a_graph_of_the_whole_step_is_fed_what_the_schedule_is_and_the_bits_stay():
+    expected, _ = train(DENSE, steps=3)
+    found, _ = train(FULL, steps=3)
+    assert found == expected
+    again, _ = train(FULL, steps=3)
+    assert again == expected
+
+
+def test_nothing_of_a_graph_of_the_whole_step_is_left_for_the_next_trainer(monkeypatch):
+    module = load_module("megatron.core.full_cuda_graph")
+    monkeypatch.setattr(module, "_shared_graph_pool", "a pool", raising=False)
+    with make_trainer(FULL, None) as trainer:
+        trainer.run_step(with_digests=False)
+        assert module.FullCudaGraphWrapper.curr_iteration["training"] == 1
+        assert len(module.StaticBufferLoader.static_buffers["training"]) == 2
+        module.FullCudaGraphWrapper.cuda_graph["training"] = "a graph"
+        assert trainer.graphs.is_captured
+    wrapper = module.FullCudaGraphWrapper
+    stages = ("training", "validation")
+    for kept, empty in ((wrapper.cuda_graph, None), (wrapper.result, None), (wrapper.curr_iteration, 0)):
+        assert kept == dict.fromkeys(stages, empty)
+    assert module.StaticBufferLoader.static_buffers == {stage: [] for stage in stages}
+    assert module._shared_graph_pool is None
+
+
+def test_megatrons_own_graphs_of_layers_are_deleted(monkeypatch):
+    # Alone: Megatron hangs what records its graphs into every layer, which a CPU cannot run.
+    record = load_module(LAYER_GRAPHS)._CudagraphGlobalRecord
+    monkeypatch.setattr(record, "cudagraph_created", True)
+    graphs = choose_graphs(parse_arguments(f"{DENSE} --cuda-graph-impl local".split(), source="test"))
+    assert graphs.is_captured
+    graphs.close()
+    assert not record.cudagraph_created
+    with pytest.raises(IntegrationError, match="no CUDA graph in the first 4 steps"):
+        graphs.prepare_step(4)
