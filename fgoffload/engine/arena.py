@@ -298,6 +298,14 @@ class HostArena:
             yield self._slabs[taken.slab].buffer[taken.start : end]
             size_bytes -= end - taken.start
 
+    def forget_reads(self) -> None:
+        """Let whoever writes a free range wait for no copy that read it before: all of them are done, or in a graph that is."""
+        self._put_aside()
+        for free in self._by_start.values():
+            free.reads = []
+        for aside in self._aside.values():
+            aside[:] = [(place, ()) for place, _ in aside]
+
     def close(self) -> None:
         """Give all slabs back to the system. No block may be in use and no copy under way.
 
@@ -354,6 +362,8 @@ class HostArena:
         return taken
 
     def _grow(self, missing_bytes: int) -> bool:
+        if self._device.is_capturing():
+            return False  # the driver locks no memory during a capture
         reserved_bytes = self.reserved_bytes
         left_bytes = self._budget.left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if missing_bytes > left_bytes:

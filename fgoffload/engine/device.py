@@ -98,7 +98,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def is_done(self, event: Event) -> bool:
-        """Return whether `event` has passed, without blocking."""
+        """Return whether `event` has passed, without blocking; false while a graph is captured."""
 
     @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
@@ -263,7 +263,7 @@ class AcceleratorDevice(Device):
         self._events.order(stream, behind=other)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return bool(event.event.query())
+        return not self.is_capturing() and bool(event.event.query())  # nothing runs that is captured
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
         event.event.synchronize()

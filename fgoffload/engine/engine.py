@@ -108,6 +108,8 @@ class OffloadEngine:
         self._counters = Counters()
         self.staging = Staging(device, self.arena, self._lock)
         """Of what captured graphs save."""
+        self._captures_step = False
+        """Whether a graph of a whole step is captured."""
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
 
@@ -126,8 +128,7 @@ class OffloadEngine:
         Raises:
             StateError: A CUDA graph is being captured.
         """
-        if self.device.is_capturing():
-            raise StateError(_CAPTURING)
+        self._check_capture()
         with self._lock:
             self._forget_dropped()
             stats = self._counters.get_tag(site.tag)
@@ -154,8 +155,7 @@ class OffloadEngine:
     def _may_watch(self) -> bool:
         if is_inert():
             return False
-        if self.device.is_capturing():
-            raise StateError(_CAPTURING)
+        self._check_capture()
         with self._lock:
             self._forget_dropped()  # no region may run inside, and do so
         return True
@@ -255,7 +255,7 @@ class OffloadEngine:
         """Return whether a copy to the host may be under way. The host does not block."""
         with self._lock:
             self._transfers.poll()
-            return self._transfers.in_flight_bytes > 0
+            return self._transfers.in_flight_bytes > 0 or self.staging.is_copying_out()
 
     def flush(self) -> None:
         """Let the held groups leave, in the order in which they ended."""
@@ -394,6 +394,33 @@ class OffloadEngine:
             self._reloads.leave(lane, group.position)
             self._reloads.prefetch(lane)
 
+    # Graphs of whole steps.
+
+    @contextlib.contextmanager
+    def capture_step(self) -> Iterator[None]:
+        """Let a graph capture a whole step inside: its forward, its backward, and all copies of the engine.
+
+        Nothing that is captured runs, so the window alone bounds what is on its way to the host, and no host memory is taken
+        that steps before have not taken. `finish_step` has to be called in the capture, as its end.
+
+        The host blocks until the copies so far are done.
+        """
+        with self._lock:
+            self._transfers.close()
+            self._transfers.forget_streams()
+            self.arena.forget_reads()
+        self._captures_step = True
+        try:
+            yield
+        finally:
+            self._captures_step = False
+            with self._lock:
+                self.arena.forget_reads()  # by events of the graph, which nothing outside of it may wait for
+
+    def _check_capture(self) -> None:
+        if not self._captures_step and self.device.is_capturing():
+            raise StateError(_CAPTURING)
+
     # The life of an engine.
 
     def finish_step(self) -> StepStats:
@@ -402,6 +429,8 @@ class OffloadEngine:
         Where times are measured, the host blocks until the copies so far are done.
         """
         with self._lock:
+            if self._captures_step and self.device.is_capturing():
+                self._transfers.join()
             self._transfers.poll()
             self._forget_dropped()
             if self._watch is not None:

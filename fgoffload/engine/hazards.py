@@ -33,3 +33,4 @@ class Hazard(enum.Enum):
     SLOT_UNWRITTEN = "the copy to the host reads a staging slot that the replayed forward has not written"
     SLOT_STILL_USED = "a replay or a copy writes a staging slot that another one still uses"
     SLOT_UNFILLED = "a replayed backward reads a staging slot that the copy to the device has not filled"
+    GRAPH_UNJOINED = "a graph of a whole step ends, and what comes behind it reads or writes what its copies still use"

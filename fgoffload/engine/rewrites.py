@@ -51,7 +51,7 @@ class Rewrites:
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:
             count = self._counts.get(pair, 0)
-            if count < COMPARISONS:
+            if count < COMPARISONS and not self._device.is_capturing():  # steps before the capture have compared
                 self._counts[pair] = count + 1
                 if not self._is_equal(saved, tensor):
                     self._rewriting.add(pair)

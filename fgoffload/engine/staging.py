@@ -154,6 +154,14 @@ class Staging:
         self._lock = lock
         self._ring: collections.deque[StagingSlot] = collections.deque()
         self._last_turn: _Turn | None = None
+        self._d2h_done: Event | None = None
+        """Behind the last copy to the host."""
+
+    def is_copying_out(self) -> bool:
+        """Return whether a copy to the host may be under way. The host does not block."""
+        if self._d2h_done is not None and self._device.is_done(self._d2h_done):
+            self._d2h_done = None
+        return self._d2h_done is not None
 
     # While graphs are captured.
 
@@ -305,7 +313,7 @@ class Staging:
             for part, source in block.pair(slot.buffer[: forward.size_bytes]):
                 device.copy_bytes(destination=part, source=source, stream=d2h)
         forward.block, forward.state = block, ForwardState.OFFLOADED
-        forward.d2h_done = slot.last_use = device.record_event(d2h)
+        forward.d2h_done = slot.last_use = self._d2h_done = device.record_event(d2h)
         for stats, size_bytes in forward.tags:
             stats.d2h_bytes += size_bytes
 

@@ -60,6 +60,8 @@ class Transfers:
         """Device buffers that nobody wants any more, and that other streams may still touch."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages whose saves autograd no longer wants, and whether they had left."""
+        self._used: set[Stream] = set()
+        """Streams on which copies were queued since the last `join`."""
         self._filling: list[torch.Tensor] = []
         """Buffers between the start of their copy and its event. What an exception leaves here is kept until `close`."""
 
@@ -114,6 +116,7 @@ class Transfers:
         if watch is not None:
             watch.stop(start, d2h, stats, TimeKind.D2H)
         d2h_done = device.record_event(d2h)
+        self._used.add(d2h)
         size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
         references = [weakref.ref(saved) for saved, _ in leaving]
         # First: an interrupt after it finds what is in flight, and one before it finds storages that have not left.
@@ -169,6 +172,7 @@ class Transfers:
         buffers = [self._allocate_for(saved, current) for saved in away]
         for owner in {saved.owner for saved in away}:
             device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
+        self._used.add(h2d)
         is_profiled = _is_profiled()
         with device.copying_on(h2d):
             for (saved, place), buffer in zip(away.items(), buffers, strict=True):
@@ -224,6 +228,24 @@ class Transfers:
             if reload.version is not None and reload.version != get_version(reload.buffer):
                 saved.fault = _say_changed(saved)  # the host still has what was saved, and torch would not give it either
             self._order(reload)
+
+    def join(self) -> None:
+        """End the copies of a captured graph in the graph, and let go of all that they use.
+
+        Streams:
+            The current stream waits for all copies queued since `forget_streams`. The host does not block.
+        """
+        current = self._device.current_stream()
+        for stream in self._used:
+            self._device.wait_stream(current, stream, Hazard.GRAPH_UNJOINED)
+        self.forget_streams()
+        while self._in_flight:
+            self._release(self._in_flight[0], is_done=True)
+        self.poll()
+
+    def forget_streams(self) -> None:
+        """Let the next `join` wait for no copy that was queued before."""
+        self._used.clear()
 
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""

@@ -6,7 +6,10 @@ again, and no hook on them. So a replay enters the layer as its forward would. M
 a layer whose attention and router are captured, run in Python and are offloaded as always. What captured modules save leaves
 through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
 
-Source: `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
+A graph of a full iteration holds forward and backward of all microbatches, and the engine's copies with them: see
+`OffloadEngine.capture_step`. Python never runs again, so the numbers of the captured step stay those of the last one.
+
+Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
 """
 
 import functools
@@ -29,6 +32,8 @@ from fgoffload.integrations.megatron.site_actions import SiteActions
 GRAPHABLE = "megatron.core.transformer.module:GraphableMegatronModule"
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _CAPTURE, _REPLAY = "_te_cuda_graph_capture", "_te_cuda_graph_replay"
+FULL_ITERATION = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
+_TRAINING = "training"
 _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
 
@@ -48,6 +53,8 @@ class GraphedLayers:
         """By microbatch. None where nothing leaves."""
         self._find_region: Callable[[str], CapturedRegion | None] | None = None
         """Of the layer that is captured, or warms up for that, just now."""
+        self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Megatron's wrappers of schedules that have captured a full iteration."""
         self.is_replaying = False
         """Whether forward is behind the graph of a layer, so that groups may wait for the next one."""
 
@@ -103,13 +110,30 @@ class GraphedLayers:
             node.register_prehook(lambda gradients: staging.enter_backward(forward))
             node.register_hook(lambda inputs, gradients: staging.leave_backward(forward))
 
+    def capture_step(self, wrapper: Any, run: Callable[[], Any]) -> Any:
+        """Run a full iteration that `wrapper` captures."""
+        self._steps.add(wrapper)
+        with self._engine.capture_step():
+            return run()
+
     def close(self) -> None:
         """Let no graph be replayed that reads what this engine would no longer bring back."""
+        for wrapper in self._steps:
+            if wrapper.cuda_graph[_TRAINING] is not None:
+                wrapper.cuda_graph[_TRAINING] = _RemovedGraph()
+        self._steps.clear()
         for layer, forwards in self._forwards.items():
             graphs: Any = getattr(layer, "cuda_graphs", None)
             if graphs and any(forwards):
                 graphs[:] = [_refuse_replay] * len(graphs)
         self._forwards.clear()
+
+
+class _RemovedGraph:
+    """In place of the graph of a full iteration."""
+
+    def replay(self) -> None:
+        _refuse_replay()
 
 
 def _refuse_replay(*args: Any, **kwargs: Any) -> Any:
@@ -130,8 +154,13 @@ def _get_is_capturing() -> Callable[[], bool]:
 
 
 def is_capturing() -> bool:
-    """Return whether Megatron captures graphs, or warms up for that: nothing that runs is a part of a step."""
+    """Return whether Megatron captures graphs of layers, or warms up for that: nothing that runs is a part of a step."""
     return _get_is_capturing()()
+
+
+def may_query() -> bool:
+    """Return whether events may be asked whether they have passed: not while anything is captured."""
+    return not (is_capturing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
 
 
 def follow_graphs(patches: Patches, get_offload: Callable[[], Any], wrap_layer: Callable[[Any], Any]) -> None:
@@ -149,6 +178,7 @@ def follow_graphs(patches: Patches, get_offload: Callable[[], Any], wrap_layer: 
         wrap_symbol(patches, owner, _CAPTURE, functools.partial(_wrap_capture, get_offload))
     wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_wrap_graph, get_offload))
     wrap_symbol(patches, LAYER, _REPLAY, lambda original: _wrap_replay(get_offload, wrap_layer(original)))
+    wrap_symbol(patches, FULL_ITERATION, "__call__", functools.partial(_wrap_full_iteration, get_offload))
     module_name, _, class_name = _RUNNER.partition(":")
     if hasattr(getattr(load_module(module_name), class_name, None), "replay_graph_capture"):
         wrap_symbol(patches, _RUNNER, "replay_graph_capture", functools.partial(_wrap_local_graph, get_offload))
@@ -190,3 +220,13 @@ def _wrap_local_graph(get_offload: Callable[[], Any], original: Any) -> Any:
         return outputs
 
     return replay_graph_capture
+
+
+def _wrap_full_iteration(get_offload: Callable[[], Any], original: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_captured = not kwargs.get("forward_only") and self.curr_iter(_TRAINING) == self.cuda_graph_warmup_steps
+        if not is_captured:
+            return original(self, *args, **kwargs)
+        return get_offload().graphs.capture_step(self, lambda: original(self, *args, **kwargs))
+
+    return call

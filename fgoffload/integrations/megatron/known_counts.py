@@ -28,7 +28,7 @@ import torch
 from fgoffload.engine import is_in_backward
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
-from fgoffload.integrations.megatron.graphs import is_capturing
+from fgoffload.integrations.megatron.graphs import may_query
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import BLOCK_MODULE, PARALLEL, RECOMPUTE_MODULE
 from fgoffload.integrations.megatron.methods import wrap_symbol
@@ -118,7 +118,7 @@ class KnownCounts:
     def _wrap_checkpoint(self, original: Any) -> Any:
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             # A module, as the shared experts, dispatches nothing; Transformer Engine looks into modules it is given.
-            if is_in_backward() or not torch.is_grad_enabled() or is_capturing() or isinstance(function, torch.nn.Module):
+            if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
                 return original(function, *args, **kwargs)
             return original(self._remember(function), *args, **kwargs)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS, permutes_by_mask
-from fgoffload.integrations.megatron.graphs import is_capturing
+from fgoffload.integrations.megatron.graphs import may_query
 from fgoffload.integrations.megatron.host_writes import HostPages, read_on_host
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.known_counts import KnownCounts
@@ -213,7 +213,7 @@ def _wrap_move(get_offload: GetOffload, original: Any) -> Any:
     pages = HostPages()
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
-        if is_capturing() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
+        if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
             return original(tensor, as_numpy, record_stream)
         # Where nothing is on its way to the host nothing can be in the way, and Megatron's copy costs the host less.
         host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
