@@ -1,5 +1,7 @@
 """Flags of CUDA graphs, spelled as in 0.19, reach the config of each version; what no graph can hold is refused."""
 
+import dataclasses
+
 import pytest
 from support.trainings import DENSE, MOE
 from support.versions import is_installed
@@ -8,6 +10,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron import limits
 from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
 from fgoffload.integrations.megatron.graph_flags import to_config_fields
+from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
 
 TE = "--cuda-graph-impl transformer_engine"
@@ -80,6 +83,15 @@ def test_the_installed_config_takes_the_flags():
     assert [module.name for module in modules] == ["attn", "mlp"]
     assert (config.cuda_graph_impl, config.cuda_graph_warmup_steps) == ("transformer_engine", 5)
     assert config.use_te_rng_tracker
+
+
+def test_a_config_of_an_older_version_gets_its_own_field(monkeypatch):
+    arguments = parse(f"{TE} --cuda-graph-modules attn")
+    module = load_module("megatron.core.transformer.transformer_config")
+    names = {field.name for field in dataclasses.fields(module.TransformerConfig)} - NEW | OLD
+    older = dataclasses.make_dataclass("Older", [(name, object, None) for name in sorted(names)])
+    monkeypatch.setattr(module, "TransformerConfig", older)
+    assert build_transformer_config(arguments, offload=None).cuda_graph_scope == ["attn"]
 
 
 @pytest.mark.parametrize(

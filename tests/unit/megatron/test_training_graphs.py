@@ -3,10 +3,12 @@
 import pytest
 from support.trainings import DENSE, make_trainer, train
 
+from fgoffload.cli.measurement import TrainingSource, load_training, measure_training
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron import limits
 from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_graphs import choose_graphs
 
 pytestmark = pytest.mark.usefixtures("parallel", "_gpu")
@@ -132,3 +134,34 @@ def test_megatrons_own_graphs_of_layers_are_deleted(monkeypatch):
     assert not record.cudagraph_created
     with pytest.raises(IntegrationError, match="no CUDA graph in the first 4 steps"):
         graphs.prepare_step(4)
+
+
+def load(steps):
+    flags = TE.split()
+    return load_training(
+        TrainingSource(arguments_file="x.sh", file_flags=flags, typed_flags=(), own_flags=(), data=None, steps=steps)
+    )
+
+
+def test_activation_bytes_are_counted_in_the_last_eager_step(calls, monkeypatch):
+    calls.clear()
+    observe = Trainer.observe
+
+    def note(self, ledger):
+        calls.append("count")
+        return observe(self, ledger)
+
+    monkeypatch.setattr(Trainer, "observe", note)
+    record = measure_training(load(steps=5), None, on_step=lambda loss: calls.append("step"))
+    assert calls == ["step", "count", "step", "capture for 2 microbatches", "step", "step", "step", "delete"]
+    assert record.activation_peak_bytes > 0
+
+
+def test_a_training_that_ends_before_graphs_only_replay_says_so(caplog):
+    load(steps=4)
+    assert caplog.messages == []
+    load(steps=3)
+    assert caplog.messages == [
+        "--cuda-graph-impl transformer_engine: none of the 3 steps only replays graphs, since the first 3 are eager or "
+        "capture. Train for more steps."
+    ]
