@@ -92,6 +92,9 @@ class OffloadEngine:
         )
         # Backward runs on a thread of autograd's own, and two models may train on two threads.
         self._lock = threading.RLock()
+        # Before the transfers: an engine that is dropped gives its host memory back, and waits for copies, before its buffers.
+        self.staging = Staging(device, self.arena, self._lock)
+        """Of what captured graphs save."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         self._staying = StayingStorages()
         # Weakly: what a forward held that raised since, or whose graph was dropped, is nobody's any more.
@@ -106,8 +109,6 @@ class OffloadEngine:
             self._transfers, self._policy, staying=self._staying, held_spots=self._held_spots, observers=self.observers
         )
         self._counters = Counters()
-        self.staging = Staging(device, self.arena, self._lock)
-        """Of what captured graphs save."""
         self._captures_step = False
         """Whether a graph of a whole step is captured."""
         self._watched = TagStats()

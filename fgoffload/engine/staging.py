@@ -251,7 +251,7 @@ class Staging:
                     stats.recalled_bytes += size_bytes
             if not forward.reads_in_place:
                 self._copy_out(forward)
-            self._prefetch(forward.turns[0])
+            self._reload(self._list_next(forward.turns[0]))
         return result
 
     def enter_backward(self, forward: CapturedForward) -> None:
@@ -264,13 +264,12 @@ class Staging:
             slot = forward.read_slot
             if slot is None:
                 return  # nothing of what was staged is read
-            if forward.state is ForwardState.OFFLOADED:
-                for stats, _ in forward.tags:
-                    stats.prefetch_misses += 1
-                self._reload(forward, slot)
+            wanted = [forward] if forward.state is ForwardState.OFFLOADED else []
+            for stats, _ in forward.tags:
+                stats.prefetch_misses += len(wanted)
+            self._reload([*wanted, *self._list_next(forward.turns[1])])
             if forward.filled is not None:
                 self._device.wait_event(self._device.current_stream(), forward.filled, Hazard.SLOT_UNFILLED)
-            self._prefetch(forward.turns[1])
 
     def leave_backward(self, forward: CapturedForward) -> None:
         """The backward of `forward` has been replayed on the current stream."""
@@ -317,27 +316,29 @@ class Staging:
         for stats, size_bytes in forward.tags:
             stats.d2h_bytes += size_bytes
 
-    def _prefetch(self, turn: _Turn) -> None:
-        """Fill the slot of the backward behind `turn`, if it is one whose bytes are on the host."""
+    def _list_next(self, turn: _Turn) -> list[CapturedForward]:
+        """Return what the backward behind `turn` reads, if one is there, and what it reads is on the host."""
         behind = turn.next
-        if behind is not None and behind.is_backward and behind.forward.state is ForwardState.OFFLOADED:
-            used = turn.forward.read_slot if turn.is_backward else turn.forward.slot
-            slot = behind.forward.read_slot
-            if slot is not None and slot is not used:
-                self._reload(behind.forward, slot)
+        if behind is None or not behind.is_backward or behind.forward.state is not ForwardState.OFFLOADED:
+            return []
+        used = turn.forward.read_slot if turn.is_backward else turn.forward.slot
+        return [] if behind.forward.read_slot is used else [behind.forward]
 
-    def _reload(self, forward: CapturedForward, slot: StagingSlot) -> None:
-        device, h2d, block = self._device, self._device.h2d_stream, forward.block
-        if block is None or forward.d2h_done is None:
-            return
-        self._evict(slot, forward)
-        if slot.last_use is not None:
-            device.wait_event(h2d, slot.last_use, Hazard.SLOT_STILL_USED)
-        device.wait_event(h2d, forward.d2h_done, Hazard.BLOCK_UNWRITTEN)
-        with device.copying_on(h2d):
-            for part, destination in block.pair(slot.buffer[: forward.size_bytes]):
-                device.copy_bytes(destination=destination, source=part, stream=h2d)
-        block.last_read = forward.filled = slot.last_use = device.record_event(h2d)
-        slot.holder, forward.state = forward, ForwardState.RELOADED
-        for stats, size_bytes in forward.tags:
-            stats.h2d_bytes += size_bytes
+    def _reload(self, forwards: Sequence[CapturedForward]) -> None:
+        """Fill the slots of the backwards of `forwards`, which are on the host."""
+        device, h2d = self._device, self._device.h2d_stream
+        for forward in forwards:
+            slot, block = forward.read_slot, forward.block
+            if slot is None or block is None or forward.d2h_done is None:
+                continue
+            self._evict(slot, forward)
+            if slot.last_use is not None:
+                device.wait_event(h2d, slot.last_use, Hazard.SLOT_STILL_USED)
+            device.wait_event(h2d, forward.d2h_done, Hazard.BLOCK_UNWRITTEN)
+            with device.copying_on(h2d):
+                for part, destination in block.pair(slot.buffer[: forward.size_bytes]):
+                    device.copy_bytes(destination=destination, source=part, stream=h2d)
+            block.last_read = forward.filled = slot.last_use = device.record_event(h2d)
+            slot.holder, forward.state = forward, ForwardState.RELOADED
+            for stats, size_bytes in forward.tags:
+                stats.h2d_bytes += size_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,17 @@ class GraphDevice(RecordingCpuDevice):
 
     def is_capturing(self) -> bool:
         return self.has_open_capture
+
+    def is_done(self, event: object) -> bool:
+        return not self.has_open_capture and super().is_done(event)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.has_open_capture = True
+        try:
+            yield
+        finally:
+            self.has_open_capture = False
 
 
 class _Look(NamedTuple):
@@ -207,17 +218,19 @@ class _Graphed(torch.autograd.Function):
         return None, *ctx.layer.replay_backward(gradient)
 
 
-def capture_layers(engine: OffloadEngine, layers: Sequence[GraphedLayer]) -> None:
-    """Capture `layers` in the order of forward, and their backwards in the other."""
-    for layer in layers:
-        layer.warm_up()
-    engine.device.has_open_capture = True
-    for layer in layers:
-        layer.capture_forward()
-    layers[0].pool.release()
-    for layer in reversed(layers):
-        layer.capture_backward()
-    engine.device.has_open_capture = False
+def capture_layers(engine: OffloadEngine, *stacks: Sequence[GraphedLayer]) -> None:
+    """Capture the forwards of all `stacks`, one for each microbatch, and then their backwards, the first stack's first."""
+    for stack in stacks:
+        for layer in stack:
+            layer.warm_up()
+    with engine.device.capturing():
+        for stack in stacks:
+            for layer in stack:
+                layer.capture_forward()
+        stacks[0][0].pool.release()
+        for stack in stacks:
+            for layer in reversed(stack):
+                layer.capture_backward()
 
 
 def attention(hidden: torch.Tensor, weight: torch.Tensor, find_region: Callable[[str], Any]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import OffloadEngine
+from support.graphs import GraphDevice
 from support.recording import RecordingCpuDevice
 from support.sites import Sites, make_engine
 
@@ -116,7 +117,7 @@ def record(
     schedule: Callable[[Program], None], *, has_engine: bool = True, **options: Any
 ) -> tuple[RecordingCpuDevice, Program]:
     """Run `schedule` and return the device, with what it recorded, and the program, with its results."""
-    device = RecordingCpuDevice(**options)
+    device = GraphDevice(**options)
     program = Program(device, has_engine=has_engine)
     with device.recording():
         schedule(program)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.graphs import GraphDevice, GraphedLayer, GraphPool, attention, capture_layers, plain
-from support.sites import make_engine
+from support.graphs import CpuGraph, GraphDevice, GraphedLayer, GraphPool, attention, capture_layers, plain
+from support.sites import Sites, make_engine
 
-from fgoffload import StateError
+from fgoffload import StateError, TransferPolicy
 
 pytestmark = pytest.mark.quick
 
@@ -123,3 +123,57 @@ def test_a_host_budget_that_is_too_small_is_one_error():
     model = Model(make_engine(GraphDevice(), host_budget_bytes=512))
     with pytest.raises(StateError, match="and the host budget is used up"):
         model(make_inputs(1)[0])
+
+
+def run_step(engine, weights, inputs):
+    """Return the gradients of `weights` from all `inputs`, with one site for each layer."""
+    total = [torch.zeros_like(weight) for weight in weights]
+    for microbatch, hidden in enumerate(inputs):
+        sites = Sites(engine, microbatch=microbatch)
+        for weight in weights:
+            hidden = sites(lambda hidden, weight=weight: attention(hidden, weight, plain), hidden)
+        if engine is not None:
+            engine.expect_backward(sites.lane)
+        for sum_, gradient in zip(total, torch.autograd.grad(hidden.square().sum(), weights), strict=True):
+            sum_ += gradient
+    return total
+
+
+@pytest.mark.parametrize("window_bytes", [0, 1 << 20], ids=["nothing in flight", "all in flight"])
+def test_a_captured_step_replays_its_copies(window_bytes):
+    policy = TransferPolicy(window_bytes=window_bytes, prefetch_bytes=1 << 10)
+    engine, weights, pool = make_engine(GraphDevice(), policy=policy), make_weights(), GraphPool()
+    static = [torch.zeros(ROWS, ROWS) for _ in range(2)]
+    run_step(engine, weights, static)  # the host memory of a step
+    engine.finish_step()
+    graph = CpuGraph(pool)
+    with engine.capture_step(), engine.device.capturing(), graph:
+        gradients = run_step(engine, weights, static)
+        stats = engine.finish_step()
+    assert stats.d2h_bytes > 0
+    assert (stats.h2d_bytes > 0) == (window_bytes == 0)  # else all of it was still on the device when backward began
+    pool.release()
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [torch.randn(ROWS, ROWS, generator=generator) for _ in static]
+        for buffer, hidden in zip(static, inputs, strict=True):
+            buffer.copy_(hidden)
+        pool.poison()
+        graph.replay()
+        check_same(gradients, run_step(None, weights, inputs))
+    engine.close()
+
+
+def test_a_capture_takes_no_host_memory():
+    engine, weights = make_engine(GraphDevice()), make_weights()
+    with engine.capture_step(), engine.device.capturing():
+        run_step(engine, weights, make_inputs(1))
+        stats = engine.finish_step()
+    assert stats.d2h_bytes == stats.host_reserved_bytes == 0
+    assert list(stats.tags["core_attn"].kept_bytes) == ["the host budget is used up"]
+
+
+def test_a_graph_that_the_engine_was_not_told_of_is_one_error():
+    engine, weights = make_engine(GraphDevice()), make_weights()
+    with engine.device.capturing(), pytest.raises(StateError, match="A CUDA graph is being captured"):
+        run_step(engine, weights, make_inputs(1))
