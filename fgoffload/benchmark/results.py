@@ -174,5 +174,6 @@ def collect_results(
         for outcome in run_sessions(job, runs, kind=kind, first_session=first, log_folder=folder, on_message=hear):
             results.add(outcome, kind)
             results.write(folder)
-    results.renew_plain_step()
+    if not job.steps_until_replay:  # a profile has no graphs, which `nothing` has
+        results.renew_plain_step()
     results.write(folder)

@@ -157,8 +157,9 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
                 # Where graphs only replay from here on, eager steps and their capture took memory that no later one takes.
                 torch.cuda.reset_peak_memory_stats()
             with contextlib.ExitStack() as around:
-                if number == 1:
-                    around.enter_context(_explain_refusal(training, offload, "in the first step"))
+                if number <= training.arguments.steps_until_replay + 1:
+                    when = "in the first step" if number == 1 else f"in step {number}, before CUDA graphs only replay"
+                    around.enter_context(_explain_refusal(training, offload, when))
                 if number == _find_counted_step(training):
                     around.enter_context(trainer.observe(ledger))
                 records.append(_read_step(trainer.run_step()))
@@ -204,7 +205,8 @@ def _average_loss(step: StepRecord) -> float:
 def _explain_refusal(training: Training, offload: OffloadConfig | None, when: str) -> Iterator[None]:
     """Turn what Megatron-Core raises over arguments that no check of ours knows into an error of one line.
 
-    Only for building and the first step, which run every layer once: what a later step raises is no matter of arguments.
+    Only for building and the first step, which run every layer once, and for steps up to the first replay of CUDA graphs: what
+    a later step raises is no matter of arguments.
     """
     try:
         yield

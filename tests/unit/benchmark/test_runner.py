@@ -6,7 +6,7 @@ import pytest
 from support.trainings import EXPERTS, SHAPE
 
 from fgoffload import ConfigError
-from fgoffload.benchmark.job import Job, Run
+from fgoffload.benchmark.job import Job, Purpose, Run
 from fgoffload.benchmark.loading import load_arguments
 from fgoffload.benchmark.runner import Runner
 from fgoffload.benchmark.settings import NOTHING, parse_setting
@@ -32,6 +32,19 @@ def test_each_timed_step_has_a_time_and_warmup_steps_have_none():
     assert len(losses) == job.steps_of_run == 5
     # Without an update, and with the same tokens, every step is the same.
     assert len(set(losses)) == 1
+
+
+def test_where_graphs_are_captured_no_timed_step_comes_before_their_first_replay_is_over():
+    losses = []
+    job = make_job(steps_until_replay=3)
+    measured = Runner(job, losses.append).measure_times(Run(setting=NOTHING, repeat=0))
+    assert len(measured.step_seconds) == 2
+    assert len(losses) == job.steps_of_run == 3 + 1 + 2
+
+
+def test_where_graphs_are_captured_bits_are_compared_up_to_a_replay():
+    job = make_job(steps_until_replay=3, purpose=Purpose.BITS)
+    assert len(Runner(job, lambda loss: None).record_bits(Run(setting=NOTHING, repeat=0))) == job.steps_of_run == 4
 
 
 @pytest.mark.parametrize("name", ["ours:core_attn+attn_proj+expert_fc1", "ours:layer_input/full"])

@@ -4,10 +4,12 @@ import pytest
 from support.trainings import DENSE, make_trainer, train
 
 from fgoffload.cli.measurement import TrainingSource, load_training, measure_training
-from fgoffload.errors import IntegrationError
+from fgoffload.errors import ConfigError, IntegrationError
 from fgoffload.integrations.megatron import limits
 from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
 from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.integrations.megatron.training_graphs import choose_graphs
 
@@ -165,3 +167,26 @@ def test_a_training_that_ends_before_graphs_only_replay_says_so(caplog):
         "--cuda-graph-impl transformer_engine: none of the 3 steps only replays graphs, since the first 3 are eager or "
         "capture. Train for more steps."
     ]
+
+
+def test_what_megatron_raises_while_it_captures_is_one_line(calls, monkeypatch):
+    helper = calls.pop()
+
+    def fail(self):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(helper, "create_cudagraphs", fail)
+    with pytest.raises(ConfigError, match="in step 3, before CUDA graphs only replay: RuntimeError: operation not permitted"):
+        measure_training(load(steps=5), None, on_step=lambda loss: None)
+
+
+def test_a_profile_is_measured_without_graphs_and_says_so(calls, caplog):
+    calls.clear()
+    arguments = parse_arguments(TE.split(), source="test")
+    device = get_training_device()
+    profile = profile_training(arguments, TextData.load(), profile_link(device).link, plain_step_s=1000.0, has_own_host=False)
+    assert calls == []
+    assert caplog.messages[0] == (
+        "a profile is measured without --cuda-graph-impl transformer_engine: what graphs replay cannot be watched."
+    )
+    assert profile.plain_step_s < 1000  # of eager steps, which nobody had timed
