@@ -7,11 +7,20 @@ spellings are read, and the config of each version gets the fields that it has.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fgoffload.captured_tags import FULL_ITERATION, GRAPH_IMPLS, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.flags import FlagParser, one_of
 
-NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
-GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""Who captures what: nobody, Megatron its layers, Transformer Engine the layers, Megatron a whole forward and backward."""
+__all__ = [
+    "FULL_ITERATION",
+    "GRAPH_FIELDS",
+    "GRAPH_IMPLS",
+    "LOCAL",
+    "NO_GRAPHS",
+    "TRANSFORMER_ENGINE",
+    "add_graph_flags",
+    "read_graph_fields",
+    "to_config_fields",
+]
 
 _IMPL, _MODULES, _SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope"
 

@@ -1,0 +1,91 @@
+"""What of a Megatron layer CUDA graphs capture: the tags and units inside of each captured module.
+
+A plan and the start-up checks of a training ask here. Names only: whether a graph can be captured at all is Megatron's to say.
+
+Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
+`MoELayer.forward` of megatron-core 0.19.2.
+"""
+
+from collections.abc import Collection
+
+from fgoffload.tags import RECOMPUTE_UNITS, default_tags
+
+NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
+GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
+"""Who captures what: nobody, Megatron its layers, Transformer Engine the layers, Megatron a whole forward and backward."""
+
+_ATTENTION = ("attn_norm", "qkv_linear", "gdp_qkv", "mla_up_proj", "core_attn", "attn_proj")
+_DENSE = ("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
+_BEFORE_EXPERTS = ("mlp_norm", "shared_expert", "router")
+_EXPERTS = ("dispatch", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine")
+
+_OF_DENSE_LAYERS = {"attn": _ATTENTION, "mlp": _DENSE}
+_OF_MOE_LAYERS = {
+    "attn": _ATTENTION,
+    "moe": (*_BEFORE_EXPERTS, *_EXPERTS),
+    "moe_router": _BEFORE_EXPERTS,
+    "moe_preprocess": ("dispatch",),  # tokens are permuted for the exchange
+}
+"""By value of `--cuda-graph-modules`. Layers of the other kind, and Mamba layers, have nothing of a tag in the others."""
+
+_WHOLE_LAYERS = ("layer", "layer_input")
+"""Nothing runs a layer again whose graphs are launched without its forward."""
+
+
+def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
+    """Return the tags and units of a layer that lie inside of a captured module, or around one.
+
+    A name that is both a tag and a unit is captured as both.
+
+    Args:
+        impl: Of `--cuda-graph-impl`, one of `GRAPH_IMPLS`.
+        modules: Of `--cuda-graph-modules`, as 0.19 spells them. None of them stands for the whole layer.
+        is_moe: Whether the layer has experts.
+        has_shared_overlap: Whether shared experts run beside the exchange of tokens, and not before the router.
+    """
+    if impl == NO_GRAPHS:
+        return frozenset()
+    inside = _find_inside(impl, modules, is_moe=is_moe)
+    if has_shared_overlap and "expert_fc1" not in inside:
+        inside -= {"shared_expert"}
+    around = {unit.name for unit in RECOMPUTE_UNITS if inside & {unit.name, *unit.covers, *unit.reads}}
+    return frozenset(inside | around | set(_WHOLE_LAYERS))
+
+
+def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
+    """Return the tags of a layer whose tensors cannot leave beside its graphs, each with the reason.
+
+    Args:
+        impl: As for `find_captured`.
+        modules: As for `find_captured`.
+        is_moe: Whether the layer has experts.
+        has_shared_overlap: As for `find_captured`.
+    """
+    captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
+    kept: dict[str, str] = {}
+    if not captured:
+        return kept
+    if "moe" in modules:
+        kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing where moe is captured")
+    if impl == LOCAL:
+        kept |= {tag: "local graphs hold no copy" for tag in default_tags().names if tag in captured}
+        kept |= {tag: "beside local graphs experts alone are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
+    if impl == TRANSFORMER_ENGINE and "attn_norm" in captured:
+        kept["attn_norm"] = "it saves the input of a graph, which stays at its address"
+    is_edge = not {"attn", "moe_router"}.isdisjoint(modules) if is_moe else len({"attn", "mlp"}.intersection(modules)) == 1
+    if impl == TRANSFORMER_ENGINE and is_edge:
+        kept["mlp_norm"] = "it saves the input or an output of a graph, which stays at its address"
+    return kept | {"layer_input": "no layer that a graph captures runs again"}
+
+
+def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[str]:
+    # A dense layer that Megatron itself captures is captured as a whole, whichever of its modules is named.
+    is_whole = not modules or (impl == LOCAL and not is_moe and not {"attn", "mlp"}.isdisjoint(modules))
+    if impl == FULL_ITERATION or is_whole:
+        return {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
+    of_layer = _OF_MOE_LAYERS if is_moe else _OF_DENSE_LAYERS
+    inside = {name for module in modules for name in of_layer.get(module, ())}
+    if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
+        # Megatron captures both where one is named, and what is behind the exchange of the experts' outputs.
+        inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}
+    return inside
