@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.versions import is_installed
 
+from fgoffload import StateError
 from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.data import TextData
 from fgoffload.integrations.megatron.limits import has_transformer_engine
@@ -69,9 +70,27 @@ def parallel():
     Trainer.destroy_parallel()
 
 
+INSIDE, BESIDE = ("qkv_linear", "core_attn", "attn_proj"), ("expert_fc1", "moe_act")
+OFFLOADS = [
+    # A row of `GRAPHS`, the tags, and whether groups wait for the next graph.
+    ("dense layers", (*INSIDE, "mlp_fc1", "mlp_act"), False),
+    ("whole dense layers", ("core_attn", "mlp_norm", "mlp_fc2"), False),
+    ("attention", BESIDE, False),
+    ("attention", BESIDE, True),
+    ("attention", (*INSIDE, "mlp_norm", "router", *BESIDE), False),
+    ("router", (*INSIDE, "router"), False),
+    ("preprocess", BESIDE, True),
+    ("preprocess", INSIDE, False),
+    ("preprocess", (*INSIDE, *BESIDE, "moe_combine"), True),
+    ("shared experts", (*INSIDE, "shared_expert", *BESIDE), True),
+    ("dense step", (*INSIDE, "mlp_fc1", "mlp_act"), False),
+    ("step with padded experts", (*INSIDE, *BESIDE), False),
+]
+
+
 def make_trainer(flags):
     arguments = parse_arguments([*flags.split(), "--cuda-graph-warmup-steps", str(WARMUP)], source="test")
-    return Trainer(arguments, TextData.load(), offload=None)
+    return Trainer(arguments, TextData.load(), offload=arguments.offload)
 
 
 def count_launches(trainer):
@@ -118,6 +137,43 @@ def test_a_second_trainer_of_the_process_captures_its_own_graphs_and_computes_th
     (first, launches), (second, again) = (train(" ".join(flags)) for _ in range(2))
     assert first == second
     assert launches == again > 0
+
+
+def offload_flags(tags, *, delays=False):
+    return (
+        f"--fine-grained-activation-offloading --offload-modules {' '.join(tags)} --min-offloaded-tensor-size 1024 "
+        f"--fine-grained-offloading-max-inflight-offloads 1 {'--delay-offload-until-cuda-graph' if delays else ''}"
+    )
+
+
+@pytest.mark.parametrize(("name", "tags", "delays"), OFFLOADS)
+def test_offload_beside_and_inside_of_graphs_changes_no_bit(name, tags, delays):
+    model, flags, expected_launches = GRAPHS[name]
+    expected, _ = train(f"{model} {flags}")
+    trainer = make_trainer(f"{model} {flags} {offload_flags(tags, delays=delays)}")
+    try:
+        steps = [trainer.run_step() for _ in range(STEPS)]
+        moved = trainer.integration.last_step.tags
+        assert count_launches(trainer) == expected_launches
+    finally:
+        trainer.close()
+    assert [(step.losses, step.gradient_digests) for step in steps] == expected
+    assert sum(numbers.d2h_bytes for numbers in moved.values()) > 0
+    assert sum(numbers.h2d_bytes for numbers in moved.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["preprocess", "dense step"])
+def test_graphs_are_not_replayed_without_the_engine_that_they_were_captured_with(name):
+    model, flags, _ = GRAPHS[name]
+    trainer = make_trainer(f"{model} {flags} {offload_flags(INSIDE)}")
+    try:
+        for _ in range(WARMUP + 2):
+            trainer.run_step(with_digests=False)
+        trainer.integration.remove()
+        with pytest.raises(StateError, match="captured with activation offload, which was removed since"):
+            trainer.run_step(with_digests=False)
+    finally:
+        trainer.close()
 
 
 def test_trainers_with_and_without_graphs_take_turns():

@@ -163,24 +163,6 @@ def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp
     assert str(caught.value).startswith(f"--offload-plan {path}: The plan names ")
 
 
-def test_cuda_graphs_are_refused():
-    from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
-
-    interface = FineGrainedActivationOffloadingInterface
-    if hasattr(interface, "group_commit"):
-        delayed = {"name": "core_attn", "delay_offload": True}
-        calls = (("group_commit", (torch.ones(1),), delayed), ("forward_record", (None,), {}))
-    else:  # since 0.19 a group may wait for a replay; only what a graph would capture is refused
-        calls = (("forward_record", (), {}), ("backward_record", (torch.ones(1),), {}))
-    offload = megatron.apply(make_config("core_attn"))
-    try:
-        for name, args, options in calls:
-            with pytest.raises(IntegrationError, match="CUDA graphs together with activation offload"):
-                getattr(interface, name)(*args, **options)
-    finally:
-        offload.remove()
-
-
 def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, CheckpointWithoutOutputFunction

@@ -22,7 +22,6 @@ class Holding:
         self.is_on = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+        if kind is None and self.is_on:
             self.flush()
-        else:
-            self.is_on = False  # what is held is nobody's any more
+        self.is_on = False  # after an exception what is held is nobody's any more

@@ -11,6 +11,7 @@ import torch
 from fgoffload.engine import is_inert
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron import recompute
+from fgoffload.integrations.megatron.graph_checks import check_graphs, check_recompute
 from fgoffload.integrations.megatron.graphs import follow_graphs, is_capturing
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
@@ -219,6 +220,7 @@ class _Registrar:
             number = get_number(layer)
             offload.graphs.add_layer(layer, chunk)
             recomputed = offload.actions.list_recomputed(chunk, number)
+            check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
             # A plan that is made of measurements says only later what runs again.
             units = recomputed if offload.measurement is None else recompute.find_units(layer)
             recompute.wrap_users(self._innermost, self.get_offload, layer, units)
@@ -313,6 +315,7 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     # As the commands do before Megatron starts; who calls `apply` has no other start.
     check_selective(offload.config, vars(config))
     check_paged_stash(offload.selected, vars(config))
+    check_graphs(offload.config, offload.selected, vars(config))
     if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
         raise IntegrationError(
             "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "

@@ -9,6 +9,7 @@ from typing import Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.graph_checks import check_graphs
 from fgoffload.planner.model.model_shape import list_moe_layers
 
 _EXPERT_TAGS = ("router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine", "shared_expert")
@@ -36,6 +37,7 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """
     check_selective(offload, values)
     check_paged_stash(offload.offload_modules, values)
+    check_graphs(offload, offload.offload_modules, values)
     if offload.is_auto:
         return
     for fault in (*_list_recompute_faults(offload, values), *_list_model_faults(offload, values)):

@@ -27,7 +27,8 @@ class ReachedError(Exception):
 def installed(interface: type | None) -> Iterator[ModuleType]:
     """Have Megatron's module hold `interface` in place of its class, or nothing where that is None."""
     parent = load_module(MODULE.rpartition(".")[0])
-    load_module("megatron.core.models.gpt.gpt_model")  # it and what it imports bind the real class by name
+    load_module("megatron.core.models.gpt.gpt_layer_specs")  # it and what it imports bind the real class by name
+    load_module("megatron.core.models.gpt.gpt_model")
     before = sys.modules[MODULE]
     stub = ModuleType(MODULE)
     if interface is not None:

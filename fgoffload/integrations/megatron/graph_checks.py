@@ -1,0 +1,97 @@
+"""What CUDA graphs and offload cannot do together: one error at start-up with the flag, the module and the reason."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, find_captured, find_kept
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError, PlanError
+
+logger = logging.getLogger(__name__)
+
+
+def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Refuse what a capture cannot hold.
+
+    Args:
+        offload: What users chose.
+        selected: The tags that may leave.
+        values: Megatron's flags as fields of its `TransformerConfig`; what is not there has its default.
+
+    Raises:
+        ConfigError: With the flag, the module, the reason and the fix.
+    """
+    impl, modules = _read(values)
+    if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
+        logger.warning(
+            "--delay-offload-until-cuda-graph has no effect: groups wait for graphs of layers, and --cuda-graph-impl is %s.",
+            impl,
+        )
+    if impl == NO_GRAPHS:
+        return
+    for fault in _list_faults(offload, selected, impl, modules, values):
+        raise ConfigError(fault)
+
+
+def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
+    """Refuse a plan that lets a module run again that a graph captures.
+
+    Args:
+        units: What runs again in a layer by the plan.
+        values: As for `check_graphs`.
+        layer: Its number.
+        is_moe: Whether it has experts.
+
+    Raises:
+        PlanError: With the unit and the fix.
+    """
+    impl, modules = _read(values)
+    captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=_has_shared_overlap(values))
+    for unit in units:
+        if unit in captured:
+            raise PlanError(
+                f"The plan recomputes layers.{layer}.{unit}, and --cuda-graph-impl {impl} captures it: no graph runs a module "
+                "again for a plan. Plan with the graph flags, or give --recompute-modules, which Megatron captures itself."
+            )
+
+
+def _list_faults(
+    offload: OffloadConfig, selected: Sequence[str], impl: str, modules: Sequence[str], values: Mapping[str, Any]
+) -> Iterator[str]:
+    flag = f"--cuda-graph-impl {impl}"
+    if offload.is_auto:
+        yield (
+            f"--offload-modules auto measures the modules of eager steps, and {flag} replays graphs without them. Make a plan "
+            "with fgoffload plan, or name the modules."
+        )
+    has_experts = bool(values.get("num_moe_experts"))
+    is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
+    if impl == FULL_ITERATION and has_experts and not (is_padded or values.get("moe_paged_stash")):
+        yield (
+            f"{flag}: dropless routing has the host wait for the token counts, which no capture can hold. Give "
+            "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
+        )
+    kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=_has_shared_overlap(values))
+    if has_experts:  # dense layers among them may still have the tag
+        kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
+    for tag in selected:
+        if tag in kept:
+            yield f"--offload-modules {tag!r} and {flag} exclude each other: {kept[tag]}. Leave one of them out."
+
+
+def _read(values: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return who captures, and the captured modules, as 0.19 spells them."""
+    impl = str(values.get("cuda_graph_impl") or NO_GRAPHS)
+    given = values.get("cuda_graph_modules")
+    if given is None:
+        given = values.get("cuda_graph_scope")
+    names = [given] if isinstance(given, str) else (given or [])
+    modules = [str(getattr(name, "name", name)) for name in names]
+    if impl == LOCAL and FULL_ITERATION in modules:
+        return FULL_ITERATION, []
+    return impl, [name for name in modules if name not in ("full", FULL_ITERATION)]
+
+
+def _has_shared_overlap(values: Mapping[str, Any]) -> bool:
+    return bool(values.get("moe_shared_expert_overlap"))

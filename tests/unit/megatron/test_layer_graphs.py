@@ -1,0 +1,96 @@
+"""Layers of Megatron's own that are captured and replayed: the same bits with offload beside graphs and inside of them."""
+
+import contextlib
+import gc
+import logging
+
+import pytest
+from support.graphs import GraphDevice
+from support.megatron_graphs import GraphedTraining, without_cuda
+from support.trainings import MOE, make_config, make_trainer
+from support.versions import is_installed
+
+from fgoffload import StateError
+
+pytestmark = [
+    pytest.mark.usefixtures("parallel"),
+    pytest.mark.skipif(not is_installed("0.19"), reason="the graphs of megatron-core 0.19"),
+]
+
+LAYERS, MICROBATCHES = 3, 2
+FLAGS = MOE.replace("--moe-aux-loss-coeff 1e-2", "--moe-router-load-balancing-type none").replace(
+    "--num-layers 2", f"--num-layers {LAYERS}"
+)
+BESIDE, INSIDE = ("expert_fc1", "moe_act"), ("qkv_linear", "core_attn", "attn_proj")
+
+
+@contextlib.contextmanager
+def graphed(monkeypatch, modules, offload):
+    device = None if offload is None else GraphDevice()
+    monkeypatch.setattr("fgoffload.engine.find_device", lambda kind: device)
+    with without_cuda(monkeypatch), make_trainer(FLAGS, offload) as trainer:
+        training = GraphedTraining(trainer, modules, device)
+        training.run_first_step()
+        training.capture()
+        yield training
+    gc.collect()
+
+
+def train(monkeypatch, modules, offload=None, *, steps=2):
+    with graphed(monkeypatch, modules, offload) as training:
+        results = []
+        for _ in range(steps):
+            training.pool.poison()
+            step = training.trainer.run_step()
+            results.append((step.losses, step.gradient_digests))
+        tags = training.trainer.integration.last_step.tags if offload else {}
+    return results, tags
+
+
+def list_left(caplog):
+    messages = [record.getMessage() for record in caplog.records]
+    return [message.partition(":")[0].removeprefix("offload ") for message in messages if message.startswith("offload ")]
+
+
+@pytest.mark.parametrize(
+    ("modules", "tags"),
+    [
+        (["attn"], BESIDE),
+        (["attn", "moe_router"], BESIDE),
+        (["attn"], INSIDE),
+        (["attn", "moe_router"], (*INSIDE, *BESIDE)),
+        (["moe_router"], (*INSIDE, *BESIDE)),
+    ],
+)
+@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+def test_losses_and_gradients_are_those_of_the_same_graphs_without_offload(monkeypatch, modules, tags, delays):
+    expected, _ = train(monkeypatch, modules)
+    found, moved = train(monkeypatch, modules, make_config(*tags, delay_offload_until_cuda_graph=delays))
+    assert found == expected
+    assert moved[tags[0]].groups == LAYERS * MICROBATCHES
+    assert moved[tags[0]].d2h_bytes > 0
+
+
+def test_a_fraction_and_a_replay_are_of_the_same_layer(monkeypatch, caplog):
+    offload = make_config("expert_fc1", activation_offload_fraction=0.4)
+    with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
+        training.trainer.run_step()
+    assert list_left(caplog) == [f"layers.0.expert_fc1 mb={number}" for number in range(MICROBATCHES)]
+
+
+def test_delayed_groups_leave_behind_the_next_graph_and_the_last_ones_stay(monkeypatch, caplog):
+    offload = make_config("expert_fc1", delay_offload_until_cuda_graph=True)
+    with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
+        training.trainer.run_step()
+        stats = training.trainer.integration.last_step.tags["expert_fc1"]
+    assert list_left(caplog) == [
+        f"layers.{layer}.expert_fc1 mb={number}" for number in range(MICROBATCHES) for layer in range(LAYERS - 1)
+    ]
+    assert stats.recalled_bytes > stats.d2h_bytes / (LAYERS - 1)  # the last layer's bytes are among them
+
+
+def test_a_graph_is_not_replayed_without_the_engine_that_it_was_captured_with(monkeypatch):
+    with graphed(monkeypatch, ["attn"], make_config("core_attn")) as training:
+        training.trainer.integration.remove()
+        with pytest.raises(StateError, match="captured with activation offload, which was removed since"):
+            training.trainer.run_step()
