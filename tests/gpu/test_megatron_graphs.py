@@ -77,7 +77,7 @@ OFFLOADS = [
     ("whole dense layers", ("core_attn", "mlp_norm", "mlp_fc2"), False),
     ("attention", BESIDE, False),
     ("attention", BESIDE, True),
-    ("attention", (*INSIDE, "mlp_norm", "router", *BESIDE), False),
+    ("attention", (*INSIDE, "router", *BESIDE), False),
     ("router", (*INSIDE, "router"), False),
     ("preprocess", BESIDE, True),
     ("preprocess", INSIDE, False),

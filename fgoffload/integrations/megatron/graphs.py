@@ -120,27 +120,31 @@ class GraphedLayers:
         """Let no graph be replayed that reads what this engine would no longer bring back."""
         for wrapper in self._steps:
             if wrapper.cuda_graph[_TRAINING] is not None:
-                wrapper.cuda_graph[_TRAINING] = _RemovedGraph()
+                wrapper.cuda_graph[_TRAINING] = _RemovedGraph(wrapper.cuda_graph[_TRAINING])
         self._steps.clear()
         for layer, forwards in self._forwards.items():
             graphs: Any = getattr(layer, "cuda_graphs", None)
             if graphs and any(forwards):
-                graphs[:] = [_refuse_replay] * len(graphs)
+                graphs[:] = map(_RemovedGraph, graphs)
         self._forwards.clear()
 
 
 class _RemovedGraph:
-    """In place of the graph of a full iteration."""
+    """In place of a graph whose engine is gone: it can be reset, and not replayed."""
 
-    def replay(self) -> None:
-        _refuse_replay()
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(
+            "This CUDA graph was captured with activation offload, which was removed since: what its backward reads is gone. "
+            "Capture again (`TECudaGraphHelper.create_cudagraphs`)."
+        )
 
-def _refuse_replay(*args: Any, **kwargs: Any) -> Any:
-    raise StateError(
-        "This CUDA graph was captured with activation offload, which was removed since: what its backward reads is gone. "
-        "Capture again (`TECudaGraphHelper.create_cudagraphs`)."
-    )
+    replay = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
 
 
 def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -302,12 +302,12 @@ class MegatronOffload:
             self._open.append((tag, region))
         return region
 
-    def end_region(self, tag: str) -> None:
-        """End the region of `tag` that was opened last, if one is open."""
+    def end_region(self, tag: str, *, may_wait: bool = False) -> None:
+        """End the region of `tag` that was opened last, if one is open: see `end`."""
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == tag:
                 _, region = self._open.pop(index)
-                self.end(region)
+                self.end(region, may_wait=may_wait)
                 return
 
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:

@@ -130,6 +130,7 @@ class _LayerGraphs(_Graphs):
         # The capture asks for the microbatches of a step.
         load_module("megatron.core.num_microbatches_calculator").init_num_microbatches_calculator(
             rank=1,  # says nothing
+            rampup_batch_size=None,
             global_batch_size=self._arguments.global_batch_size,
             micro_batch_size=self._arguments.micro_batch_size,
             data_parallel_size=self._arguments.data_parallel_size,

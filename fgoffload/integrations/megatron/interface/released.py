@@ -25,7 +25,7 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
     ) -> Any:
         # `forced_released_tensors` are storages that Megatron's own engine empties by force. Ours never resizes what somebody
         # else may hold: the memory goes when the last holder lets go, and what is held elsewhere is counted.
-        calls.offload.end_region(name)
+        calls.offload.end_region(name, may_wait=bool(delay_offload))
         return tensor
 
     def get_context(flag: Any) -> contextlib.AbstractContextManager[None]:
