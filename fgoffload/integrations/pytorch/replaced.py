@@ -126,7 +126,8 @@ class ReplacedForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward that was there before, whose source `inspect.getsource` shows."""
-        return self._find_before()
+        before: Callable[..., Any] = self._find_before()
+        return before
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -239,7 +240,7 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
 
 def _reduces_itself(kind: type) -> bool:
     """Return whether pickles of a class are made of what it chooses, and not of what `__getstate__` returns."""
-    return kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
+    return any({"__reduce__", _REDUCE} & vars(base).keys() for base in kind.__mro__ if base is not object)
 
 
 def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
