@@ -1,9 +1,9 @@
 """`fgoffload.offload`: what raises leaves no trace, what is undone is gone, and what cannot be is refused."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
-import copy
 import gc
 import inspect
 import weakref
