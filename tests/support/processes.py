@@ -5,6 +5,7 @@ to import Megatron takes longer than most trainings of tests do.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import runpy
@@ -59,18 +60,19 @@ def _be_ranks(script: str, processes: int, folder: Path, *, imports: Sequence[st
     """Run the script as each rank, until all have ended well or one has failed."""
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()  # a collection of a copy would write to all pages, which copies share until one of them does
     ranks = {}
     for rank in range(processes):
         child = os.fork()
         if child == 0:
-            return _be_rank(script, rank, processes, folder, is_fresh=not imports)
+            _be_rank(script, rank, processes, folder, is_fresh=not imports)
+            return
         ranks[child] = rank
     while ranks:
         child, status = os.wait()
         rank, code = ranks.pop(child), os.waitstatus_to_exitcode(status)
         if code != 0:
             sys.exit(f"rank {rank} ended with {code}")
-    return None
 
 
 def _be_rank(script: str, rank: int, processes: int, folder: Path, *, is_fresh: bool) -> None:
@@ -86,3 +88,5 @@ def _be_rank(script: str, rank: int, processes: int, folder: Path, *, is_fresh: 
 
 if __name__ == "__main__":
     _be_ranks(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), imports=sys.argv[4:])
+    sys.stdout.flush()
+    os._exit(0)  # to take all of Megatron apart takes as long as a training
