@@ -43,11 +43,13 @@ DESCRIPTION = (
     "Trains the model of a Megatron argument file for a few steps in each of many settings, one after the other, and shows "
     "step time and memory side by side: nothing, recompute, the offload of Megatron-Core, Transformer Engine and PyTorch, ours."
 )
-USAGE = (
-    "fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...] [--budgets SIZE ...] [--profile [FILE]] "
-    "[--search-megatron] [--search-limit N] [--steps N] [--warmup N] [--repeats N] [--nothing-every N] [--check-bits] "
-    "[--trace] [--out FOLDER] [MEGATRON FLAGS]"
-)
+USAGE = """\
+fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...]
+                       [--budgets SIZE ...] [--profile [FILE]]
+                       [--search-megatron] [--search-limit N] [--steps N]
+                       [--warmup N] [--repeats N] [--nothing-every N]
+                       [--check-bits] [--trace] [--out FOLDER]
+                       [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload bench arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--settings": "recompute:full ours:core_attn+attn_proj",

@@ -14,6 +14,7 @@ class Command(Protocol):
     DESCRIPTION: str
     """What its own `--help` says first."""
     USAGE: str
+    """In lines that, after `usage: `, fit 80 columns: argparse does not break it."""
     EXAMPLE: str
     """A whole command line, for errors."""
     EXAMPLE_VALUES: Mapping[str, str]

@@ -36,12 +36,15 @@ DESCRIPTION = (
     "Predicts memory and step time of a training from its Megatron argument file, or from a Hugging Face config.json, and "
     "finds what to keep, to recompute and to offload so that a memory budget is met at the least step time. Needs no GPU."
 )
-USAGE = (
-    "fgoffload plan MODEL --gpu NAME [--profile FILE] [--offload-memory-budget SIZE] [--offload-host-budget SIZE] "
-    "[--json FILE] [--plot FILE] [--timeline FILE] [--thorough] [--late-host | --host-in-time] [MEGATRON FLAGS]\n"
-    "       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE] [--plot FILE] [--late-host | --host-in-time] "
-    "[MEGATRON FLAGS]"
-)
+USAGE = """\
+fgoffload plan MODEL --gpu NAME [--profile FILE]
+                      [--offload-memory-budget SIZE]
+                      [--offload-host-budget SIZE] [--json FILE] [--plot FILE]
+                      [--timeline FILE] [--thorough]
+                      [--late-host | --host-in-time] [MEGATRON FLAGS]
+       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE]
+                      [--plot FILE] [--late-host | --host-in-time]
+                      [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--gpu": "h100",

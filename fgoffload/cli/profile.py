@@ -26,7 +26,9 @@ DESCRIPTION = (
     "that each saves; before it a few steps as they are without measuring, and behind it, on a GPU, some under two plans that "
     "offload, in turn with steps that keep all: what copies cost a host that is late."
 )
-USAGE = "fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH] [MEGATRON FLAGS]"
+USAGE = """\
+fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH]
+                         [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload profile arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
 PROFILE_NAME = "profile.json"

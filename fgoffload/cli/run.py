@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 NAME = "run"
 SUMMARY = "start an unchanged Megatron-LM script with offload"
 DESCRIPTION = """\
-Starts a training script of Megatron-LM, which stays as it is, with offload applied before it. Our flags stand among its own;
-it gets those that its parser accepts. One line on rank 0 says what was applied. These do the same:
+Starts a training script of Megatron-LM, which stays as it is, with offload
+applied before it. Our flags stand among its own; it gets those that its parser
+accepts. One line on rank 0 says what was applied. These do the same:
 
   fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS
   torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py FLAGS
 
 Without options for torchrun, and outside of it, one process trains."""
-USAGE = "fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py [FLAGS OF THE SCRIPT, AND OURS]"
+USAGE = """\
+fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py
+                     [FLAGS OF THE SCRIPT, AND OURS]"""
 EXAMPLE = "fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS"
 EXAMPLE_VALUES: Mapping[str, str] = {}
 RUNS_A_SCRIPT = True
@@ -64,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = "\n".join(f"  {flag}" for flag in OWN_FLAGS)
     parser.epilog = (
         f"our flags, of which the first switches offload on:\n{listed}\n\n{SIZE_UNITS}\n"
-        "The exit code is the script's; 2 where a flag of ours is wrong, before the script starts."
+        "The exit code is the script's; 2 where a flag of ours is wrong, before the\nscript starts."
     )
 
 

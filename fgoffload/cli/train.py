@@ -24,7 +24,9 @@ DESCRIPTION = (
     "Trains the model of a Megatron argument file on a text, twice with the same seed: without and with offload. Shows that "
     "losses and gradients are equal to the bit, and what memory and time differ by."
 )
-USAGE = "fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE] [MEGATRON FLAGS]"
+USAGE = """\
+fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE]
+                       [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload train arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {"--steps": "10", "--data": "text.txt", "--plot": "memory.png"}
 """Of our own flags, for errors."""

@@ -25,7 +25,8 @@ class RecordedEvent:
 
     def __del__(self) -> None:
         # Any thread may get here, in the middle of anything: only an atomic append.
-        self._idle.append(self.event)
+        if hasattr(self, "_idle"):  # no interrupt came while it was made
+            self._idle.append(self.event)
 
 
 class EventPool:

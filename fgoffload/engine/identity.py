@@ -97,9 +97,9 @@ class StorageRef:
     __slots__ = ("_free", "key")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self._free = _free_weak_ref  # when the interpreter ends, this module may go before the last reference does
         self.key: int = _make_weak_ref(tensor.untyped_storage())
         """As `get_key` returns it for tensors of the storage."""
-        self._free = _free_weak_ref  # when the interpreter ends, this module may go before the last reference does
 
     @property
     def is_freed(self) -> bool:
@@ -107,7 +107,8 @@ class StorageRef:
         return bool(_is_expired(self.key))
 
     def __del__(self) -> None:
-        self._free(self.key)
+        if hasattr(self, "key"):  # no interrupt came while it was made
+            self._free(self.key)
 
     def find_storage(self) -> torch.UntypedStorage | None:
         """Return the storage, or None where it is freed."""

@@ -284,6 +284,8 @@ class SavedStorage:
         self._aliases.clear()
 
     def __del__(self) -> None:
+        if not hasattr(self, "has_left"):
+            return  # an interrupt came while it was made
         # Any thread may get here, in the middle of anything: only atomic appends. Who runs next does the rest.
         if self.reload is not None and not self.reload.is_ordered:
             self._transfers.abandoned.append(self.reload)

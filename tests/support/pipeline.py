@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 90
-"""Of a whole run of one training. Two processes need ten seconds, most of them for imports."""
+"""Of a whole run of one training."""
 
+IMPORTS = ("fgoffload.integrations.megatron.training", "megatron.core.models.gpt")
+"""What takes the most time of a short training: all of Megatron, nearly."""
 
 SIZES = (
     "tensor_parallel",
@@ -82,15 +84,22 @@ def run_pipeline(
 
 
 def run_trainings(
-    trainings: Sequence[Training], *, processes: int, timeout_seconds: float = TIMEOUT_SECONDS
+    trainings: Sequence[Training], *, processes: int, timeout_seconds: float = TIMEOUT_SECONDS, imports: Sequence[str] = IMPORTS
 ) -> list[list[StageResult]]:
-    """Train one after another in `processes` processes, and return the results by training and rank."""
+    """Train one after another in `processes` processes, and return the results by training and rank.
+
+    Args:
+        trainings: What to run.
+        processes: As many as one copy of the model of each needs.
+        timeout_seconds: Of all together.
+        imports: As for `run_processes`.
+    """
     from support.processes import run_processes  # here: as a script this file has no package
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps([dataclasses.asdict(training) for training in trainings]))
-        run_processes(__file__, folder, processes=processes, timeout_seconds=timeout_seconds)
+        run_processes(__file__, folder, processes=processes, timeout_seconds=timeout_seconds, imports=imports)
         found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(processes)]
         return [[StageResult(**rank[index]) for rank in found] for index in range(len(trainings))]
 

@@ -1,14 +1,22 @@
-"""Starts a script in several processes, one a rank, and waits for all; ends all of them when one fails or time is up."""
+"""Starts a script in several processes, one a rank, and waits for all; ends all of them when one fails or time is up.
 
+As a module: `run_processes`. As a script: the process whose copies the ranks are. It imports what all of them need once, since
+to import Megatron takes longer than most trainings of tests do.
+"""
+
+import contextlib
+import gc
+import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds: float) -> None:
+def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds: float, imports: Sequence[str] = ()) -> None:
     """Run `script RANK PROCESSES FOLDER` for each rank, and raise what a rank that failed said last.
 
     Args:
@@ -16,40 +24,69 @@ def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds:
         folder: Where the processes meet, and their logs go.
         processes: As many as there are ranks.
         timeout_seconds: Of the whole run.
+        imports: Modules that are imported once for all ranks. Without any, each rank is an interpreter of its own, as a GPU
+            needs it; then sets of words have another order on each rank, too.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    logs = [(folder / f"log-{rank}").open("w+") for rank in range(processes)]
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(processes), str(folder)],
+    else:
+        imports = ()  # macOS has libraries of which a copy may not be used
+    with (folder / "log").open("w+") as log:
+        first = subprocess.Popen(
+            [sys.executable, __file__, script, str(processes), str(folder), *imports],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=Path(__file__).parents[2],
+            start_new_session=True,  # so that all of them can be ended
         )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        _wait(children, deadline=time.monotonic() + timeout_seconds)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-        for log in logs:
-            log.close()
-    # Those that were killed above, since another failed, come last.
-    for rank, child in sorted(enumerate(children), key=lambda item: item[1].returncode == -signal.SIGKILL):
-        if child.returncode != 0:
-            tail = "\n".join((folder / f"log-{rank}").read_text().splitlines()[-40:])
-            raise AssertionError(f"rank {rank} ended with {child.returncode}:\n{tail}")
+        code = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = first.wait(timeout_seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(first.pid, signal.SIGKILL)
+            first.wait()
+    if code != 0:
+        said = ["not done in time" if code is None else f"ended with {code}"]
+        for path in sorted(folder.glob("log*")):
+            said += [f"{path.name}:", *path.read_text().splitlines()[-40:]]
+        raise AssertionError("\n".join(said))
 
 
-def _wait(children: list[subprocess.Popen[bytes]], *, deadline: float) -> None:
-    """Return when all have ended, or one has failed, or the deadline has passed."""
-    while time.monotonic() < deadline:
-        codes = [child.poll() for child in children]
-        if all(code == 0 for code in codes) or any(code for code in codes):
+def _be_ranks(script: str, processes: int, folder: Path, *, imports: Sequence[str]) -> None:
+    """Run the script as each rank, until all have ended well or one has failed."""
+    for name in imports:
+        importlib.import_module(name)
+    gc.freeze()  # a collection of a copy would write to all pages, which copies share until one of them does
+    ranks = {}
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            _be_rank(script, rank, processes, folder, is_fresh=not imports)
             return
-        time.sleep(0.05)
+        ranks[child] = rank
+    while ranks:
+        child, status = os.wait()
+        rank, code = ranks.pop(child), os.waitstatus_to_exitcode(status)
+        if code != 0:
+            sys.exit(f"rank {rank} ended with {code}")
+
+
+def _be_rank(script: str, rank: int, processes: int, folder: Path, *, is_fresh: bool) -> None:
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    words = [script, str(rank), str(processes), str(folder)]
+    if is_fresh:
+        os.execv(sys.executable, [sys.executable, *words])
+    sys.argv = words
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _be_ranks(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), imports=sys.argv[4:])
+    sys.stdout.flush()
+    os._exit(0)  # to take all of Megatron apart takes as long as a training

@@ -1,5 +1,6 @@
 """Tests of this folder run on the CPU, on a machine with a GPU too: those that need one are in `tests/gpu`."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,13 @@ def _on_the_cpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that tests start
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_are_short() -> None:
+    """Whoever collects garbage in a test, as trainers do when they close, need not look through what was there before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

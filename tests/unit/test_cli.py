@@ -76,6 +76,14 @@ def test_version_is_the_packages(capsys):
     assert (caught.value.code, capsys.readouterr().out) == (0, f"fgoffload {fgoffload.__version__}\n")
 
 
+@pytest.mark.parametrize("command", ["train", "run", "plan", "profile", "bench", "doctor"])
+def test_the_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_a_training_with_offload_is_compared_and_drawn(capsys):
     assert main(["train", ARGUMENTS, "--steps", "3"]) == 0
     shown, said = capsys.readouterr()

@@ -32,8 +32,13 @@ CONFIG = {
 
 @pytest.fixture
 def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return write_config(tmp_path)
+
+
+def write_config(folder, **changes):
+    """Return the path of a file with the model of `CONFIG` and `changes`."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG | changes), encoding="utf-8")
     return str(path)
 
 
@@ -98,9 +103,10 @@ def test_a_budget_that_holds_everything_keeps_everything(capsys, config):
     assert "Megatron's own flags: none are needed." in out
 
 
-def test_an_error_names_a_budget_that_a_plan_is_found_for(capsys, config):
-    words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "64")
-    code, _, error = plan(capsys, *words, "--offload-memory-budget", "10GiB")
+def test_an_error_names_a_budget_that_a_plan_is_found_for(capsys, tmp_path):
+    config = write_config(tmp_path, num_hidden_layers=2)
+    words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "32")
+    code, _, error = plan(capsys, *words, "--offload-memory-budget", "6GiB")
     least = re.search(r"Give a budget of (\d+MiB) or more", error).group(1)
     assert code == 2
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
@@ -118,10 +124,10 @@ def test_a_device_without_public_figures_is_planned_with_a_file_that_has_them(ca
 
 def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "SWEEP_POINTS", 2)
-    config, picture = tmp_path / "config.json", tmp_path / "frontier.png"
-    config.write_text(json.dumps(CONFIG | {"model_type": "llama", "num_hidden_layers": 2}), encoding="utf-8")
+    picture = tmp_path / "frontier.png"
+    config = write_config(tmp_path, model_type="llama", num_hidden_layers=1)
     words = ("--gpu", "h100", "--num-gpus", "8", "--global-batch-size", "16")
-    code, out, _ = plan(capsys, str(config), *words, "--sweep", "--plot", str(picture))
+    code, out, _ = plan(capsys, config, *words, "--sweep", "--plot", str(picture))
     assert code == 0
     steps = [float(line.split("│")[5]) for line in out.splitlines() if line.startswith("│ plan ")]
     assert len(steps) >= 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.engine import is_inert
+from fgoffload.engine import OffloadEngine, is_inert
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.buffers import BufferWatch
 from fgoffload.integrations.pytorch.devices import DeviceChoice
@@ -111,6 +111,12 @@ class ModelOffload(EngineOwner):
         except BaseException:
             self.put_back()
             raise
+
+    @property
+    def engine(self) -> OffloadEngine | None:
+        """The engine; None before both the first forward with gradients and `remove`, while the model may change its device."""
+        is_removed = self.config.enabled and not self._replaced
+        return self.get_engine() if is_removed else self._engine
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Return whether this handle was made for `model`."""

@@ -9,8 +9,8 @@ Without grad mode it calls the forward that was there before and does nothing el
 waits for Python's cyclic collector.
 
 An attribute does not know which module it is called for, so a copy of the module must not have it. Copies and pickles are
-made of what `__getstate__` returns, replicas of `nn.DataParallel` by a method of the module. Both are replaced too, and leave
-out what is ours.
+made of what `__getstate__` returns, or by a `__reduce__` of the class as `fx.GraphModule` has one, replicas of
+`nn.DataParallel` by a method of the module. All of them are replaced too, and leave out what is ours.
 """
 
 import functools
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HANDLE = "_fgoffload_handle"
 """The attribute of an offloaded model that holds its handle."""
 
-_FORWARD, _STATE, _REPLICATE = "forward", "__getstate__", "_replicate_for_data_parallel"
+_FORWARD, _STATE, _REDUCE, _REPLICATE = "forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel"
 _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
 
 
@@ -70,6 +70,8 @@ class ReplacedForward:
         self._is_torch_container = self._before is None and _is_torch_container(module)
         attributes[_FORWARD] = self
         attributes[_STATE] = _Method(_get_plain_state, module)
+        if _reduces_itself(type(module)):
+            attributes[_REDUCE] = _Method(_reduce_plain, module)
         attributes[_REPLICATE] = _Method(_make_plain_replica, module)
 
     def remove(self) -> None:
@@ -122,6 +124,12 @@ class ReplacedForward:
         return getattr(self._find_before(), name)
 
     @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that was there before, whose source `inspect.getsource` shows."""
+        before: Callable[..., Any] = self._find_before()
+        return before
+
+    @property
     def __signature__(self) -> inspect.Signature:
         """What `inspect.signature` says of the forward that was there before."""
         return inspect.signature(self._find_before())
@@ -148,13 +156,13 @@ class _Method:
     the copied module.
     """
 
-    def __init__(self, function: Callable[[torch.nn.Module], Any], module: torch.nn.Module | None) -> None:
+    def __init__(self, function: Callable[..., Any], module: torch.nn.Module | None) -> None:
         self._function = function
         self._module = None if module is None else weakref.ref(module)
 
-    def __call__(self) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Return what `function` returns for the module."""
-        return self._function(_get_living(self._module))
+        return self._function(_get_living(self._module), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make the same of the module's copy."""
@@ -209,7 +217,7 @@ def _leave_out_ours(attributes: dict[str, Any]) -> None:
     while isinstance(found, ReplacedForward):
         found = found._before  # noqa: SLF001 - of this class
     _set_forward(attributes, found)
-    for name in (_STATE, _REPLICATE, HANDLE):
+    for name in (_STATE, _REDUCE, _REPLICATE, HANDLE):
         attributes.pop(name, None)
 
 
@@ -228,6 +236,20 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
         state = dict(state)
         _leave_out_ours(state)
     return state
+
+
+def _reduces_itself(kind: type) -> bool:
+    """Return whether pickles of a class are made of what it chooses, and not of what `__getstate__` returns."""
+    return any({"__reduce__", _REDUCE} & vars(base).keys() for base in kind.__mro__ if base is not object)
+
+
+def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
+    """Return what a pickle of the module is made of, without what is ours."""
+    kind: Any = type(module)
+    plain = object.__new__(kind)  # not by the class: `fx.GraphModule` would make another one
+    vars(plain).update(vars(module))
+    _leave_out_ours(vars(plain))
+    return plain.__reduce_ex__(protocol)
 
 
 def _make_plain_replica(module: torch.nn.Module) -> Any:

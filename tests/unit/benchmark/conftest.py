@@ -1,5 +1,6 @@
 """The process groups that Megatron-Core's models need, for all tests of a module."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,12 @@ from support.trainings import DENSE
 
 from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.training import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _what_was_imported_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement collects garbage before each step, and would look through all of Megatron each time."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="module")

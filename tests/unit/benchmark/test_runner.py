@@ -57,6 +57,12 @@ def test_bits_of_a_setting_are_those_of_nothing(name):
     assert find_gradient_difference(before, after) is None
 
 
+def test_a_setting_that_recomputes_has_a_lower_peak():
+    runner = Runner(make_job(), lambda loss: None)
+    nothing, full = (runner.measure_times(Run(setting=parse_setting(name), repeat=0)) for name in ("nothing", "recompute:full"))
+    assert 0 < full.activation_peak_bytes < nothing.activation_peak_bytes
+
+
 # Loading.
 
 

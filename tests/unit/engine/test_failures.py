@@ -20,14 +20,6 @@ HOST_BUDGET_BYTES = 64 * NBYTES
 """The arena takes all of it as one slab."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collect_fast():
-    gc.collect()
-    gc.freeze()  # what is there already need not be looked at by each of the many collections here
-    yield
-    gc.unfreeze()
-
-
 class Model:
     """A layer that saves whole storages, one that two regions share, and columns of one, which are gathered."""
 

@@ -23,14 +23,6 @@ TRIM = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
 """Of the GNU C library; another one may keep more of what was freed."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _count_only_what_is_new():
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _without_the_cyclic_collector():
     gc.disable()

@@ -17,5 +17,4 @@ def parallel() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
     Trainer.destroy_parallel()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fused_kernels import fused_kernels
+from support.pipeline import IMPORTS
 from support.processes import run_processes
 from support.shrunk_models import FILES, ONE_RANK, balanced_routing, find_layout, shrink
 from support.trainings import make_config
@@ -90,7 +91,7 @@ def measure_ranks(models, layout, tmp_path_factory):
     }
     folder = tmp_path_factory.mktemp("bytes")
     (folder / "request.json").write_text(json.dumps({"trainings": trainings, "is_deterministic": False}))
-    run_processes(str(SCRIPT), folder, processes=layout.ranks, timeout_seconds=110)
+    run_processes(str(SCRIPT), folder, processes=layout.ranks, timeout_seconds=110, imports=IMPORTS)
     return {
         name: ([json.loads((folder / f"result-{rank}.json").read_text())[name] for rank in range(layout.ranks)], model)
         for name, model in models.items()

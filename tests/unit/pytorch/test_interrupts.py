@@ -14,6 +14,7 @@ from support.sites import has_hooks
 from torch import nn
 
 import fgoffload
+from fgoffload.engine.events import EventPool
 
 Line = tuple[str, int]
 
@@ -90,12 +91,19 @@ def is_unguarded(line: Line) -> bool:
     return line[0].endswith("/block.py") and text in ("return self", UNGUARDED_EXIT, "forward = self._entries.open[-1]", "try:")
 
 
+def watch_unraisable(monkeypatch: pytest.MonkeyPatch) -> set[type[BaseException]]:
+    """Collect what is raised in a `__del__`, by type alone: pytest's hook holds what was about to be dropped."""
+    found: set[type[BaseException]] = set()
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: found.add(raised.exc_type))
+    return found
+
+
 UNGUARDED_EXIT = "self._leave(is_failed=error is not None)"
 
 
 @pytest.mark.parametrize("kind", ["model", "parts", "failing", "block"])
 def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind, monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # pytest's holds what a `__del__` was about to drop
+    unraisable = watch_unraisable(monkeypatch)
     net, handle, step = make_step(kind)
     step()
     expected = copy_gradients(net)
@@ -109,6 +117,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind
         with contextlib.suppress(Interrupt):
             Lines(line).run(step)
         assert not has_hooks(), line
+        assert unraisable <= {Interrupt}, line
         net.zero_grad(set_to_none=True)
         step()
         check_equal(expected, copy_gradients(net))
@@ -116,3 +125,15 @@ def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind
         assert handle.engine.arena.used_bytes == 0, line
         assert not handle.engine.is_copying_out(), line
         assert not has_hooks(), line
+
+
+def test_an_interrupt_while_an_event_is_recorded_is_all_that_is_raised(monkeypatch):
+    unraisable = watch_unraisable(monkeypatch)
+    stream = types.SimpleNamespace()
+    pool = EventPool(lambda: types.SimpleNamespace(record=lambda stream: None))
+    lines = Lines()
+    lines.run(lambda: pool.record(stream))
+    for line in lines.seen:
+        with contextlib.suppress(Interrupt):
+            Lines(line).run(lambda: pool.record(stream))
+        assert unraisable <= {Interrupt}, line

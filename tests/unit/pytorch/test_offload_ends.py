@@ -1,6 +1,7 @@
 """`fgoffload.offload`: what raises leaves no trace, what is undone is gone, and what cannot be is refused."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -194,6 +195,17 @@ def test_what_is_not_enabled_replaces_nothing():
         net(make_inputs()).backward()
         assert handle.engine is None
         assert not handle.offload_tensor(torch.ones(8)).is_on_host
+
+
+def test_a_removed_handle_has_an_engine_that_moves_nothing_for_a_copy_of_its_model():
+    net = make_net()
+    handle = fgoffload.offload(net, PATTERNS, ALL)
+    other = copy.deepcopy(net)
+    assert handle.engine is None
+    handle.close()
+    other(make_inputs()).backward()
+    assert handle.engine.finish_step().tags == {}
+    assert handle.engine.arena.reserved_bytes == 0
 
 
 def test_a_device_that_torch_does_not_know_is_refused():

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 
 import pytest
@@ -13,7 +14,7 @@ import fgoffload
 from fgoffload import ConfigError, StateError
 from fgoffload.integrations.pytorch.replaced import ReplacedForward
 
-MARKS = {"forward", "__getstate__", "_replicate_for_data_parallel", "_fgoffload_handle"}
+MARKS = {"forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel", "_fgoffload_handle"}
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -94,6 +95,29 @@ def test_a_copy_of_a_module_that_copies_its_attributes_itself_is_a_model_of_its_
             other(torch.ones(64, 64)).sum().backward()
             assert second.stats().d2h_bytes > 0
         assert handle.engine is None
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part"])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"])
+def test_a_copy_of_an_offloaded_graph_module_is_a_plain_model(make_copy, is_part):
+    traced, inputs = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 64), nn.Tanh())), make_inputs()
+    model = nn.Sequential(traced) if is_part else traced
+    with fgoffload.offload(model, ["0"], ALL) as handle:
+        other = make_copy(model)
+        assert is_plain(other)
+        expected = get_gradients(other, lambda: other(inputs).sum())
+        assert handle.engine is None
+        check_equal(expected, get_gradients(model, lambda: model(inputs).sum()))
+        assert handle.stats().d2h_bytes > 0
+    assert is_plain(model)
+
+
+def test_tools_find_the_source_of_a_replaced_forward():
+    net = make_net()
+    plain = inspect.getsource(net.forward)
+    with fgoffload.offload(net, PATTERNS, ALL):
+        assert inspect.getsource(net.forward) == plain
+        assert inspect.unwrap(net.forward) == type(net).forward.__get__(net)
 
 
 def test_a_wrapper_around_the_forward_stays_and_a_copy_of_it_runs_the_weights_of_the_copy():

@@ -100,8 +100,9 @@ def test_a_larger_budget_is_never_slower():
     assert steps == sorted(steps, reverse=True)
 
 
-def test_a_plan_for_a_model_file_fits_hides_nearly_all_copies_and_is_no_slower_than_what_users_would_choose():
-    ranks = build_ranks(*read_model_file(ARGUMENTS / "deepseek_v3.sh"), get_hardware("h100"))
+@pytest.mark.parametrize("name", ["w2_moe_1f1b", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_a_plan_for_a_model_file_fits_hides_nearly_all_copies_and_is_no_slower_than_what_users_would_choose(name):
+    ranks = build_ranks(*read_model_file(ARGUMENTS / f"{name}.sh"), get_hardware("h100"))
     usual = {name: simulate(ranks, plan) for name, plan in baselines(ranks).items()}
     kept, full = simulate(ranks, OffloadPlan(actions={})), usual["full recompute"]
     budget_bytes = round(full.peak_bytes + 0.3 * (kept.peak_bytes - full.peak_bytes))
