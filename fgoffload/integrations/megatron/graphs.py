@@ -51,6 +51,8 @@ class GraphedLayers:
         self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
         """By microbatch. None where nothing leaves."""
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        """The microbatches whose outputs are known to stay."""
         self._find_region: Callable[[str], CapturedRegion | None] | None = None
         """Of the layer that is captured, or warms up for that, just now."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -68,6 +70,7 @@ class GraphedLayers:
 
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Run the forward of `layer` for a capture, or to warm up for one, and let leave what its regions save."""
+        self._known.pop(layer, None)
         chunk, number = self._chunks.get(layer), get_number(layer)
         if self._find_region is not None or is_inert() or chunk is None or not self._actions.list_offloaded(chunk, number):
             return run()
@@ -93,19 +96,22 @@ class GraphedLayers:
 
     def replay(self, layer: torch.nn.Module, run: Callable[[], Any]) -> Any:
         """Replay the graph of `layer` for the microbatch that it is at."""
-        forwards = self._forwards.get(layer)
-        forward = forwards[getattr(layer, "current_microbatch", 0) % len(forwards)] if forwards else None
+        forwards, microbatch = self._forwards.get(layer), getattr(layer, "current_microbatch", 0)
+        forward = forwards[microbatch % len(forwards)] if forwards else None
         if forward is None:
             outputs = run()
         else:
             outputs = self._engine.staging.replay_forward(forward, run)
             self._follow_backward(forward, outputs)
-        self._engine.keep_static(_list_tensors(outputs))
+        known = self._known.setdefault(layer, set())
+        if microbatch not in known:
+            known.add(microbatch)  # each replay has the same outputs, and the host has no time to lose
+            self._engine.keep_static(_list_tensors(outputs))
         return outputs
 
     def _follow_backward(self, forward: CapturedForward, outputs: Any) -> None:
         staging = self._engine.staging
-        node = next((tensor.grad_fn for tensor in _list_tensors(outputs) if tensor.grad_fn is not None), None)
+        node = next((one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None), None)
         if node is not None:  # one node replays all of backward
             node.register_prehook(lambda gradients: staging.enter_backward(forward))
             node.register_hook(lambda inputs, gradients: staging.leave_backward(forward))
