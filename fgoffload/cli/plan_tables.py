@@ -72,7 +72,8 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
     solution = report.solution
     fraction = f"budget {format_bytes(solution.budget_bytes)} a device"
     usual = " ".join(choose_usual_modules(report.ranks))
-    caption = f"{fraction}; predicted, of the worst rank; selective recompute is --recompute-modules {usual}"
+    caption = f"{fraction}; predicted, of the worst rank"
+    caption += f"; selective recompute is --recompute-modules {usual}" if usual else ""
     table = Table(title=subject.title, caption=caption, title_justify="left")
     table.add_column("")
     for heading in ("peak", "on rank", "step", "over nothing", "host, fullest rank", "host, fullest node", "fits"):
@@ -165,7 +166,7 @@ def build_kept_table(report: PlanReport) -> Table:
 
 def build_peak_table(report: PlanReport) -> Table:
     """Return the peak of each pipeline rank, and the step of all, under the plan and what users would pick instead."""
-    results = {name: report.baselines[name] for name in COMPARED} | {PLAN: report.solution.result}
+    results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     table = Table(title="Peak by pipeline rank")
     for heading in ("rank", "layers", "static", *results):
         table.add_column(heading, justify="right")

@@ -197,6 +197,8 @@ class ChunkProgram:
     """What leaves."""
     base_bytes: int
     """Device bytes of a microbatch from the start of its forward to the end of its backward, whatever the plan says."""
+    staged_bytes: int
+    """Of the layer that has the most of them: what leaves through a staging slot, which all layers share."""
     recompute_s: float
     """Seconds of compute that backward has more than without a plan."""
     content: Hashable

@@ -176,6 +176,11 @@ class ResolvedLayer:
         return sum(leaving.tensor.size_bytes for leaving in self.leaving)
 
     @property
+    def staged_bytes(self) -> int:
+        """Bytes of a microbatch that leave through a staging slot."""
+        return sum(one.tensor.size_bytes for one in self.leaving if self.layer.is_staged(one.tensor))
+
+    @property
     def recompute_s(self) -> float:
         """Seconds of compute that backward takes longer."""
         segments = self.layer.segments
@@ -243,7 +248,8 @@ def _resolve(
         owners = [place for place, group in enumerate(groups) if group.tag in one.tensor.tags]
         if one.tensor.is_same_in_all_layers:
             continue
-        if not owners or one.tensor.is_below(min_offloaded_numel) or staying_tags.intersection(one.tensor.tags):
+        is_able = layer.may_leave(one.tensor) and not one.tensor.is_below(min_offloaded_numel)
+        if not owners or not is_able or staying_tags.intersection(one.tensor.tags):
             kept.append(
                 ResidentTensor(
                     tensor=one.tensor,
