@@ -45,6 +45,8 @@ class Subject:
     """Of each device: counted as static memory, and not handed out by the allocator of a training."""
     host_budget: str
     """The host budget of a rank, and where it comes from, as the end of a line."""
+    takes_auto: bool = True
+    """Whether the training can plan for a budget itself, which one with CUDA graphs cannot."""
     link_line: str = ""
     """Where the link comes from, in a line of its own, if that is not where the rest of the device does."""
 

@@ -2,9 +2,10 @@
 
 [Note: What a plan takes graphs for]
 No Python runs in a graph, so no plan runs a captured module again. Inputs and outputs of a graph stay: they lie at fixed
-addresses. What else a captured module saves leaves through the engine's staging slots, which all layers share. They count as
-static memory, as large as what the largest layer offloads from its graph. The simulator counts bytes that are copied beside, so
-that a plan is predicted up to a window too high there. A full iteration copies tensors from where they lie, as without graphs.
+addresses. What else a captured module saves leaves through the engine's staging slots, which all layers share. Slots count as
+static memory, each as large as what the largest layer offloads from its graph. Nothing else of that is on the device between
+graphs. That a graph waits for a slot is not simulated: where copies are slower than compute, a step takes longer than said.
+A full iteration copies tensors from where they lie, as eager steps do.
 
 What else a pool of graphs costs is not counted: it holds the inputs and outputs of each graph all the time, and nothing outside
 can use its fragments. So a step reserves more memory than is predicted.

@@ -160,6 +160,8 @@ class Parcel(NamedTuple):
 
     size_bytes: int
     """Of all."""
+    device_bytes: int
+    """Of them, what is on the device beside static memory while they are there: all or, through staging slots, nothing."""
     label: str
     """For people: `reload of layers.12.core_attn`, the site that it leaves with."""
     mover: Mover

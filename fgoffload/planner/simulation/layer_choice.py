@@ -151,8 +151,10 @@ class ResolvedLayer:
         """Device bytes that are there after the forward of a stretch and were not before, by stretch; below 0 where some go."""
         saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.kept, *self.leaving, *self.held)
         last = len(self.layer.segments) - 1
-        gone = ((last, -one.tensor.size_bytes) for one in self.held)
-        return _sum_by_place([*((one.saved_after, one.tensor.size_bytes) for one in saved), *gone])
+        sizes = [(one.saved_after, one.tensor.size_bytes) for one in saved]
+        sizes += [(last, -one.tensor.size_bytes) for one in self.held]
+        sizes += [(last, -one.tensor.size_bytes) for one in self.leaving if self.layer.is_staged(one.tensor)]
+        return _sum_by_place(sizes)
 
     @functools.cached_property
     def freed_bytes(self) -> Mapping[int, int]:

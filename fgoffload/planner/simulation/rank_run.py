@@ -389,7 +389,7 @@ class RankRun:
                 lane.states[parcel] = _OFFLOADED
             # What was called back backward still wants, and what forward reads is freed behind that.
             if state is not _RESIDENT and not lane.is_read[parcel]:
-                self._device_bytes -= lane.program.parcels[parcel].size_bytes
+                self._device_bytes -= lane.program.parcels[parcel].device_bytes
         self._note_memory(self.clock_s)
 
     def _read(self, step: ReadStep, lane: LaneRun) -> None:
@@ -397,7 +397,7 @@ class RankRun:
         for parcel in step.parcels:
             lane.is_read[parcel] = False
             if lane.states[parcel] is _OFFLOADED:
-                self._device_bytes -= lane.program.parcels[parcel].size_bytes
+                self._device_bytes -= lane.program.parcels[parcel].device_bytes
         self._note_memory(self.clock_s)
 
     # And back.
@@ -519,7 +519,7 @@ class RankRun:
     def _reload(self, lane: LaneRun, parcels: Sequence[int]) -> None:
         for number in parcels:
             parcel = lane.program.parcels[number]
-            self._add_bytes(parcel.size_bytes, parcel.label)
+            self._add_bytes(parcel.device_bytes, parcel.label)
             lane.states[number] = _RELOADED
             lane.reloads[number] = self._link.submit(
                 _H2D, parcel.size_bytes, self.clock_s, mover=parcel.mover, label=self._name(parcel.label)
@@ -540,7 +540,7 @@ class RankRun:
             if lane.is_copied[number]:
                 self._abandoned += 1
             elif state is not _OFFLOADED:
-                self._device_bytes -= size_bytes
+                self._device_bytes -= lane.program.parcels[number].device_bytes
         self._note_memory(self.clock_s)
 
     # Functions of the class: bound ones would be cycles of objects, a rank and its steps.
