@@ -7,12 +7,26 @@ Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcor
 """
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
 """Who captures what: nobody, Megatron its layers, Transformer Engine the layers, Megatron a whole forward and backward."""
+
+
+class Graphs(NamedTuple):
+    """What CUDA graphs capture in a training."""
+
+    impl: str = NO_GRAPHS
+    """Of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
+    modules: tuple[str, ...] = ()
+    """Of `--cuda-graph-modules`, as 0.19 spells them. None of them stands for the whole layer."""
+
+
+NO_CAPTURE = Graphs()
+"""Everything runs eagerly."""
 
 _ATTENTION = ("attn_norm", "qkv_linear", "gdp_qkv", "mla_up_proj", "core_attn", "attn_proj")
 _DENSE = ("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")

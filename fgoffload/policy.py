@@ -17,6 +17,9 @@ waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/how_it_
 DEFAULT_PREFETCH_BYTES = 512 * MIB
 """Bytes. At 50 GB/s to device this is 11 ms ahead of backward, more than the largest group of the reference workloads."""
 
+STAGING_SLOTS = 2
+"""Slots through which captured modules offload: one that graphs use, and one that is copied meanwhile."""
+
 HOST_SHARE = 0.6
 """The part of a node's host memory that all its ranks together take at most where nobody says otherwise: the engine of what is
 free at start, the planner of what the node has. The rest is for data loaders, checkpoints in the making and the page cache."""

@@ -8,6 +8,7 @@ from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.graph_checks import read_graphs
 from fgoffload.integrations.megatron.model_shapes import read_model
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 from fgoffload.integrations.megatron.training_policy import Update
@@ -16,6 +17,7 @@ from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.profiled_ranks import make_rank_models
+from fgoffload.planner.ranks.captured_layer import capture_rank
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.search_limits import THOROUGH
 from fgoffload.planner.solving.solver import solve_leaving_free
@@ -60,10 +62,13 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
     Raises:
         ConfigError: The schedule cannot have so many microbatches.
     """
-    microbatches = parse_setting_arguments(job, NOTHING, world_size=job.world_size).num_microbatches
+    arguments = parse_setting_arguments(job, NOTHING, world_size=job.world_size)
     offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
     policy = None if offload is None else offload.transfer_policy
-    return make_rank_models(profile, policy=policy, microbatches=microbatches)
+    ranks = make_rank_models(profile, policy=policy, microbatches=arguments.num_microbatches)
+    has_shared_overlap = bool(arguments.transformer.get("moe_shared_expert_overlap"))
+    graphs = read_graphs(arguments.transformer)
+    return tuple(capture_rank(rank, graphs, has_shared_overlap=has_shared_overlap) for rank in ranks)
 
 
 def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
@@ -122,7 +127,7 @@ def build_workload(
         has_fused_gradient_accumulation=bool(fields.get("gradient_accumulation_fusion", False)),
     )
     state = _GRADIENTS_ALONE if update is Update.NONE else ADAM
-    assumptions = Assumptions(state=state, reserve_bytes=0, execution=execution)
+    assumptions = Assumptions(state=state, reserve_bytes=0, execution=execution, graphs=read_graphs(fields))
     if offload is not None:
         assumptions = dataclasses.replace(
             assumptions,

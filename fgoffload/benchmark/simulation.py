@@ -76,7 +76,7 @@ def _leave_out_what_saves_nothing(plan: OffloadPlan, ranks: Sequence[RankModel])
         for number, chunk in enumerate(rank.chunks)
         for layer in chunk.layers
         # A checkpoint saves its input under that tag, whatever the layer saves otherwise.
-        for tag in ("layer_input", *(tag for tensor in layer.model.tensors for tag in tensor.tags))
+        for tag in ("layer_input", *layer.model.offloadable_tags)
     }
     known = {(site.chunk, site.layer) for site in saving}
     actions = {}

@@ -202,6 +202,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 
 def _plan(checked: PlanOptions) -> int:
+    from fgoffload.captured_tags import NO_CAPTURE
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
@@ -245,6 +246,7 @@ def _plan(checked: PlanOptions) -> int:
         device=device,
         reserve_bytes=reserve_bytes,
         host_budget=host_words,
+        takes_auto=assumptions.graphs == NO_CAPTURE,
         link_line=found.link_line,
     )
     console = PipeConsole()

@@ -13,14 +13,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fgoffload.captured_tags import NO_CAPTURE
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.profiled_ranks import make_rank_models
+from fgoffload.planner.ranks.captured_layer import capture_rank
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile
+
+logger = logging.getLogger(__name__)
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
 """Of a model and its ranks: what may differ from what was measured. A fused gate saves the same, whichever it is."""
@@ -75,9 +79,20 @@ def build_profiled_ranks(
     """
     check_profile(profile, path, planned)
     ranks = make_rank_models(profile, policy=planned.assumptions.policy, microbatches=planned.parallelism.microbatches)
-    least_numel = planned.assumptions.min_offloaded_numel
+    least_numel, graphs = planned.assumptions.min_offloaded_numel, planned.assumptions.graphs
+    if graphs != NO_CAPTURE:
+        logger.warning(
+            "profile %s is of eager steps: where the host launched them late, steps with CUDA graphs are faster than said.",
+            path,
+        )
+    experts = planned.model.experts
+    has_shared_overlap = experts is not None and experts.has_shared_overlap
     return tuple(
-        dataclasses.replace(rank, static_bytes=rank.static_bytes + reserve_bytes, min_offloaded_numel=least_numel)
+        dataclasses.replace(
+            capture_rank(rank, graphs, has_shared_overlap=has_shared_overlap),
+            static_bytes=rank.static_bytes + reserve_bytes,
+            min_offloaded_numel=least_numel,
+        )
         for rank in ranks
     )
 

@@ -181,14 +181,14 @@ def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
         budget_bytes: Of each device; None where there are many.
     """
     reserve = f"{format_bytes(subject.reserve_bytes)} of reserve (contexts, communication, fragments)"
-    at_run_time = "--offload-modules auto --offload-memory-budget"
+    at_run_time = "; at run time give --offload-modules auto --offload-memory-budget" if subject.takes_auto else ""
     if budget_bytes is None:
-        text = f"A budget comprises {reserve}; at run time give {at_run_time} that much less."
+        text = f"A budget comprises {reserve}{at_run_time and f'{at_run_time} that much less'}"
     else:
         handed_out = budget_bytes - subject.reserve_bytes
-        rest = f"{format_bytes(handed_out)} that the allocator hands out; at run time give {at_run_time} {_spell(handed_out)}."
-        text = f"The budget comprises {reserve} and {rest}"
-    return f"{text} Host budget: {subject.host_budget}."
+        rest = f"{format_bytes(handed_out)} that the allocator hands out"
+        text = f"The budget comprises {reserve} and {rest}{at_run_time and f'{at_run_time} {_spell(handed_out)}'}"
+    return f"{text}. Host budget: {subject.host_budget}."
 
 
 def describe_fitting(hardware: Hardware, solutions: Sequence[Solution]) -> str:

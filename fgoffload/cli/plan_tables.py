@@ -45,6 +45,8 @@ class Subject:
     """Of each device: counted as static memory, and not handed out by the allocator of a training."""
     host_budget: str
     """The host budget of a rank, and where it comes from, as the end of a line."""
+    takes_auto: bool = True
+    """Whether the training can plan for a budget itself, which one with CUDA graphs cannot."""
     link_line: str = ""
     """Where the link comes from, in a line of its own, if that is not where the rest of the device does."""
 
@@ -72,7 +74,8 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
     solution = report.solution
     fraction = f"budget {format_bytes(solution.budget_bytes)} a device"
     usual = " ".join(choose_usual_modules(report.ranks))
-    caption = f"{fraction}; predicted, of the worst rank; selective recompute is --recompute-modules {usual}"
+    caption = f"{fraction}; predicted, of the worst rank"
+    caption += f"; selective recompute is --recompute-modules {usual}" if usual else ""
     table = Table(title=subject.title, caption=caption, title_justify="left")
     table.add_column("")
     for heading in ("peak", "on rank", "step", "over nothing", "host, fullest rank", "host, fullest node", "fits"):
@@ -165,7 +168,7 @@ def build_kept_table(report: PlanReport) -> Table:
 
 def build_peak_table(report: PlanReport) -> Table:
     """Return the peak of each pipeline rank, and the step of all, under the plan and what users would pick instead."""
-    results = {name: report.baselines[name] for name in COMPARED} | {PLAN: report.solution.result}
+    results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     table = Table(title="Peak by pipeline rank")
     for heading in ("rank", "layers", "static", *results):
         table.add_column(heading, justify="right")

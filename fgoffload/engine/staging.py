@@ -30,10 +30,8 @@ from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError
+from fgoffload.policy import STAGING_SLOTS
 from fgoffload.units import format_bytes
-
-RING_SLOTS = 2
-"""One that graphs use, and one that is copied meanwhile."""
 
 Result = TypeVar("Result")
 
@@ -169,7 +167,9 @@ class Staging:
         """Make slots of at least `size_bytes`, before a capture begins. Graphs that were captured keep those that they use."""
         with self._lock:
             if not self._ring or self._ring[0].buffer.numel() < size_bytes:
-                self._ring = collections.deque(StagingSlot(self._device.allocate_device(size_bytes)) for _ in range(RING_SLOTS))
+                self._ring = collections.deque(
+                    StagingSlot(self._device.allocate_device(size_bytes)) for _ in range(STAGING_SLOTS)
+                )
 
     def stage(self, parts: Sequence[StagedPart]) -> CapturedForward | None:
         """Capture copies of `parts` into a slot, as many as fit, and release their storages. None where none does.

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+from fgoffload.captured_tags import FULL_ITERATION, NO_CAPTURE, Graphs
 from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.planner.memory.static_memory import (
     ADAM,
@@ -22,6 +23,7 @@ from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import (
     ChunkModel,
+    HostPace,
     NumberedLayer,
     RankModel,
     find_host_pace,
@@ -58,6 +60,8 @@ class Assumptions:
     """Elements. What a group saves of one storage stays when it is smaller."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """How layers are run. Context parallel size and window of each layer are the model's, whatever is here."""
+    graphs: Graphs = NO_CAPTURE
+    """What CUDA graphs capture."""
 
 
 def build_ranks(
@@ -75,6 +79,10 @@ def build_ranks(
         ConfigError: The ranks cannot share the model, or of the device something is not known that times need.
     """
     assumptions = assumptions or Assumptions()
+    is_captured = assumptions.graphs.impl == FULL_ITERATION
+    if is_captured:  # the host launches one graph a step
+        efficiency = dataclasses.replace(assumptions.efficiency, host_s_per_launch=0.0)
+        assumptions = dataclasses.replace(assumptions, efficiency=efficiency)
     check_for_times(hardware)
     if assumptions.network == Network() and (line := describe_assumed_rates(hardware, ranks=parallelism.world_size)):
         logger.warning(line)
@@ -94,7 +102,7 @@ def build_ranks(
                 policy=assumptions.policy,
                 min_offloaded_numel=assumptions.min_offloaded_numel,
                 step_end_s=_count_update_s(static, hardware, assumptions),
-                host_pace=find_host_pace(models, parallelism.pipeline),
+                host_pace=HostPace.STEP_AHEAD if is_captured else find_host_pace(models, parallelism.pipeline),
                 turning_chunk=find_turning_chunk(parallelism.pipeline, rank=rank),
             )
         )
@@ -151,6 +159,7 @@ class _LayerModels:
                 efficiency=self.assumptions.efficiency,
                 network=self.assumptions.network,
                 execution=execution,
+                graphs=self.assumptions.graphs,
             )
         return found
 

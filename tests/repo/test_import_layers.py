@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "benchmark": (*BELOW_ENGINE, "environment", "output_files", "engine", "planner", "integrations", "doctor", "benchmark"),
     "cli": (
         *BELOW_ENGINE,
+        "captured_tags",
         "output_files",
         "text_files",
         "engine",

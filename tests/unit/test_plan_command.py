@@ -8,7 +8,8 @@ import pytest
 
 from fgoffload.cli import main
 from fgoffload.cli import plan as plan_command
-from fgoffload.integrations.megatron import model_shapes
+from fgoffload.config import OffloadConfig
+from fgoffload.integrations.megatron import graph_checks, model_shapes
 from fgoffload.integrations.megatron.model_config import read_facts
 from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan
 
@@ -178,6 +179,24 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
     assert err.startswith("fgoffload: error: ")
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path):
+    path, source = tmp_path / "plan.json", str(ROOT / "arguments" / "launch_bound_graphs.sh")
+    # Less than what the experts alone can free: attention leaves from inside of its graphs too.
+    words = (source, "--gpu", "h100", "--no-optimizer", "--offload-memory-budget", "17.2GiB", "--json", str(path))
+    code, out, err = plan(capsys, *words)
+    assert code == 0
+    assert err.count("a plan does not count what pools of CUDA graphs hold") == err.count("warning: ") == 1
+    assert "--offload-modules auto" not in out  # which steps with graphs cannot measure
+    written = OffloadPlan.load(path)
+    assert "core_attn" in written.offloaded_tags
+    values = {"num_moe_experts": 16, "cuda_graph_impl": "transformer_engine"}
+    values["cuda_graph_modules"] = ["attn", "moe_router", "moe_preprocess"]
+    graph_checks.check_graphs(OffloadConfig(offload_modules=written.offloaded_tags), written.offloaded_tags, values)
+    recomputed = {site.tag for site, action in written.actions.items() if action.recomputes}
+    assert recomputed
+    graph_checks.check_recompute(recomputed, values, layer=0, is_moe=True)
 
 
 @pytest.mark.parametrize(

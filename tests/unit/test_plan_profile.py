@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+from fgoffload.captured_tags import find_captured
 from fgoffload.cli import main
 from fgoffload.integrations.megatron.model_shapes import read_model_file
+from fgoffload.plan import OffloadPlan
 from fgoffload.planner.model_ranks import build_ranks
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
@@ -93,6 +95,22 @@ def test_the_measured_training_is_planned_for(capsys, arguments, profile):
     assert err.count("without --moe-token-dispatcher-type") == 1
     assert "profile.json" not in err
     assert "model: 4 layers, tp 1 pp 1, 1 x A device, profiled with an optimizer" in out
+
+
+def test_graphs_are_planned_for_from_a_profile_of_eager_steps(capsys, arguments, profile, tmp_path):
+    path = tmp_path / "plan.json"
+    graphs = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "moe_router")
+    words = (arguments, "--profile", str(profile), "--offload-memory-budget", "5.95GiB", "--json", str(path))
+    recomputed = []
+    for typed in ((), graphs):
+        code, _, err = plan(capsys, *words, *typed)
+        assert code == 0
+        actions = OffloadPlan.load(path).actions
+        recomputed.append({site.tag for site, action in actions.items() if action.recomputes and site.layer > 0})
+        assert err.count("is of eager steps: where the host launched them late") == bool(typed)
+    captured = find_captured("transformer_engine", ("attn", "moe_router"), is_moe=True)
+    assert recomputed[0] & captured
+    assert not recomputed[1] & captured
 
 
 def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):

@@ -6,6 +6,7 @@ from typing import Any
 
 from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.graph_checks import read_graphs
 from fgoffload.planner.memory.static_memory import ParameterState
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.operations.ops import Execution
@@ -18,6 +19,8 @@ ASSUMPTION_FLAGS = frozenset(
     {
         "accumulate_allreduce_grads_in_fp32",
         "bias_dropout_fusion",
+        "cuda_graph_impl",
+        "cuda_graph_modules",
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
         "grad_reduce_in_bf16",
@@ -62,6 +65,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
             has_fused_dropout_add=values.get("bias_dropout_fusion", True),
             has_fused_gradient_accumulation=values.get("gradient_accumulation_fusion", True),
         ),
+        graphs=read_graphs(values),
     )
 
 

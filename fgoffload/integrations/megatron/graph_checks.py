@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, find_captured, find_kept
+from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError, PlanError
 
@@ -22,7 +22,7 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
     Raises:
         ConfigError: With the flag, the module, the reason and the fix.
     """
-    impl, modules = _read(values)
+    impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
         logger.warning(
             "--delay-offload-until-cuda-graph has no effect: groups wait for graphs of layers, and --cuda-graph-impl is %s.",
@@ -46,7 +46,7 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
     Raises:
         PlanError: With the unit and the fix.
     """
-    impl, modules = _read(values)
+    impl, modules = read_graphs(values)
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=_has_shared_overlap(values))
     for unit in units:
         if unit in captured:
@@ -80,8 +80,12 @@ def _list_faults(
             yield f"--offload-modules {tag!r} and {flag} exclude each other: {kept[tag]}. Leave one of them out."
 
 
-def _read(values: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return who captures, and the captured modules, as 0.19 spells them."""
+def read_graphs(values: Mapping[str, Any]) -> Graphs:
+    """Return what is captured, as 0.19 spells it.
+
+    Args:
+        values: As for `check_graphs`.
+    """
     impl = str(values.get("cuda_graph_impl") or NO_GRAPHS)
     given = values.get("cuda_graph_modules")
     if given is None:
@@ -89,8 +93,8 @@ def _read(values: Mapping[str, Any]) -> tuple[str, list[str]]:
     names = [given] if isinstance(given, str) else (given or [])
     modules = [str(getattr(name, "name", name)) for name in names]
     if impl == LOCAL and FULL_ITERATION in modules:
-        return FULL_ITERATION, []
-    return impl, [name for name in modules if name not in ("full", FULL_ITERATION)]
+        return Graphs(FULL_ITERATION)
+    return Graphs(impl, tuple(name for name in modules if name not in ("full", FULL_ITERATION)))
 
 
 def _has_shared_overlap(values: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fgoffload.integrations.megatron.assumption_flags import DTYPE_BYTES
 from fgoffload.integrations.megatron.flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
+from fgoffload.integrations.megatron.graph_flags import add_graph_flags
 from fgoffload.integrations.megatron.other_flags import NOT_COVERED, WITHOUT_EFFECT
 from fgoffload.planner.model.layer_shape import FP8_RECIPES
 
@@ -132,6 +133,7 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
         parser.add_argument(*flags, action=argparse.BooleanOptionalAction)
     for flags, options in _OTHERS.items():
         parser.add_argument(*flags, **options)
+    add_graph_flags(parser)
     return parser
 
 

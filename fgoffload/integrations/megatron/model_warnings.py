@@ -4,6 +4,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from fgoffload.captured_tags import NO_GRAPHS
+from fgoffload.integrations.megatron.graph_checks import read_graphs
 from fgoffload.integrations.megatron.parallel_flags import MICROBATCHES_OF_A_CHUNK
 from fgoffload.planner.model.parallelism import Parallelism
 
@@ -41,6 +43,11 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
             "alone knows them.",
             source,
             values["transformer_impl"],
+        )
+    if read_graphs(values).impl != NO_GRAPHS:
+        logger.warning(
+            "%s: a plan does not count what pools of CUDA graphs hold beyond tensors that are in use: a step reserves more.",
+            source,
         )
     if values.get("attention_backend") in _KEEPING_SCORES:
         logger.warning(

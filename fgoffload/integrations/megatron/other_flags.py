@@ -80,7 +80,7 @@ _RANKS = """
 """
 
 _MODEL = """
-    --attention-dropout --embedding-init-method-std --enable-experimental --init-method-std
+    --attention-dropout --cuda-graph-warmup-steps --embedding-init-method-std --enable-experimental --init-method-std
     --init-method-xavier-uniform --moe-router-bias-update-rate --moe-router-group-topk
     --moe-router-num-groups --moe-router-topk-scaling-factor --mscale --mscale-all-dim --mtp-loss-scaling-factor
     --norm-epsilon --rope-scaling-factor --rope-type --rotary-base --rotary-scaling-factor
@@ -95,9 +95,9 @@ WITHOUT_EFFECT = frozenset(
 
 _MEMORY = """
     --batch-p2p-comm --cpu-offloading --cpu-offloading-activations --cpu-offloading-double-buffering
-    --cpu-offloading-num-layers --cpu-offloading-weights --cuda-graph-impl --cuda-graph-modules
-    --cuda-graph-retain-backward-graph --cuda-graph-scope --cuda-graph-use-single-mempool --cuda-graph-warmup-steps
-    --data-parallel-sharding-strategy --ddp-reduce-scatter-with-fp32-accumulation --defer-embedding-wgrad-compute
+    --cpu-offloading-num-layers --cpu-offloading-weights
+    --cuda-graph-retain-backward-graph --cuda-graph-use-single-mempool --data-parallel-sharding-strategy
+    --ddp-reduce-scatter-with-fp32-accumulation --defer-embedding-wgrad-compute
     --delay-wgrad-compute --distribute-saved-activations --empty-unused-memory-level --enable-cuda-graph --external-cuda-graph
     --fine-grained-offloading-max-inflight-offloads --fp8-param --fp8-param-gather --fsdp-double-buffer
     --keep-fp8-transpose-cache --mlp-chunks-for-training --moe-layer-recompute --moe-paged-stash

@@ -138,6 +138,19 @@ class LayerModel:
         """Return whether shared experts save the hidden states that the router gets too."""
         return any("shared_expert" in tensor.tags for tensor in self.tensors)
 
+    @functools.cached_property
+    def offloadable_tags(self) -> frozenset[str]:
+        """Return the tags that save something that may leave."""
+        return frozenset(tag for tensor in self.tensors if self.may_leave(tensor) for tag in tensor.tags)
+
+    def may_leave(self, tensor: SavedTensor) -> bool:
+        """Return whether `tensor` may leave at all."""
+        return True
+
+    def is_staged(self, tensor: SavedTensor) -> bool:
+        """Return whether `tensor` leaves through a staging slot, from inside of a CUDA graph."""
+        return False
+
     def find_unit(self, name: str) -> UnitModel | None:
         """Return the unit called `name`, or None where the layer cannot run it again by itself."""
         return next((unit for unit in self.units if unit.name == name), None)

@@ -48,10 +48,10 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
 
 
 def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags: TagRegistry) -> None:
-    if not any(name in tensor.tags for tensor in layer.tensors):
-        possible = [tag for tag in tags.names if any(tag in tensor.tags for tensor in layer.tensors)]
+    if name not in layer.offloadable_tags:
+        possible = [tag for tag in tags.names if tag in layer.offloadable_tags]
         raise PlanError(
-            f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where no such tag saves anything. "
+            f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where no such tag saves anything that may leave. "
             f"It has: {', '.join(possible)}."
         )
     if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:

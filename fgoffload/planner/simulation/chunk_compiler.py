@@ -114,6 +114,7 @@ def _compile_chunk(
         groups=tuple(groups),
         parcels=tuple(parcels),
         base_bytes=chunk.saved_bytes + sum(shared.values()),
+        staged_bytes=max((layer.resolved.staged_bytes for layer in layers), default=0),
         recompute_s=sum(layer.resolved.recompute_s for layer in layers),
         content=_list_content(chunk, (chosen, min_offloaded_numel, has_copies, host_s, turn)) if has_engine else object(),
     )

@@ -160,6 +160,8 @@ class Parcel(NamedTuple):
 
     size_bytes: int
     """Of all."""
+    device_bytes: int
+    """Of them, what is on the device beside static memory while they are there: all or, through staging slots, nothing."""
     label: str
     """For people: `reload of layers.12.core_attn`, the site that it leaves with."""
     mover: Mover
@@ -197,6 +199,8 @@ class ChunkProgram:
     """What leaves."""
     base_bytes: int
     """Device bytes of a microbatch from the start of its forward to the end of its backward, whatever the plan says."""
+    staged_bytes: int
+    """Of the layer that has the most of them: what leaves through a staging slot, which all layers share."""
     recompute_s: float
     """Seconds of compute that backward has more than without a plan."""
     content: Hashable

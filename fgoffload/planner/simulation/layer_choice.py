@@ -151,8 +151,10 @@ class ResolvedLayer:
         """Device bytes that are there after the forward of a stretch and were not before, by stretch; below 0 where some go."""
         saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.kept, *self.leaving, *self.held)
         last = len(self.layer.segments) - 1
-        gone = ((last, -one.tensor.size_bytes) for one in self.held)
-        return _sum_by_place([*((one.saved_after, one.tensor.size_bytes) for one in saved), *gone])
+        sizes = [(one.saved_after, one.tensor.size_bytes) for one in saved]
+        sizes += [(last, -one.tensor.size_bytes) for one in self.held]
+        sizes += [(last, -one.tensor.size_bytes) for one in self.leaving if self.layer.is_staged(one.tensor)]
+        return _sum_by_place(sizes)
 
     @functools.cached_property
     def freed_bytes(self) -> Mapping[int, int]:
@@ -174,6 +176,11 @@ class ResolvedLayer:
     def moved_bytes(self) -> int:
         """Bytes of a microbatch that leave, and come back."""
         return sum(leaving.tensor.size_bytes for leaving in self.leaving)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of a microbatch that leave through a staging slot."""
+        return sum(one.tensor.size_bytes for one in self.leaving if self.layer.is_staged(one.tensor))
 
     @property
     def recompute_s(self) -> float:
@@ -243,7 +250,8 @@ def _resolve(
         owners = [place for place, group in enumerate(groups) if group.tag in one.tensor.tags]
         if one.tensor.is_same_in_all_layers:
             continue
-        if not owners or one.tensor.is_below(min_offloaded_numel) or staying_tags.intersection(one.tensor.tags):
+        is_able = layer.may_leave(one.tensor) and not one.tensor.is_below(min_offloaded_numel)
+        if not owners or not is_able or staying_tags.intersection(one.tensor.tags):
             kept.append(
                 ResidentTensor(
                     tensor=one.tensor,

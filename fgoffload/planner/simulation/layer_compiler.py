@@ -160,8 +160,9 @@ class LayerCompiler:
             tag = self.resolved.groups[tensors[0].leaves_with].tag
             self._parcels.append((tensors[0], len(parcels)))
             size_bytes = sum(one.tensor.size_bytes for one in tensors)
+            device_bytes = sum(one.tensor.size_bytes for one in tensors if not self.resolved.layer.is_staged(one.tensor))
             label, mover = f"reload of {self._name}.{tag}", self._find_mover(tag)
-            parcels.append(Parcel(size_bytes, label, mover, self._is_read_later(tensors[0])))
+            parcels.append(Parcel(size_bytes, device_bytes, label, mover, self._is_read_later(tensors[0])))
         self._note_asked()
         for index, group in enumerate(self.resolved.groups):
             groups.append(

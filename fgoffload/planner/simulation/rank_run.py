@@ -37,6 +37,7 @@ from fgoffload.planner.simulation.lane_run import AWAY, LaneRun, ParcelState
 from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
 from fgoffload.planner.simulation.simulation_result import LaneName, RankResult, StretchKey
 from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
+from fgoffload.policy import STAGING_SLOTS
 
 _ROUNDING_S = 1e-9
 """Seconds: far less than any copy takes."""
@@ -114,7 +115,8 @@ class RankRun:
             step.dispatcher: step.size_bytes for program in programs for step in program.backward if isinstance(step, HoldStep)
         }
         """By dispatcher, of those that hold what a recompute began with."""
-        self._device_bytes = self._peak_bytes = rank.static_bytes + sum(self._held_bytes.values())
+        self._static_bytes = rank.static_bytes + STAGING_SLOTS * max((program.staged_bytes for program in programs), default=0)
+        self._device_bytes = self._peak_bytes = self._static_bytes + sum(self._held_bytes.values())
         self._host_bytes = self._host_peak_bytes = 0
         self._left_out = 0
         """Microbatches of the step before the pass that runs, that were not simulated: by so many its number is too low."""
@@ -202,7 +204,7 @@ class RankRun:
             step_s=step_s,
             peak_bytes=self._peak_bytes,
             peak_at=label if pass_ is None else f"{pass_} {label}",
-            static_bytes=self._rank.static_bytes,
+            static_bytes=self._static_bytes,
             end_bytes=self._device_bytes,
             loss_window_bytes=self._loss_window_bytes,
             host_peak_bytes=self._host_peak_bytes,
@@ -387,7 +389,7 @@ class RankRun:
                 lane.states[parcel] = _OFFLOADED
             # What was called back backward still wants, and what forward reads is freed behind that.
             if state is not _RESIDENT and not lane.is_read[parcel]:
-                self._device_bytes -= lane.program.parcels[parcel].size_bytes
+                self._device_bytes -= lane.program.parcels[parcel].device_bytes
         self._note_memory(self.clock_s)
 
     def _read(self, step: ReadStep, lane: LaneRun) -> None:
@@ -395,7 +397,7 @@ class RankRun:
         for parcel in step.parcels:
             lane.is_read[parcel] = False
             if lane.states[parcel] is _OFFLOADED:
-                self._device_bytes -= lane.program.parcels[parcel].size_bytes
+                self._device_bytes -= lane.program.parcels[parcel].device_bytes
         self._note_memory(self.clock_s)
 
     # And back.
@@ -517,7 +519,7 @@ class RankRun:
     def _reload(self, lane: LaneRun, parcels: Sequence[int]) -> None:
         for number in parcels:
             parcel = lane.program.parcels[number]
-            self._add_bytes(parcel.size_bytes, parcel.label)
+            self._add_bytes(parcel.device_bytes, parcel.label)
             lane.states[number] = _RELOADED
             lane.reloads[number] = self._link.submit(
                 _H2D, parcel.size_bytes, self.clock_s, mover=parcel.mover, label=self._name(parcel.label)
@@ -538,7 +540,7 @@ class RankRun:
             if lane.is_copied[number]:
                 self._abandoned += 1
             elif state is not _OFFLOADED:
-                self._device_bytes -= size_bytes
+                self._device_bytes -= lane.program.parcels[number].device_bytes
         self._note_memory(self.clock_s)
 
     # Functions of the class: bound ones would be cycles of objects, a rank and its steps.

@@ -246,13 +246,12 @@ def _subtract(choice: Choice, whole: Choice, actions: Mapping[str, Action]) -> C
 
 def _list_sites(layer: LayerModel) -> list[str]:
     """Return the tags and units of a layer, in the order of the registry, and then what is a unit alone."""
-    saving = {tag for tensor in layer.tensors for tag in tensor.tags}
-    tags = [name for name in default_tags().names if name in saving or layer.find_unit(name)]
+    tags = [name for name in default_tags().names if name in layer.offloadable_tags or layer.find_unit(name)]
     return [*tags, *(unit.name for unit in layer.units if unit.name not in tags)]
 
 
 def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:
-    saves = any(name in tensor.tags for tensor in layer.tensors)
+    saves = name in layer.offloadable_tags
     recomputes = layer.find_unit(name) is not None
     possible = {Action.KEEP: True, Action.RECOMPUTE: recomputes, Action.OFFLOAD: saves}
     possible[Action.RECOMPUTE_AND_OFFLOAD] = saves and recomputes

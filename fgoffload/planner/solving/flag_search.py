@@ -306,8 +306,8 @@ class FlagSearch:
         most_layers = max((len(chunk.layers) for chunk in _list_chunks(self._ranks)), default=0)
         blocks = [FullRecompute(method=FullMethod.BLOCK, layers=count) for count in _pick_counts(most_layers)]
         full = [FullRecompute(method=FullMethod.UNIFORM), *blocks] if LAYER in units else []
-        usual = SelectiveRecompute(modules=choose_usual_modules(self._ranks))
-        return list(dict.fromkeys([None, usual, *selective, *full]))
+        usual = choose_usual_modules(self._ranks)
+        return list(dict.fromkeys([None, *([SelectiveRecompute(modules=usual)] if usual else []), *selective, *full]))
 
 
 def _list_chunks(ranks: Sequence[RankModel]) -> Iterator[ChunkModel]:
@@ -322,7 +322,7 @@ def _list_tags(ranks: Sequence[RankModel], flags: MegatronFlags) -> list[str]:
         for chunk in _list_chunks(ranks)
         for layer in chunk.layers
         for tensor in layer.model.tensors
-        if not tensor.is_below(least_numel)
+        if layer.model.may_leave(tensor) and not tensor.is_below(least_numel)
         for tag in tensor.tags
     }
     modules = flags.recompute.modules if isinstance(flags.recompute, SelectiveRecompute) else ()

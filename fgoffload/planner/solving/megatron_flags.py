@@ -138,7 +138,7 @@ class MegatronFlags:
     def _list_tags(self, layer: NumberedLayer, units: Sequence[str]) -> Iterator[str]:
         """Yield the selected tags that have a site in a layer where `units` run again, in the order of forward."""
         covered = {name for unit in RECOMPUTE_UNITS if unit.name in units for name in unit.covers}
-        saved = {tag for tensor in layer.model.tensors for tag in tensor.tags}
+        saved = layer.model.offloadable_tags
         for tag in default_tags().names:
             if tag in self.offload_modules and tag in saved and tag not in covered and (tag != LAYER_INPUT or LAYER in units):
                 yield tag
@@ -191,9 +191,10 @@ def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
     """Return the modules that selective recompute usually runs again.
 
     With experts: their activation, the norms, and the up-projections of latent attention where it is. Those are cheap for what
-    they save. Without: `core_attn`, Megatron's default, though with flash attention its recompute spares little.
+    they save. Without: `core_attn`, Megatron's default, though with flash attention its recompute spares little. None that no
+    layer can run again.
     """
     units = {unit.name for rank in ranks for chunk in rank.chunks for layer in chunk.layers for unit in layer.model.units}
-    if "moe_act" not in units:
-        return _ATTENTION
-    return ("layernorm", "mla_up_proj", "moe_act") if "mla_up_proj" in units else ("layernorm", "moe_act")
+    usual = ("layernorm", "mla_up_proj", "moe_act") if "moe_act" in units else _ATTENTION
+    found = {unit.recompute_module for unit in RECOMPUTE_UNITS if unit.name in units}
+    return tuple(module for module in usual if module in found)

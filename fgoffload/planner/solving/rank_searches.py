@@ -59,6 +59,8 @@ class RankSearches:
         self._short_results: dict[object, StepResult] = {}
         self._least: tuple[State, ...] | None = None
         self._baselines: dict[str, tuple[State, ...]] = {}
+        self._without_effect: set[str] = set()
+        """Baselines that do nothing on these ranks."""
         self._baseline_results: dict[str, StepResult] = {}
         self._seeds: list[tuple[State, ...]] | None = None
         self._nearest: dict[int, NearestFlags | None] = {}
@@ -117,16 +119,22 @@ class RankSearches:
     def list_baselines(self) -> dict[str, tuple[State, ...]]:
         """Return the states of what people compare with, by name."""
         if not self._baselines:
-            self._baselines = {name: self._read_plan(plan) for name, plan in baselines(self.ranks).items()}
+            plans = baselines(self.ranks)
+            self._baselines = {name: self._read_plan(plan) for name, plan in plans.items()}
+            self._without_effect = {name for name in MEGATRONS_OWN if not plans[name].actions}
         return self._baselines
 
     def simulate_baselines(self) -> dict[str, StepResult]:
-        """Return what those that people compare with come to, by name: Megatron's own recompute without this package."""
+        """Return what those that people compare with come to, by name: Megatron's own recompute without this package.
+
+        Recompute that runs nothing again is left out, as that of whole layers beside CUDA graphs.
+        """
         for name in self.list_baselines():
             if name not in self._baseline_results:
                 self._together += 1
                 self._learn_baseline(name, self._simulate_baseline(name))
-        return {name: self._baseline_results[name] for name in self.list_baselines()}
+        names = [name for name in self.list_baselines() if name not in self._without_effect]
+        return {name: self._baseline_results[name] for name in names}
 
     def _simulate_baseline(self, name: str) -> StepResult:
         states = self.list_baselines()[name]

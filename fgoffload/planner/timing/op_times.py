@@ -27,6 +27,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from fgoffload.captured_tags import NO_CAPTURE, Graphs, find_captured
 from fgoffload.errors import ConfigError
 from fgoffload.planner.memory.recompute_units import make_units
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
@@ -36,6 +37,7 @@ from fgoffload.planner.operations.attention_ops import list_attention_work, list
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear
 from fgoffload.planner.operations.mlp_ops import list_mlp_work
 from fgoffload.planner.operations.ops import Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
+from fgoffload.planner.ranks.captured_layer import capture_layer
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment, UnitModel
 from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY, Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware
@@ -44,6 +46,13 @@ from fgoffload.planner.timing.network_rates import make_network_rates
 DEFAULT_EFFICIENCY = Efficiency()
 DEFAULT_NETWORK = Network()
 DEFAULT_EXECUTION = Execution()
+
+GRAPH_LAUNCHES = 3
+"""Kernels that the host launches in the time that it takes for the graph of a layer one way: 30 us with the default of
+`Efficiency.host_s_per_launch`. Assumed."""
+
+_CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
+"""Stretches that are no tag, and the tag that is captured where all of them is."""
 
 
 def make_layer_model(
@@ -54,6 +63,7 @@ def make_layer_model(
     efficiency: Efficiency = DEFAULT_EFFICIENCY,
     network: Network = DEFAULT_NETWORK,
     execution: Execution = DEFAULT_EXECUTION,
+    graphs: Graphs = NO_CAPTURE,
 ) -> LayerModel:
     """Return a layer with the times, the bytes and the units that such a shape has on such a device.
 
@@ -64,6 +74,7 @@ def make_layer_model(
         efficiency: What kernels reach of the device's peaks.
         network: Between ranks, where it was measured.
         execution: How the layer is run, beside its shape.
+        graphs: What is captured. The host launches a graph where it would launch the kernels of a captured module.
 
     Raises:
         ConfigError: Of the device something is not known that the times need.
@@ -71,8 +82,11 @@ def make_layer_model(
     clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
     works = list_layer_work(shape, execution)
     extras = count_extra_bytes(shape, execution)
-    segments = clock.time_segments(works, extras)
     experts = shape.experts
+    has_shared_overlap = experts is not None and experts.has_shared_overlap
+    captured = find_captured(graphs.impl, graphs.modules, is_moe=experts is not None, has_shared_overlap=has_shared_overlap)
+    launches = tuple(_count_launches(works, side, graphs, captured) for side in ("forward", "backward"))
+    segments = clock.time_segments(works, extras, launches=launches)
     if experts is not None:
         segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # for the number of tokens of each expert
         if experts.has_shared_overlap:
@@ -80,7 +94,24 @@ def make_layer_model(
     tensors = list_saved_tensors(shape)
     units = make_units(shape, segments, tensors, copy_bytes_per_s=clock.memory_bytes_per_s)
     units = tuple(_lengthen(unit, segments, by=efficiency.rerun_extra) for unit in units)
-    return LayerModel(kind=kind, segments=segments, tensors=tensors, units=units)
+    layer = LayerModel(kind=kind, segments=segments, tensors=tensors, units=units)
+    return capture_layer(layer, graphs, has_shared_overlap=has_shared_overlap)
+
+
+def _count_launches(works: Sequence[SegmentWork], side: str, graphs: Graphs, captured: frozenset[str]) -> list[int]:
+    """Return what the host launches for each stretch, `forward` or `backward`: a graph counts for the first that it holds."""
+    counts = []
+    for work in works:
+        one: PassWork = getattr(work, side)
+        if _CAPTURED_WITH.get(work.name, work.name) in captured:
+            counts.append(0)
+        elif work.name == "dispatch" and "moe_preprocess" in graphs.modules:
+            counts.append(one.kernels - max(part.kernels for part in one.works))  # all but the permutation
+        else:
+            counts.append(one.kernels)
+    if 0 in counts:
+        counts[counts.index(0)] = GRAPH_LAUNCHES
+    return counts
 
 
 def _lengthen(unit: UnitModel, segments: Sequence[Segment], *, by: float) -> UnitModel:
@@ -157,14 +188,28 @@ class Clock:
         part = self.efficiency.memory or self.hardware.memory_efficiency or ASSUMED_MEMORY
         return self._get_rate("device_memory_bytes_per_s") * part
 
-    def time_segments(self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes]) -> tuple[Segment, ...]:
+    def time_segments(
+        self,
+        works: Sequence[SegmentWork],
+        extras: Mapping[str, ExtraBytes],
+        *,
+        launches: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[Segment, ...]:
         """Return the stretches with their times, each pass at least as long as the host needs to launch it.
+
+        Args:
+            works: What they do.
+            extras: Their temporaries, by name.
+            launches: What the host launches for each of them in forward, and in backward. None for one launch a kernel.
 
         Raises:
             ConfigError: A rate of the device is not known.
         """
-        forward = self._time_passes([work.forward for work in works])
-        backward = self._time_passes([work.backward for work in works])
+        passes = [work.forward for work in works], [work.backward for work in works]
+        forward, backward = (
+            self._time_passes(side, [one.kernels for one in side] if launches is None else launches[place])
+            for place, side in enumerate(passes)
+        )
         return tuple(
             Segment(
                 name=work.name,
@@ -216,9 +261,8 @@ class Clock:
         beside = sum(map(self.time_traffic, one.beside))
         return max(computing, beside) + sum(map(self.time_traffic, one.traffic))
 
-    def _time_passes(self, passes: Sequence[PassWork]) -> list[float]:
+    def _time_passes(self, passes: Sequence[PassWork], kernels: Sequence[int]) -> list[float]:
         times = [self.time_pass(one) for one in passes]
-        kernels = [one.kernels for one in passes]
         # The host runs ahead from stretch to stretch, so it is late, if at all, for the layer as a whole. What it is late falls
         # on stretches by what they launch.
         late_s = max(0.0, sum(kernels) * self.efficiency.host_s_per_launch - sum(times))

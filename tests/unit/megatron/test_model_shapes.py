@@ -259,7 +259,7 @@ def test_a_missing_flag_is_asked_for(left_out, added, message):
         ("256", "the command line: '256' stands where a flag should"),
         ("--seq-length", "the command line: --seq-length expected one argument"),
         ("--seq-length 129 --cp 2", "file.sh and the command line: --seq-length 129"),
-        ("--cuda-graph-impl", "--cuda-graph-impl changes memory or times in a way that no plan knows. Leave it out."),
+        ("--enable-cuda-graph", "--enable-cuda-graph changes memory or times in a way that no plan knows. Leave it out."),
         ("--no-masked-softmax-fusion", "--no-masked-softmax-fusion changes memory or times"),
     ],
 )
