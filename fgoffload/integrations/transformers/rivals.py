@@ -15,8 +15,8 @@ def warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
     rivals = list(find_rivals(args, model))
     if rivals:
         logger.warning(
-            "%s %s on too. The innermost saved-tensor hooks take every tensor, so only one of them offloads it: switch the others "
-            "off. Results stay bitwise identical.",
+            "%s %s on too. The innermost saved-tensor hooks take every tensor, so only one of them offloads it: switch the "
+            "others off. Results stay bitwise identical.",
             " and ".join(rivals),
             "are" if len(rivals) > 1 else "is",
         )
