@@ -110,7 +110,7 @@ class ReplacedForward:
             return forward(*args, **kwargs)
         if self._is_torch_container:
             forward = functools.partial(_call, forward)
-        if self._is_checkpointed and module.training and torch.is_grad_enabled():
+        if self._is_checkpointed and module.training:
             forward = functools.partial(checkpoint, forward, use_reentrant=False)
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
