@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Return the mark that skips tests where one of `packages` is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed: pip install fgoffload[test]")
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
 
 
 OLD_NAMES = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")

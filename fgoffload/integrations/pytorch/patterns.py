@@ -140,9 +140,14 @@ def _find_wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 def _find_outer_parts(model: torch.nn.Module) -> list[str]:
     """Return the parts of names that DDP and PEFT put before those of the model itself."""
+    parts = ["module"] if _is_data_parallel(unwrap(model)) else []
     inner = unwrap_model(model)
-    is_peft = hasattr(inner, "peft_config") and "base_model" in dict(inner.named_children())
-    return ["module"] * _is_data_parallel(unwrap(model)) + ["base_model", "model"] * is_peft
+    # A model of PEFT holds its tuner, which holds the model; for prompts there is no tuner between them.
+    for part in ("base_model", "model"):
+        if hasattr(inner, "peft_config") and part in dict(inner.named_children()):
+            parts.append(part)
+            inner = inner.get_submodule(part)
+    return parts
 
 
 def _matches(pattern: str, name: str) -> bool:

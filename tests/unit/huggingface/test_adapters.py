@@ -149,3 +149,36 @@ def test_an_sft_trainer_with_trls_own_switch_computes_the_same_bits_with_our_eng
     assert list_losses(plain) == list_losses(trainer)
     check_equal(copy_parameters(plain.model), copy_parameters(trainer.model))
     assert trainer.maybe_activation_offload_context.handle.last_totals.forwards == 1
+
+
+@needs("swift")
+@pytest.mark.filterwarnings("ignore")
+def test_ms_swift_itself_imports_the_plugin_and_finds_transformers_where_it_was():
+    from swift.callbacks import callbacks_map
+    from swift.utils.utils import import_external_file
+
+    theirs, path = callbacks_map["activation_cpu_offload"], list(sys.path)
+    try:
+        import_external_file(PLUGIN)
+        assert callbacks_map["activation_cpu_offload"].__name__ == "SwiftOffloadCallback"
+        check_takes_the_same(callbacks_map["activation_cpu_offload"], theirs)
+        assert "fgoffload" not in importlib.util.find_spec("transformers").origin
+    finally:
+        callbacks_map["activation_cpu_offload"] = theirs
+        sys.path[:] = path
+
+
+@needs("verl")
+@pytest.mark.filterwarnings("ignore")
+def test_verl_itself_imports_the_adapter_by_its_own_means(import_anew):
+    from verl.utils import activation_offload
+    from verl.utils.import_utils import import_external_libs
+
+    theirs = activation_offload.enable_activation_offloading
+    try:
+        sys.modules.pop("fgoffload.integrations.verl", None)
+        import_external_libs("fgoffload.integrations.verl")
+        assert activation_offload.enable_activation_offloading is enable_activation_offloading
+        check_takes_the_same(enable_activation_offloading, theirs)
+    finally:
+        activation_offload.enable_activation_offloading = theirs

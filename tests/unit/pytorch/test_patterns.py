@@ -109,14 +109,29 @@ class Adapted(nn.Module):
 
     peft_config = None
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, base_model: nn.Module) -> None:
         super().__init__()
-        self.base_model = nn.ModuleDict({"model": model})
+        self.base_model = base_model
         self.prompt_encoder = nn.Linear(2, 2)
 
 
+class Tuner(nn.Module):
+    """Stands between a model of PEFT and the model itself, but for prompts."""
+
+    peft_config = None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_the_part_that_peft_adds_where_prompts_are_tuned_is_left_out():
+    net = nn.ModuleDict({"model": make_net(layers=1)})
+    assert list_found(Adapted(net), "model.layers.*") == [("model.layers.0", "layers", 0)]
+
+
 def test_the_parts_that_peft_adds_to_names_are_left_out():
-    model = Adapted(make_net(layers=1))
+    model = Adapted(Tuner(make_net(layers=1)))
     assert list_found(model, "layers.0.mlp") == [("layers.0.mlp", "mlp", 0)]
     assert list_found(model, "*") == [("prompt_encoder", "prompt_encoder", 0)]
     assert list_found(checkpoint_wrapper(model), "layers.*") == [("layers.0", "layers", 0)]
