@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from support.huggingface import copy_parameters, list_losses, make_trainer, needs
+from support.huggingface import ALL, copy_parameters, list_losses, make_trainer, needs
 from support.models import check_equal, make_net
 from support.sft import make_sft_trainer
 
@@ -182,3 +182,16 @@ def test_verl_itself_imports_the_adapter_by_its_own_means(import_anew):
         check_takes_the_same(enable_activation_offloading, theirs)
     finally:
         activation_offload.enable_activation_offloading = theirs
+
+
+@needs("transformers", "trl")
+@pytest.mark.filterwarnings("ignore")
+def test_an_sft_trainer_with_the_callback_computes_the_same_bits(tmp_path):
+    from fgoffload.integrations.transformers import OffloadCallback
+
+    plain, offloaded = make_sft_trainer(tmp_path), make_sft_trainer(tmp_path, OffloadCallback(config=ALL))
+    plain.train()
+    offloaded.train()
+    assert list_losses(plain) == list_losses(offloaded)
+    check_equal(copy_parameters(plain.model), copy_parameters(offloaded.model))
+    assert offloaded.state.log_history[0]["offload/percent"] == 100

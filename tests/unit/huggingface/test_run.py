@@ -17,10 +17,10 @@ pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 SCRIPT = str(Path(__file__).parents[2] / "support" / "train_llama.py")
 
 
-def start(*words):
+def start(*words, program=("fgoffload", "run")):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "fgoffload", "run", *words],
+        [sys.executable, "-W", "ignore", "-m", *program, *words],
         capture_output=True,
         text=True,
         check=False,
@@ -87,3 +87,17 @@ def test_whether_a_script_imports_a_package_is_read_from_its_source(source, expe
     script = tmp_path / "train.py"
     script.write_text(source)
     assert imports_any(str(script), ("transformers", "trl")) is expected
+
+
+@pytest.mark.slow
+def test_two_processes_with_ddp_compute_the_same_bits():
+    logs = []
+    for program in (("torch.distributed.run", "--nproc-per-node", "2"), ("fgoffload", "run", "--nproc-per-node", "2", "--")):
+        ended = start(SCRIPT, program=program)
+        assert ended.returncode == 0, ended.stderr
+        found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"argv"')]
+        assert [one["mode"] for one in found] == ["distributed"] * 2
+        logs.append(found[0]["log"])
+    plain, offloaded = logs
+    assert [entry["loss"] for entry in plain] == [entry["loss"] for entry in offloaded]
+    assert all(entry["offload/percent"] > 90 for entry in offloaded)

@@ -3,8 +3,12 @@
 import logging
 
 import pytest
+import torch.distributed as dist
 from support.huggingface import ALL, LAYERS, OLD_NAMES, copy_parameters, list_losses, make_llama, make_trainer, needs
+from support.huggingface_models import make_inputs
 from support.models import check_equal
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 HIDDEN_BYTES = 2 * 16 * 32 * 4
 """Of one layer's input in fp32: `[b, s, h]`."""
@@ -158,3 +162,24 @@ def test_switches_of_others_that_are_on_too_are_named_in_one_warning(callback, t
 def test_without_them_nothing_is_warned_of(callback, tmp_path, caplog):
     make_trainer(make_llama(), tmp_path, callback, gradient_checkpointing=True).train()
     assert not [record for record in caplog.records if record.name.startswith("fgoffload") and record.levelno > logging.INFO]
+
+
+def test_a_model_that_fsdp2_shards_is_offloaded_in_its_layers(callback, tmp_path):
+    def compute(model):
+        model.zero_grad()
+        loss = model(**make_inputs()).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.to_local().clone() for parameter in model.parameters())]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, trainer = make_llama().train(), make_trainer(make_llama(), tmp_path)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        expected = compute(model)
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
+        check_equal(expected, compute(model))
+        assert callback.handle.stats().tags["layers"].groups >= LAYERS
+        callback.on_train_end(trainer.args, trainer.state, trainer.control)
+    finally:
+        dist.destroy_process_group()
