@@ -97,6 +97,8 @@ class OffloadEngine:
         self.observers: list[ActivationLedger] = []
         """Are told of what is saved and taken, and of each device buffer."""
         self._watch = StopWatch(device) if is_timed else None
+        self._most_groups = 0
+        """Of any microbatch so far, for logs: in the first one nobody knows how many will come."""
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self._rewrites = Rewrites(device, self._transfers)
         self._held_spots = HeldSpots()
@@ -220,6 +222,9 @@ class OffloadEngine:
             group.stats.saved_tensors += group.passed_tensors
             if group.passed_bytes:
                 group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
+            if logger.isEnabledFor(logging.DEBUG):
+                self._most_groups = max(self._most_groups, len(lane.groups))
+                logger.debug("offloading group %d of %d: %s", group.position + 1, self._most_groups, group.place)
             if is_held:
                 group.state = GroupState.HELD
                 self._held.append(weakref.ref(group))
