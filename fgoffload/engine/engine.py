@@ -222,9 +222,7 @@ class OffloadEngine:
             group.stats.saved_tensors += group.passed_tensors
             if group.passed_bytes:
                 group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
-            if logger.isEnabledFor(logging.DEBUG):
-                self._most_groups = max(self._most_groups, len(lane.groups))
-                logger.debug("offloading group %d of %d: %s", group.position + 1, self._most_groups, group.place)
+            self._most_groups = max(self._most_groups, len(lane.groups))
             if is_held:
                 group.state = GroupState.HELD
                 self._held.append(weakref.ref(group))
@@ -479,6 +477,7 @@ class OffloadEngine:
             stats.d2h_bytes += size_bytes
             group.moved_bytes = size_bytes
             if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("offloading group %d of %d: %s", group.position + 1, self._most_groups, group.place)
                 logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
         if self.device.has_blocking_copies or self._must_wait(stats):
             self._transfers.poll()
