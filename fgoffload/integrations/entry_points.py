@@ -30,8 +30,6 @@ def replace_function(path: str, function: Callable[..., Any], *, versions: str) 
         original = getattr(importlib.import_module(module_path), name)
     except (ImportError, AttributeError) as error:
         raise IntegrationError(f"{path} does not exist here. It was found in {package} {versions}: {error}") from error
-    if original is function:
-        return
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] == package and vars(module).get(name) is original:
             setattr(module, name, function)

@@ -59,7 +59,8 @@ def test_training_is_bitwise_identical_and_the_log_has_the_numbers(callback, tmp
 
 def test_after_the_third_step_one_line_says_what_was_saved(callback, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
-    make_trainer(make_llama(), tmp_path, callback, max_steps=2).train()
+    for _ in range(2):
+        make_trainer(make_llama(), tmp_path, callback, max_steps=2).train()
     assert "Memory saved" not in caplog.text
     make_trainer(make_llama(), tmp_path, callback, max_steps=5).train()
     assert [line for line in caplog.messages if "saved" in line] == ["Memory saved: 0.000209 GiB (100%)"]
@@ -93,7 +94,7 @@ def test_the_key_in_the_fsdp_config_is_the_switch(callback_type, tmp_path, caplo
     assert ("offload is off: fsdp_config has activation_cpu_offload=False." in caplog.messages) is not switch
 
 
-def test_a_training_that_begins_again_with_a_smaller_batch_keeps_its_handle(callback, tmp_path):
+def test_a_training_that_begins_again_with_a_smaller_batch_keeps_its_handle(callback, tmp_path, caplog):
     handles, failed = [], []
 
     def fail_once(module, given):
@@ -105,10 +106,23 @@ def test_a_training_that_begins_again_with_a_smaller_batch_keeps_its_handle(call
     model = make_llama()
     model.model.layers[1].mlp.register_forward_pre_hook(fail_once)
     trainer = make_trainer(model, tmp_path, callback, auto_find_batch_size=True)
+    trainer.args.activation_offloading = True
     trainer.train()
+    assert sum("TRL's activation_offloading is on too" in line for line in caplog.messages) == 1
     assert trainer._train_batch_size < 2
     assert len(set(map(id, handles))) == 1
     assert get_logged(trainer, "percent") == [100] * 4
+
+
+def test_a_model_whose_training_failed_is_plain_again_when_the_callback_serves_another(callback, tmp_path):
+    model = make_llama()
+    hook = model.lm_head.register_forward_pre_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(model, tmp_path, callback).train()
+    hook.remove()
+    assert "forward" in vars(model.model.layers[0])
+    compare(tmp_path, callback)
+    assert "forward" not in vars(model.model.layers[0])
 
 
 def test_modules_that_are_named_are_offloaded_and_not_the_layers(callback_type, tmp_path):
