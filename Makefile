@@ -47,7 +47,7 @@ smoke: $(STAMP)
 older:  ## Run the tests of Megatron's interface, sites and waits on Python 3.11 and megatron-core 0.16.1, in .venv-older
 	@$(if $(OLDER_PYTHON),$(MAKE) VENV=.venv-older PYTHON=$(OLDER_PYTHON) smoke,echo "No Python 3.10 or 3.11: left out.")
 
-versions: $(STAMP)  ## Run the same tests on other versions of megatron-core, and on a newer torch; `make slow` does so too
+versions: $(STAMP)  ## Run such tests on other versions of megatron-core, transformers and torch; `make slow` does so too
 	@.ci/versions "$(BIN)/python" "$(NEWER_TORCH)" $(SMOKE)
 
 check: $(STAMP)  ## Check format, lint and types

@@ -1,4 +1,4 @@
-"""`fgoffload run`: an unchanged training script of Megatron-LM, with offload applied before it starts."""
+"""`fgoffload run`: an unchanged training script of Megatron-LM, transformers or TRL, with offload applied to it."""
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
 from fgoffload.cli.options import suggest
-from fgoffload.cli.script import find_fault
+from fgoffload.cli.script import find_fault, imports_any
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.units import SIZE_UNITS
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fgoffload.integrations.megatron.launch import OwnFlags
 
 NAME = "run"
-SUMMARY = "start an unchanged Megatron-LM script with offload"
+SUMMARY = "start an unchanged script of Megatron-LM, transformers or TRL with offload"
 DESCRIPTION = """\
 Starts a training script of Megatron-LM, which stays as it is, with offload
 applied before it. Our flags stand among its own; it gets those that its parser
@@ -27,7 +27,13 @@ accepts. One line on rank 0 says what was applied. These do the same:
   fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS
   torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py FLAGS
 
-Without options for torchrun, and outside of it, one process trains."""
+Without options for torchrun, and outside of it, one process trains.
+
+A script that makes a Trainer of transformers or TRL needs none of our flags:
+OffloadCallback is added to it.
+
+  fgoffload run -- train.py FLAGS
+  accelerate launch -m fgoffload run train.py FLAGS"""
 USAGE = """\
 fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py
                      [FLAGS OF THE SCRIPT, AND OURS]"""
@@ -78,7 +84,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         return _run_by_torchrun(request)
     from fgoffload.cli.process import set_up_process
 
-    rank = set_up_process(os.environ)
+    # A trainer makes a process group wherever the environment names a rank, so a single process must not get one.
+    rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
     with _named_in_errors(rank):
         return _run_here(request, is_first=rank == 0)
 
@@ -127,9 +134,7 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             for remark in own.remarks:
                 show_line(f"warning: {remark}")
         if own.offload is None:
-            if is_first:
-                show_line(f"offload is off: {request.script} runs as it is. Switch it on with {OWN_FLAGS[0]}.")
-            return run_script(request.script, own.script_words)
+            return _run_trainers(request, own.script_words, is_first=is_first)
         from fgoffload.integrations.megatron.launch import apply_to_script
 
         with collect_info("fgoffload.integrations.megatron") as said:
@@ -146,6 +151,29 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
         finally:
             _remove(script.offload)
         return exit_code
+
+
+def _makes_trainers(request: RunRequest) -> bool:
+    """Return whether the script is one of transformers or TRL, and not started with offload for Megatron-Core."""
+    return OWN_FLAGS[0] not in request.words and imports_any(request.script, ("transformers", "trl"))
+
+
+def _run_trainers(request: RunRequest, words: Sequence[str], *, is_first: bool) -> int:
+    """Run the script with the callback in the trainers that it makes."""
+    from fgoffload.cli.script import run_script
+    from fgoffload.integrations.transformers.launch import offload_trainers
+
+    makes_trainers = _makes_trainers(request)
+    if is_first and not makes_trainers:
+        show_line(
+            f"offload is off, unless {request.script} makes a Trainer of transformers. For Megatron-Core switch it on with "
+            f"{OWN_FLAGS[0]}."
+        )
+    with offload_trainers() as made:
+        exit_code = run_script(request.script, words)
+    if is_first and exit_code == 0 and makes_trainers and not made:
+        show_line(f"warning: {request.script} made no Trainer, so nothing was offloaded.")
+    return exit_code
 
 
 def _take_own_flags(request: RunRequest) -> "OwnFlags":

@@ -1,5 +1,6 @@
 """Running a Python script in this process as `python SCRIPT WORDS` would."""
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -7,7 +8,7 @@ import runpy
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
 from fgoffload.cli.options import say_why_no_file
@@ -32,6 +33,18 @@ def find_fault(script: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"is no Python source: {error}"
     return None
+
+
+def imports_any(script: str, packages: Collection[str]) -> bool:
+    """Return whether the source of `script` imports one of `packages` itself."""
+    try:
+        with open(script, "rb") as file:
+            nodes = list(ast.walk(ast.parse(file.read())))
+    except (SyntaxError, ValueError):  # compiled, or an archive
+        return False
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return any(name.split(".")[0] in packages for name in names)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from fgoffload.errors import cut_values
 
 _LIBRARY = "fgoffload"
-_SHOWN_INFO = ("fgoffload.integrations.megatron.cpu_support", "fgoffload.integrations.megatron.auto")
-"""The loggers whose INFO is shown too: what says that symbols of torch and Megatron-Core are replaced, and what
-`--offload-modules auto` has planned."""
+_SHOWN_INFO = (
+    "fgoffload.integrations.megatron.cpu_support",
+    "fgoffload.integrations.megatron.auto",
+    "fgoffload.integrations.transformers.launch",
+    "fgoffload.integrations.transformers.callback",
+)
+"""The loggers whose INFO is shown too: what says that symbols of torch and Megatron-Core are replaced, what `--offload-modules
+auto` has planned, and that a trainer is offloaded and what that saved."""
 
 
 class LibraryLog(logging.Handler):

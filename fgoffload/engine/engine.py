@@ -102,6 +102,8 @@ class OffloadEngine:
         self.observers: list[ActivationLedger] = []
         """Are told of what is saved and taken, and of each device buffer."""
         self._watch = StopWatch(device) if is_timed else None
+        self._most_groups = 0
+        """Of any microbatch so far, for logs: in the first one nobody knows how many will come."""
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self._rewrites = Rewrites(device, self._transfers)
         self._held_spots = HeldSpots()
@@ -241,6 +243,7 @@ class OffloadEngine:
             group.stats.saved_tensors += group.passed_tensors
             if group.passed_bytes:
                 group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
+            self._most_groups = max(self._most_groups, len(lane.groups))
             if is_held:
                 group.state = GroupState.HELD
                 self._held.append(weakref.ref(group))
@@ -546,6 +549,7 @@ class OffloadEngine:
             stats.d2h_bytes += size_bytes
             group.moved_bytes = size_bytes
             if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("offloading group %d of %d: %s", group.position + 1, self._most_groups, group.place)
                 logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
         if self.device.has_blocking_copies or self._must_wait(stats):
             self._transfers.poll()

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fgoffload.engine.group import Group, GroupState, Lane
 from fgoffload.engine.ledger import ActivationLedger
@@ -74,6 +74,7 @@ class Reloads:
             if wanted.position == lane.end - 1 and lane.away == lane.end:
                 lane.away -= 1
                 waiting = wanted.list_saved(*_AWAY)
+                _log_reload(lane, wanted, waiting)
                 wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)
                 self._call_back(dict.fromkeys(waiting, wanted.place))
         if lane.away == 0 or not self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
@@ -117,6 +118,7 @@ class Reloads:
                 break
             lane.away -= 1
             if waiting:
+                _log_reload(lane, group, waiting)
                 lane.expect(group, group_bytes)
                 coming.update(dict.fromkeys(waiting, group.place))
         self._call_back(coming)
@@ -155,3 +157,9 @@ class Reloads:
         if logger.isEnabledFor(logging.DEBUG):
             for saved, place in away.items():
                 logger.debug("reload %s: %s", place, format_bytes(saved.moved_bytes))
+
+
+def _log_reload(lane: Lane, group: Group, waiting: Iterable[SavedStorage]) -> None:
+    """Log that what is `waiting` of `group` comes back, unless all of it has not left yet."""
+    if logger.isEnabledFor(logging.DEBUG) and any(saved.state is SavedState.OFFLOADED for saved in waiting):
+        logger.debug("reloading group %d of %d: %s", group.position + 1, len(lane.groups), group.place)

@@ -1,5 +1,6 @@
 """Every example runs and prints what its top says."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -7,6 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+
+LOGGED = r"\{'loss': .*\}"
+OFFLOADED = r"\{'loss': .*'offload/saved_gib': '0\.0\d+', 'offload/percent': '9\d\.\d+', 'offload/wait_ms': .*\}"
+ENDED = r"\{'train_runtime': .*\}"
+PACKAGES = {
+    "06_trainer.py": ("transformers", "accelerate"),
+    "07_trl.py": ("trl",),
+    "09_qlora.py": ("accelerate", "peft", "bitsandbytes"),
+}
+"""By example: what it needs besides torch."""
 
 ROOT = Path(__file__).parents[2]
 EXPECTED_LINES = {
@@ -36,6 +47,13 @@ EXPECTED_LINES = {
         r"to the host 8\.00 MiB, back .+, called back before they had left .+",
         r"host memory in use: 0 B",
     ],
+    "06_trainer.py": [*[LOGGED] * 3, ENDED, *[OFFLOADED] * 3, ENDED, r"losses are bitwise identical: True"],
+    "07_trl.py": [*[LOGGED] * 3, ENDED, *[LOGGED] * 3, ENDED, r"\d+\.\d+ MiB to the host"],
+    "08_fsdp2.py": [
+        r"checkpoints False: bitwise identical True, 48\.00 MiB to the host",
+        r"checkpoints True: bitwise identical True, 4\.00 MiB to the host",
+    ],
+    "09_qlora.py": [*[OFFLOADED] * 3, ENDED],
 }
 
 
@@ -43,8 +61,13 @@ def test_the_list_of_examples_is_whole():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED_LINES)
 
 
-@pytest.mark.parametrize("name", EXPECTED_LINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "07_trl.py")) for name in EXPECTED_LINES]
+)
 def test_an_example_prints_what_its_top_says(name):
+    missing = [package for package in PACKAGES.get(name, ()) if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
     path = ROOT / "examples" / name
     assert "What you should see:" in path.read_text(encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

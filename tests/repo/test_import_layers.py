@@ -85,7 +85,7 @@ PLANNER_MAY_IMPORT = {
 RULES = {"fgoffload": MAY_IMPORT, "fgoffload.planner": PLANNER_MAY_IMPORT}
 """By package: who within it may import whom. A part is a folder or a file of the package."""
 
-FRAMEWORKS = ("megatron", "transformer_engine", "transformers")
+FRAMEWORKS = ("megatron", "swift", "transformer_engine", "transformers", "trl", "verl")
 FRAMEWORK_PARTS = ("integrations",)
 TORCH_PARTS = ("engine", "integrations", "doctor", "benchmark", "cli")
 

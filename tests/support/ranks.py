@@ -6,6 +6,7 @@ ends all of them when one fails or time is up. Starting takes most of the time, 
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -25,9 +26,10 @@ class Scenario:
     """One training."""
 
     wrapper: str
-    """`ddp`, or `fsdp2`."""
+    """`ddp`, `fsdp`, or `fsdp2`."""
     offload: str
-    """`none`, `modules`, `before` (the same, called before the model is wrapped), or `block`."""
+    """`none`, `modules`, `before` (the same, called before the model is wrapped), or `block`; with FSDP also `switch`, its call
+    without names, and `checkpoints`, the same with its checkpoints."""
     reshard: bool = True
     """FSDP2: give parameters back after forward, and gather them again for backward."""
     dtype: str = "float32"
@@ -45,6 +47,8 @@ class RankResult:
     """Bytes to the host in the last step, by tag."""
     asked: list[list[int]]
     """The shapes of all tensors that could have left, each once."""
+    gathers: int
+    """All-gathers of all steps."""
 
 
 def run_ranks(scenarios: Sequence[Scenario], *, processes: int = 2) -> dict[Scenario, list[RankResult]]:
@@ -73,12 +77,9 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
     if scenario.offload == "before":
         handle = fgoffload.offload(net, PATTERNS, config, device="cpu")
     model = _wrap(net, scenario)
-    if scenario.offload == "modules":
-        handle = fgoffload.offload(model, PATTERNS, config, device="cpu")
-    elif scenario.offload == "block":
-        handle = fgoffload.saved_tensors(config, group_bytes=20_000, device="cpu")
+    handle = handle or _offload(model, scenario, config)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    losses, gradients, moved = [], [], {}
+    losses, gradients, moved, gathers_before = [], [], {}, len(_gathers)
     for step in range(STEPS):
         for microbatch in range(MICROBATCHES):
             with _accumulate(model, is_last=microbatch == MICROBATCHES - 1):
@@ -86,7 +87,7 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
                     loss = model(make_inputs(seed=100 * rank + 10 * step + microbatch))
                 loss.backward()
                 losses.append(loss.item())
-        for parameter in net.parameters():
+        for parameter in (one for one in net.parameters() if one.grad is not None):  # FSDP1: another rank may have all of it
             local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
             gradients.append(hashlib.sha256(local.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest())
         optimizer.step()
@@ -96,15 +97,54 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
     if handle is not None:
         handle.close()
     assert isinstance(net, Net)
-    return RankResult(losses, gradients, moved, sorted(map(list, asked)))
+    return RankResult(losses, gradients, moved, sorted(map(list, asked)), len(_gathers) - gathers_before)
+
+
+def _offload(model: Any, scenario: Scenario, config: Any) -> Any:
+    import fgoffload
+    from fgoffload.integrations.fsdp import enable_activation_offloading
+    from support.models import PATTERNS
+
+    if scenario.offload == "modules":
+        return fgoffload.offload(model, PATTERNS, config, device="cpu")
+    if scenario.offload == "block":
+        return fgoffload.saved_tensors(config, group_bytes=20_000, device="cpu")
+    if scenario.offload in ("switch", "checkpoints"):
+        return enable_activation_offloading(model, scenario.wrapper, scenario.offload == "checkpoints", config=config)
+    return None
+
+
+_gathers: list[str] = []
+"""One entry for each all-gather of this process."""
+
+
+def _count_gathers() -> None:
+    import torch.distributed as dist
+
+    names = ("all_gather_single", "all_gather_into_tensor", "all_gather")  # the first is torch 2.13's
+    for name in filter(functools.partial(hasattr, dist), names):
+        gather = getattr(dist, name)
+
+        def count(*args: Any, _name: str = name, _gather: Any = gather, **kwargs: Any) -> Any:
+            _gathers.append(_name)
+            return _gather(*args, **kwargs)
+
+        setattr(dist, name, count)
 
 
 def _wrap(net: Any, scenario: Scenario) -> Any:
     import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from support.models import Block
 
     if scenario.wrapper == "ddp":
         return torch.nn.parallel.DistributedDataParallel(net)
+    if scenario.wrapper == "fsdp":
+        return FullyShardedDataParallel(
+            net, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
+        )
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, scenario.dtype), reduce_dtype=torch.float32)
     for layer in net.layers:
         fully_shard(layer, reshard_after_forward=scenario.reshard, mp_policy=policy)
@@ -125,6 +165,7 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     scenarios = [Scenario(**scenario) for scenario in json.loads((folder / "request.json").read_text())]
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    _count_gathers()
     results = [dataclasses.asdict(_train(scenario, rank)) for scenario in scenarios]
     torch.distributed.destroy_process_group()
     (folder / f"result-{rank}.json").write_text(json.dumps(results))

@@ -54,7 +54,8 @@ def compute_of(found):
 def test_without_our_flags_the_script_runs_as_it_is_and_one_line_says_that_offload_is_off(plain):
     ended, found = plain
     assert list_lines(ended) == [
-        f"fgoffload: offload is off: {SCRIPT} runs as it is. Switch it on with --fine-grained-activation-offloading."
+        f"fgoffload: offload is off, unless {SCRIPT} makes a Trainer of transformers. For Megatron-Core switch it on with "
+        "--fine-grained-activation-offloading."
     ]
     assert found["argv"][0] == SCRIPT
     assert found["path"] == str(Path(SCRIPT).parent)

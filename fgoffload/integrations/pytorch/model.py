@@ -23,7 +23,7 @@ from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surrou
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import ModuleSite, Patterns, find_sites
-from fgoffload.integrations.pytorch.replaced import HANDLE, ReplacedForward
+from fgoffload.integrations.pytorch.replaced import CHECKPOINT, HANDLE, ReplacedForward, checkpoints_its_call
 from fgoffload.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,13 @@ def offload(
         ConfigError: An argument is not what it has to be, a pattern matches no module, a tag is not one word, or the model is
             offloaded already with other arguments.
     """
-    sites = find_sites(model, modules)
+    return offload_sites(model, find_sites(model, modules), config, device=device)
+
+
+def offload_sites(
+    model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None = None, *, device: DeviceChoice = None
+) -> "ModelOffload":
+    """Do as `offload` does, for modules that are found already."""
     known = _find_handle(model)
     if known is not None and known.is_made_of(sites, config, device=device):
         return known
@@ -104,10 +110,11 @@ class ModelOffload(EngineOwner):
             return
         try:
             vars(model)[HANDLE] = self  # not by `setattr`, of which wrappers have their own
-            for module, tag, layer in ((model, None, 0), *((site.module, site.tag, site.layer) for site in sites)):
-                replaced = ReplacedForward(module, self, tag=tag, layer=layer)
-                self._replaced.append(weakref.ref(replaced))
-                replaced.put()
+            self._put(ReplacedForward(model, self))
+            for site in sites:
+                self._put(ReplacedForward(site.module, self, site=site))
+                if checkpoints_its_call(site.module):
+                    self._put(ReplacedForward(site.module, self, site=site, name=CHECKPOINT))
         except BaseException:
             self.put_back()
             raise
@@ -150,6 +157,10 @@ class ModelOffload(EngineOwner):
         """
         self.put_back()
         self.report()
+
+    def _put(self, replaced: ReplacedForward) -> None:
+        self._replaced.append(weakref.ref(replaced))
+        replaced.put()
 
     def put_back(self) -> None:
         """Give the modules their own forwards back, and say nothing."""
@@ -237,5 +248,5 @@ def _find_handle(model: torch.nn.Module) -> ModelOffload | None:
     return handle if isinstance(handle, ModelOffload) and handle.is_of(model) else None
 
 
-def _list_weakly(sites: list[ModuleSite]) -> list[tuple["weakref.ref[torch.nn.Module]", str, int]]:
-    return [(weakref.ref(site.module), site.tag, site.layer) for site in sites]
+def _list_weakly(sites: list[ModuleSite]) -> list[tuple["weakref.ref[torch.nn.Module]", str, int, bool]]:
+    return [(weakref.ref(site.module), site.tag, site.layer, site.is_checkpointed) for site in sites]

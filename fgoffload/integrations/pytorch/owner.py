@@ -9,7 +9,7 @@ import torch
 
 from fgoffload.engine import OffloadEngine, StepStats, TagStats
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
-from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle
+from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle, say_where
 from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, offload_with
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import MIB
@@ -47,6 +47,8 @@ class EngineOwner:
         """A group that has saved so many bytes, or more, is ended, and the next one begins."""
         self.last_stats: StepStats | None = None
         """What `stats` returned last; None before."""
+        self.last_totals = RunTotals()
+        """What these numbers come to over all tags."""
         self._device = device
         self.name = name
         """What is offloaded, for logs."""
@@ -115,7 +117,7 @@ class EngineOwner:
         with self._lock:
             use = self._uses.setdefault(tag, TagUse())
             use.shadowed += 1
-            use.hook = use.hook or hook
+            use.shadow = use.shadow or say_where(hook)
 
     def count_recomputed(self, tag: str | None) -> None:
         """A region of `tag`, or a forward where it is None, ran in a backward."""
@@ -145,6 +147,8 @@ class EngineOwner:
         with self._lock:
             forwards, self._forwards = self._forwards, 0
             finished, self._finished_forwards = self._finished_forwards, 0
+            self.last_totals = RunTotals()
+            self.last_totals.add(stats, forwards=forwards)
             self._totals.add(stats, forwards=forwards)
             is_first = not self._is_checked and (finished > 0 or any(use.was_inert for use in self._uses.values()))
             self._is_checked = self._is_checked or is_first

@@ -6,8 +6,8 @@ a shell and stay within one part; `**` stands for any number of parts, none incl
 and not `layers.0.cross.attn`, and `**.attn` finds both. The model itself has no name and is never a region: all that it saves
 would leave at the end of forward, when backward is about to ask for it.
 
-Wrappers add parts to names that the author of the model never wrote: `torch.compile`, checkpoint wrappers and data
-parallelism. These parts are left out, and of a wrapper and what it wraps, which then have one name, the wrapper is the region.
+Wrappers add parts to names that the author of the model never wrote: `torch.compile`, checkpoint wrappers, data parallelism and
+PEFT. These parts are left out, and of a wrapper and what it wraps, which then have one name, the wrapper is the region.
 """
 
 import dataclasses
@@ -40,6 +40,8 @@ class ModuleSite:
     tag: str
     layer: int
     """The first whole number in the name; 0 where there is none."""
+    is_checkpointed: bool = False
+    """Whether the region recomputes the module in backward, and so saves only what goes into it."""
 
 
 def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
@@ -56,12 +58,12 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     """
     check_model(model)
     tags = _read_patterns(patterns)
-    modules = dict(_name_modules(model))
+    modules = dict(name_modules(model))
     found = {name: [pattern for pattern in tags if _matches(pattern, name)] for name in modules}
     for pattern in tags:
         if not any(pattern in matching for matching in found.values()):
             raise ConfigError(_say_no_match(pattern, model, list(modules)))
-    return [_make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
+    return [make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
 
 
 def check_model(model: object) -> None:
@@ -100,18 +102,52 @@ def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
     return tags
 
 
-def _name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield every module that could be a region once, with the name that its author knows."""
-    is_data_parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    outer = _find_outer_parts(model)
     names: set[str] = {""}
     modules: set[int] = {id(model)}
     for path, module in model.named_modules(remove_duplicate=False):
         parts = [part for part in path.split(".") if part not in _WRAPPER_PARTS]
-        name = ".".join(parts[1:] if is_data_parallel else parts)
+        name = ".".join(parts[len(outer) :] if parts[: len(outer)] == outer[: len(parts)] else parts)
         if name not in names and id(module) not in modules and not isinstance(module, _CONTAINERS):
             names.add(name)
             modules.add(id(module))
             yield name, module
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """Return what `torch.compile`, torch's checkpoint wrapper and FSDP1 wrapped."""
+    while (inner := _find_wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of DDP, FSDP1 and `torch.compile`."""
+    model = unwrap(model)
+    return unwrap_model(model.get_submodule("module")) if _is_data_parallel(model) else model
+
+
+def _is_data_parallel(model: torch.nn.Module) -> bool:
+    return isinstance(model, torch.nn.parallel.DistributedDataParallel)
+
+
+def _find_wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    children = dict(module.named_children())
+    return next((children[part] for part in _WRAPPER_PARTS if part in children), None)
+
+
+def _find_outer_parts(model: torch.nn.Module) -> list[str]:
+    """Return the parts of names that DDP and PEFT put before those of the model itself."""
+    parts = ["module"] if _is_data_parallel(unwrap(model)) else []
+    inner = unwrap_model(model)
+    # A model of PEFT holds its tuner, which holds the model; for prompts there is no tuner between them.
+    for part in ("base_model", "model"):
+        if hasattr(inner, "peft_config") and part in dict(inner.named_children()):
+            parts.append(part)
+            inner = inner.get_submodule(part)
+    return parts
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -126,7 +162,17 @@ def _match_parts(pattern: Sequence[str], name: Sequence[str]) -> bool:
     return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _match_parts(pattern[1:], name[1:])
 
 
-def _make_site(module: torch.nn.Module, name: str, tags: dict[str, str | None]) -> ModuleSite:
+def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]) -> ModuleSite:
+    """Return the region around `module`.
+
+    Args:
+        module: Runs in the region.
+        name: As its author knows it.
+        tags: By the pattern that names the module; None takes the last word of the name.
+
+    Raises:
+        ConfigError: Two patterns give different tags.
+    """
     parts = name.split(".")
     words = [part for part in parts if part.isidentifier()]
     default = words[-1] if words else type(module).__name__

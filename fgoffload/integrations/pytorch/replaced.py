@@ -11,6 +11,12 @@ waits for Python's cyclic collector.
 An attribute does not know which module it is called for, so a copy of the module must not have it. Copies and pickles are
 made of what `__getstate__` returns, or by a `__reduce__` of the class as `fx.GraphModule` has one, replicas of
 `nn.DataParallel` by a method of the module. All of them are replaced too, and leave out what is ours.
+
+[Note: A checkpoint around the call]
+Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs inside of the checkpoint, where a region
+does nothing. Such a layer calls the function in its attribute `_gradient_checkpointing_func`, which is replaced as well: the
+region is around the checkpoint and offloads what it saves, the layer's inputs. The region of `forward` serves layers that are
+not checkpointed.
 """
 
 import functools
@@ -21,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.decorators import skip
+from torch.utils.checkpoint import checkpoint
 
 from fgoffload.errors import StateError
 from fgoffload.integrations.pytorch.forward import Surroundings
+from fgoffload.integrations.pytorch.patterns import ModuleSite
 
 if TYPE_CHECKING:
     from fgoffload.integrations.pytorch.model import ModelOffload
@@ -31,7 +39,13 @@ if TYPE_CHECKING:
 HANDLE = "_fgoffload_handle"
 """The attribute of an offloaded model that holds its handle."""
 
+CHECKPOINT = "_gradient_checkpointing_func"
+"""The attribute of a transformers layer that checkpoints what it is given."""
+
 _FORWARD, _STATE, _REDUCE, _REPLICATE = "forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel"
+_CALLED = (_FORWARD, CHECKPOINT)
+"""What a replaced forward stands in place of."""
+
 _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
 
 
@@ -41,8 +55,8 @@ class ReplacedForward:
     Args:
         module: Whose forward it stands for.
         handle: None leaves out everything of ours, for a copy.
-        tag: Of the region; None where the module is the model itself, which is no region.
-        layer: Of the site.
+        site: The region; None where the module is the model itself, which is no region.
+        name: Of the attribute that it replaces.
         before: What the module had in this place for itself, as a wrapper of somebody else's; `put` finds it.
     """
 
@@ -51,14 +65,16 @@ class ReplacedForward:
         module: torch.nn.Module | None,
         handle: "ModelOffload | None" = None,
         *,
-        tag: str | None = None,
-        layer: int = 0,
+        site: ModuleSite | None = None,
+        name: str = _FORWARD,
         before: Callable[..., Any] | None = None,
     ) -> None:
         self._module = None if module is None else weakref.ref(module)
         self._handle = handle
-        self._tag = tag
-        self._layer = layer
+        self._tag = None if site is None else site.tag
+        self._layer = 0 if site is None else site.layer
+        self._is_checkpointed = site is not None and site.is_checkpointed
+        self._name = name
         self._before = before
         self._is_torch_container = False
 
@@ -66,9 +82,9 @@ class ReplacedForward:
         """Put it in place of the forward of its module."""
         module = self._get_module()
         attributes = vars(module)  # not by `setattr`, of which wrappers have their own
-        self._before = attributes.get(_FORWARD)
+        self._before = attributes.get(self._name)
         self._is_torch_container = self._before is None and _is_torch_container(module)
-        attributes[_FORWARD] = self
+        attributes[self._name] = self
         attributes[_STATE] = _Method(_get_plain_state, module)
         if _reduces_itself(type(module)):
             attributes[_REDUCE] = _Method(_reduce_plain, module)
@@ -96,6 +112,8 @@ class ReplacedForward:
             return forward(*args, **kwargs)
         if self._is_torch_container:
             forward = functools.partial(_call, forward)
+        if self._is_checkpointed and module.training:
+            forward = functools.partial(checkpoint, forward, use_reentrant=False)
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
             try:
@@ -188,6 +206,11 @@ def _bind_forward(module: torch.nn.Module) -> Callable[..., Any]:
     raise AttributeError(_FORWARD)
 
 
+def checkpoints_its_call(module: torch.nn.Module) -> bool:
+    """Return whether `module` checkpoints its own `__call__`. See [Note: A checkpoint around the call]."""
+    return CHECKPOINT in vars(module) and type(module).__call__ is not torch.nn.Module.__call__
+
+
 def _is_torch_container(module: torch.nn.Module) -> bool:
     """Return whether `torch.compile` skips the forward of `module` and not what it calls, unless code of others calls it."""
     return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.") and any(True for _ in module.children())
@@ -203,29 +226,29 @@ def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | N
 
 def _leave_out_removed(attributes: dict[str, Any]) -> None:
     """Take the replaced forwards that were removed out of a module's attributes, and with the last one all that is ours."""
-    found = attributes.get(_FORWARD)
-    while isinstance(found, ReplacedForward) and found.is_removed:
-        found = found._before  # noqa: SLF001 - of this class
-    _set_forward(attributes, found)
-    if not isinstance(found, ReplacedForward):
+    for name in _CALLED:
+        _leave_out(attributes, name, lambda replaced: replaced.is_removed)
+    if not any(isinstance(attributes.get(name), ReplacedForward) for name in _CALLED):
         _leave_out_ours(attributes)
 
 
 def _leave_out_ours(attributes: dict[str, Any]) -> None:
     """Take out of the attributes of a module all that is ours."""
-    found = attributes.get(_FORWARD)
-    while isinstance(found, ReplacedForward):
-        found = found._before  # noqa: SLF001 - of this class
-    _set_forward(attributes, found)
+    for name in _CALLED:
+        _leave_out(attributes, name, lambda replaced: True)
     for name in (_STATE, _REDUCE, _REPLICATE, HANDLE):
         attributes.pop(name, None)
 
 
-def _set_forward(attributes: dict[str, Any], forward: Callable[..., Any] | None) -> None:
-    if forward is None:
-        attributes.pop(_FORWARD, None)
+def _leave_out(attributes: dict[str, Any], name: str, is_chosen: Callable[[ReplacedForward], bool]) -> None:
+    """Take the outermost replaced forwards that are chosen out of the attribute `name`."""
+    found = attributes.get(name)
+    while isinstance(found, ReplacedForward) and is_chosen(found):
+        found = found._before  # noqa: SLF001 - of this class
+    if found is None:
+        attributes.pop(name, None)
     else:
-        attributes[_FORWARD] = forward
+        attributes[name] = found
 
 
 def _get_plain_state(module: torch.nn.Module) -> Any:

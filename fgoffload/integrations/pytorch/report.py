@@ -10,7 +10,7 @@ from fgoffload.units import format_bytes
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """The numbers of all steps of one handle."""
+    """The numbers of one step of a handle, or of all of them."""
 
     forwards: int = 0
     """Forwards in grad mode."""
@@ -34,13 +34,22 @@ class RunTotals:
         """Bytes that the regions saved, parameters not counted."""
         return self.d2h_bytes + self.kept_bytes
 
+    @property
+    def percent(self) -> float:
+        """Of what the regions saved, what was gone from the device."""
+        return 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
+
+    @property
+    def freed_bytes_per_forward(self) -> float:
+        """Bytes that were gone from the device between a forward and its backward."""
+        return self.freed_bytes / max(1, self.forwards)
+
     def __str__(self) -> str:
         """Return the line that ends a run."""
-        forwards = max(1, self.forwards)
-        percent = 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
+        saved_bytes, freed_bytes = self.saved_bytes / max(1, self.forwards), self.freed_bytes_per_forward
         return (
-            f"{self.forwards} forwards: of {format_bytes(self.saved_bytes / forwards)} that the regions of one saved, "
-            f"{format_bytes(self.freed_bytes / forwards)} ({percent:.1f}%) were gone from the device until backward; at most "
+            f"{self.forwards} forwards: of {format_bytes(saved_bytes)} that the regions of one saved, "
+            f"{format_bytes(freed_bytes)} ({self.percent:.1f}%) were gone from the device until backward; at most "
             f"{format_bytes(self.host_peak_bytes)} of host memory in use"
         )
 
@@ -51,8 +60,8 @@ class TagUse:
 
     shadowed: int = 0
     """Executions below saved-tensor hooks of somebody else, where a region does nothing, or where none are allowed."""
-    hook: Any = None
-    """The first of those that packed what was saved."""
+    shadow: str = ""
+    """Where the first of these was, as the end of a sentence. The hook itself is not kept: it may hold tensors."""
     recomputed: int = 0
     """Executions in a backward."""
     hidden: int = 0
@@ -94,8 +103,7 @@ def _find_reason(stats: TagStats | None, use: TagUse) -> str:
 def _find_reason_to_be_inert(use: TagUse) -> str:
     if use.shadowed:
         return (
-            f"its regions ran {use.shadowed} times {_say_where(use.hook)} Put the region around that, turn it off, or leave "
-            "the tag out."
+            f"its regions ran {use.shadowed} times {use.shadow} Put the region around that, turn it off, or leave the tag out."
         )
     if use.recomputed:
         return (
@@ -105,7 +113,8 @@ def _find_reason_to_be_inert(use: TagUse) -> str:
     return "no region of it ran in a forward with gradients. Leave the tag out."
 
 
-def _say_where(hook: Any) -> str:
+def say_where(hook: Any) -> str:
+    """Return where saved tensors go to `hook` of somebody else, or, without one, where no hooks are allowed."""
     if hook is None:
         return "where no saved-tensor hooks are allowed, as inside of `torch.func` and `torch.jit.trace`."
     name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]

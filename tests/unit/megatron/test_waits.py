@@ -45,7 +45,7 @@ def record_step(flags, caplog, wait):
     return [
         line.split(":")[0].split(" mb")[0].removeprefix("offload layers.")
         for line in lines
-        if line.startswith(("offload", "wait"))
+        if line.startswith(("offload layers", "wait"))
     ]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -67,6 +68,15 @@ class OnlyCpu(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.save_on_cpu():
             return hidden.tanh()
+
+
+def test_hooks_that_were_in_the_way_keep_no_tensor_alive():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Wraps(lambda inner, hidden: checkpoint(inner, hidden, use_reentrant=False)))
+    seen = []
+    model[0].register_forward_hook(lambda module, given, output: seen.append(weakref.ref(output)))
+    with fgoffload.offload(model, "*.inner", ALL):
+        model(make_inputs()).sum().backward()
+        assert seen[0]() is None
 
 
 def test_hooks_around_the_whole_model_are_named(caplog):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.models import make_net
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fgoffload
 from fgoffload import ConfigError
@@ -101,3 +102,41 @@ def test_the_parts_that_wrappers_add_to_names_are_left_out_and_the_wrapper_is_th
         "layers.0.mlp",
         "layers.1.mlp",
     ]
+
+
+class Adapted(nn.Module):
+    """Has the names of PEFT's models."""
+
+    peft_config = None
+
+    def __init__(self, base_model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = base_model
+        self.prompt_encoder = nn.Linear(2, 2)
+
+
+class Tuner(nn.Module):
+    """Stands between a model of PEFT and the model itself, but for prompts."""
+
+    peft_config = None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_the_part_that_peft_adds_where_prompts_are_tuned_is_left_out():
+    net = nn.ModuleDict({"model": make_net(layers=1)})
+    assert list_found(Adapted(net), "model.layers.*") == [("model.layers.0", "layers", 0)]
+
+
+def test_the_parts_that_peft_adds_to_names_are_left_out():
+    model = Adapted(Tuner(make_net(layers=1)))
+    assert list_found(model, "layers.0.mlp") == [("layers.0.mlp", "mlp", 0)]
+    assert list_found(model, "*") == [("prompt_encoder", "prompt_encoder", 0)]
+    assert list_found(checkpoint_wrapper(model), "layers.*") == [("layers.0", "layers", 0)]
+
+
+def test_parts_of_the_same_names_that_are_not_of_peft_are_kept():
+    model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": make_net(layers=1)})})
+    assert list_found(model, "base_model.model.layers.*") == [("base_model.model.layers.0", "layers", 0)]

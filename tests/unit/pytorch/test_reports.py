@@ -41,6 +41,20 @@ def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
     handle.put_back()
 
 
+def test_at_debug_each_group_of_a_microbatch_has_a_line_when_it_is_offloaded_and_when_it_is_reloaded(caplog):
+    net = make_net()
+    caplog.set_level(logging.DEBUG, logger="fgoffload.engine")
+    with fgoffload.offload(net, {"layers.*.mlp": "mlp"}, dataclasses.replace(ALL, prefetch_bytes=0)):
+        train(net)
+        caplog.clear()
+        train(net)
+    lines = [line for line in caplog.messages if "loading group" in line]
+    assert lines == [
+        *(f"offloading group {layer + 1} of {LAYERS}: layers.{layer}.mlp mb=1" for layer in range(LAYERS)),
+        *(f"reloading group {layer + 1} of {LAYERS}: layers.{layer}.mlp mb=1" for layer in reversed(range(LAYERS))),
+    ]
+
+
 def test_one_line_at_the_end_says_what_the_run_saved(logged):
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)

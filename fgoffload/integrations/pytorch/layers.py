@@ -1,0 +1,49 @@
+"""The layers of a model, found without being named."""
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.pytorch.patterns import ModuleSite, check_model, make_site, name_modules, unwrap, unwrap_model
+
+
+def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
+    """Return a region for each layer of `model`: the classes in `_no_split_modules`, else the units that FSDP shards.
+
+    Embeddings are left out. Of a layer within a layer only the outer one is a region. The tag is the last word of the layer's
+    name: `layers` for `model.layers.3`.
+
+    Raises:
+        ConfigError: There are no layers, or `model` is not a module.
+    """
+    check_model(model)
+    whole = set(getattr(unwrap_model(model), "_no_split_modules", None) or ())
+    layers = find_outermost(model, lambda module: any(kind.__name__ in whole for kind in type(unwrap(module)).__mro__))
+    layers = layers or find_fsdp_units(model)
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no layers that can be found: it has no modules of the classes in `_no_split_modules` "
+            f"({', '.join(sorted(whole)) or 'none'}) and FSDP shards none of its parts. Name modules, as in ['model.layers.*']."
+        )
+    return layers
+
+
+def find_fsdp_units(model: torch.nn.Module) -> list[ModuleSite]:
+    """Return a region for each outermost part of `model` that FSDP1 or FSDP2 shards by itself, but for embeddings."""
+    return find_outermost(model, lambda module: isinstance(module, (FSDPModule, FullyShardedDataParallel)))
+
+
+def find_outermost(model: torch.nn.Module, is_layer: Callable[[torch.nn.Module], bool]) -> list[ModuleSite]:
+    """Return a region for each module below `model` that `is_layer` and has none around it, but for embeddings."""
+    layers: list[ModuleSite] = []
+    for name, module in name_modules(model):
+        is_inside = any(name.startswith(f"{layer.name}.") for layer in layers)
+        if not is_inside and is_layer(module) and not _is_embedding(unwrap(module)):
+            layers.append(make_site(module, name, {name: None}))
+    return layers
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding) or any("Embedding" in kind.__name__ for kind in type(module).__mro__)

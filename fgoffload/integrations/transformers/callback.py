@@ -1,0 +1,104 @@
+"""The callback that offloads what a `Trainer` trains."""
+
+import logging
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fgoffload.engine import TimeKind
+from fgoffload.integrations.pytorch.layers import find_layers
+from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
+from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
+from fgoffload.integrations.transformers.rivals import warn_of_rivals
+from fgoffload.transfer_config import TransferConfig
+from fgoffload.units import GIB
+
+logger = logging.getLogger(__name__)
+
+KEY = "activation_cpu_offload"
+"""The switch in `fsdp_config`, with or without FSDP."""
+
+REPORTED_STEP = 3
+"""The step after which the line about memory is logged: the ones before may be warm-up."""
+
+
+class OffloadCallback(TrainerCallback):  # type: ignore[misc]
+    """Offloads the activations of the model that a trainer trains, from the begin of its training to the end.
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()])
+
+    Losses and gradients are bitwise identical. With gradient checkpointing the layers' inputs are offloaded. The trainer's log
+    gets `offload/saved_gib` and `offload/percent`, the memory that was free between a forward and its backward and its share of
+    what the layers save, and `offload/wait_ms`, how long compute waited for copies in the last step. The key
+    `activation_cpu_offload` in `fsdp_config` switches offload off where it is false.
+
+    Args:
+        modules: Globs as for `fgoffload.offload`; None finds the layers.
+        config: What is offloaded, and where to. Without `is_timed` there is no `offload/wait_ms`.
+    """
+
+    def __init__(self, modules: "Patterns | None" = None, config: TransferConfig | None = None) -> None:
+        self.handle: ModelOffload | None = None
+        """None outside of training."""
+        self._modules = modules
+        self._config = config or TransferConfig(is_timed=True)
+        self._steps = 0
+
+    def add_to(self, trainer: Trainer) -> None:
+        """Add the callback before all others, so that reporters such as TensorBoard and W&B get its numbers too."""
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any
+    ) -> None:
+        """Offload the model. A training that begins again with a smaller batch keeps the handle."""
+        self._steps = 0
+        if not (args.fsdp_config or {}).get(KEY, True):
+            logger.info("offload is off: fsdp_config has %s=False.", KEY)
+            return
+        sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
+        if self.handle is None:
+            warn_of_rivals(args, model)
+        elif not self.handle.is_of(model):
+            self.handle.close()
+        self.handle = offload_sites(model, sites, self._config)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Read the numbers of the step."""
+        if self.handle is None:
+            return
+        self.handle.stats()
+        self._steps += 1
+        if self._steps == REPORTED_STEP and state.is_local_process_zero:
+            totals = self.handle.last_totals
+            logger.info("Memory saved: %.3g GiB (%.0f%%)", totals.freed_bytes_per_forward / GIB, totals.percent)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float] | None = None,
+        **others: Any,
+    ) -> None:
+        """Add the numbers of the last step to what is logged of the training."""
+        if self.handle is None or logs is None or "loss" not in logs:
+            return
+        found = _list_numbers(self.handle)
+        logs.update(found)
+        state.log_history[-1].update(found)  # a copy of `logs`
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Give the model its own forwards back, and release all host memory."""
+        if self.handle is not None:
+            self.handle.close()
+            self.handle = None
+
+
+def _list_numbers(handle: ModelOffload) -> dict[str, float]:
+    totals, stats = handle.last_totals, handle.last_stats
+    found = {"offload/saved_gib": totals.freed_bytes_per_forward / GIB, "offload/percent": totals.percent}
+    if stats is not None and handle.config.is_timed:
+        found["offload/wait_ms"] = 1e3 * sum(tag.seconds.get(TimeKind.WAIT, 0.0) for tag in stats.tags.values())
+    return found

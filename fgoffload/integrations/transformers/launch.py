@@ -1,0 +1,86 @@
+"""Adds `OffloadCallback` to the trainers that a script makes, without a change to the script.
+
+transformers is not imported for that: a script that makes no trainer must not wait for it.
+"""
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "transformers.trainer"
+
+
+@contextlib.contextmanager
+def offload_trainers() -> Iterator[list[str]]:
+    """Add the callback to every trainer made in the body. Yields the names of the trainers' classes, in order."""
+    made: list[str] = []
+    finder = _Finder(functools.partial(_patch, made=made))
+    if _MODULE in sys.modules:
+        _patch(sys.modules[_MODULE], made=made)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield made
+    finally:
+        sys.meta_path.remove(finder)
+        if _MODULE in sys.modules:
+            _restore(sys.modules[_MODULE])
+
+
+def _patch(module: ModuleType, *, made: list[str]) -> None:
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _add_callback(self, made)
+
+    module.Trainer.__init__ = make
+
+
+def _restore(module: ModuleType) -> None:
+    module.Trainer.__init__ = module.Trainer.__init__.__wrapped__
+
+
+def _add_callback(trainer: Any, made: list[str]) -> None:
+    from fgoffload.integrations.transformers.callback import OffloadCallback
+
+    name = type(trainer).__name__
+    if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
+        return
+    OffloadCallback().add_to(trainer)
+    if name not in made and trainer.is_world_process_zero():
+        logger.info("Activation offload: OffloadCallback was added to the script's %s.", name)
+    made.append(name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the trainer's module as everybody does, and has `patch` called when it is loaded."""
+
+    def __init__(self, patch: Callable[[ModuleType], None]) -> None:
+        self._patch = patch
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of the trainer's module, and None for all others."""
+        if name != _MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_patch(module: ModuleType) -> None:
+                load(module)
+                self._patch(module)
+
+            spec.loader.exec_module = load_and_patch  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,39 @@
+"""Switches of others that offload activations too."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
+    """Warn once of the switches in `args`, and in how `model` is wrapped, that offload activations too."""
+    rivals = list(find_rivals(args, model))
+    if rivals:
+        logger.warning(
+            "%s %s on too. The innermost saved-tensor hooks take every tensor, so only one of them offloads it: switch the "
+            "others off. Results stay bitwise identical.",
+            " and ".join(rivals),
+            "are" if len(rivals) > 1 else "is",
+        )
+
+
+def find_rivals(args: Any, model: torch.nn.Module) -> Iterator[str]:
+    """Yield each of these switches as its user typed it.
+
+    Args:
+        args: `TrainingArguments`, of TRL too, of any version.
+        model: As the trainer trains it.
+    """
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # where both exist, they are equal
+    found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
+    if found:
+        yield f"transformers' {found}={{'offload': True}}"
+    if any(isinstance(module, OffloadWrapper) for module in model.modules()):
+        yield "accelerate's fsdp_activation_checkpointing_offload"
+    if getattr(args, "activation_offloading", False):
+        yield "TRL's activation_offloading"

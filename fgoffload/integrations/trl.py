@@ -1,0 +1,71 @@
+"""Offload in TRL in place of its own: `import fgoffload.integrations.trl` in the script, and TRL's switch stays as it is.
+
+    import fgoffload.integrations.trl
+    trainer = SFTTrainer(model, SFTConfig(activation_offloading=True, ...), ...)
+
+The trainers for SFT, DPO, KTO and rewards enter `maybe_activation_offload_context` around each training step.
+"""
+
+import logging
+import weakref
+from types import TracebackType
+
+import torch
+
+from fgoffload.integrations.entry_points import replace_function
+from fgoffload.integrations.pytorch.layers import find_layers
+from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
+from fgoffload.policy import HostMemory
+from fgoffload.transfer_config import DEFAULT_MIN_OFFLOADED_BYTES, TransferConfig
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingSteps:
+    """A context for each training step of one model, which is offloaded from the first of them on."""
+
+    def __init__(self, model: torch.nn.Module, config: TransferConfig) -> None:
+        self._model = weakref.ref(model)
+        self._config = config
+        self.handle: ModelOffload | None = None
+        """None before the first step."""
+
+    def __enter__(self) -> None:
+        """Offload the layers, once the trainer has wrapped the model and switched checkpointing on."""
+        model = self._model()
+        if self.handle is None and model is not None:
+            self.handle = offload_sites(model, find_layers(model), self._config)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the step for the numbers in `handle.last_stats`."""
+        if self.handle is not None and error is None:
+            self.handle.stats()
+
+
+def get_act_offloading_ctx_manager(
+    model: torch.nn.Module,
+    use_pin_memory: bool = True,  # noqa: FBT001, FBT002 - TRL's signature
+    use_streams: bool = True,  # noqa: FBT001, FBT002
+    min_offload_size: int = DEFAULT_MIN_OFFLOADED_BYTES,
+    max_fwd_stash_size: int = 0,
+    warn_if_no_head: bool = True,  # noqa: FBT001, FBT002
+) -> TrainingSteps:
+    """Return what a trainer enters around each training step.
+
+    Args:
+        model: Whose layers are offloaded.
+        use_pin_memory: Whether host memory is pinned.
+        use_streams: Without effect: copies have streams of their own.
+        min_offload_size: Bytes. Smaller storages stay on the GPU.
+        max_fwd_stash_size: Without effect: `TransferConfig.window_bytes` limits what is in flight.
+        warn_if_no_head: Without effect: a head is no layer, and stays on the GPU.
+    """
+    if not use_streams or max_fwd_stash_size:
+        logger.warning("use_streams and max_fwd_stash_size have no effect: fgoffload limits what is in flight by bytes.")
+    memory = HostMemory.PINNED if use_pin_memory else HostMemory.PAGEABLE
+    return TrainingSteps(model, TransferConfig(host_memory=memory, min_offloaded_bytes=min_offload_size))
+
+
+replace_function(
+    "trl.models.activation_offloading.get_act_offloading_ctx_manager", get_act_offloading_ctx_manager, versions="0.19 to 1.16"
+)

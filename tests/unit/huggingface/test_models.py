@@ -1,0 +1,77 @@
+"""Losses and gradients of tiny random models are bitwise identical with their layers offloaded: the rows of the page."""
+
+import pytest
+import torch
+from support.huggingface import ALL, LAYERS, OLD_NAMES, make_llama, needs
+from support.huggingface_models import (
+    EXPERTS,
+    PEFT,
+    make_inputs,
+    make_moe,
+    make_peft,
+    make_quantized,
+    make_vision,
+    make_vision_inputs,
+)
+from support.models import check_equal
+
+from fgoffload.integrations.pytorch.layers import find_layers
+from fgoffload.integrations.pytorch.model import offload_sites
+
+pytestmark = [needs("transformers"), OLD_NAMES]
+
+
+def compute(model, inputs):
+    """Return the loss and all gradients, those of dropout the same each time."""
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def compare(model, inputs=None):
+    """Check that offload of all layers changes no bit, and return what was moved by tag."""
+    inputs = make_inputs() if inputs is None else inputs
+    model.train()
+    expected = compute(model, inputs)
+    assert len(expected) > 1
+    with offload_sites(model, find_layers(model), ALL) as handle:
+        found = compute(model, inputs)
+        moved = {tag: numbers.d2h_bytes for tag, numbers in handle.stats().tags.items()}
+    check_equal(expected, found)
+    return moved
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
+def test_mixtures_of_experts(kind, experts):
+    model = make_moe(kind, experts)
+    assert model.config._experts_implementation == experts
+    assert compare(model)["layers"] > 0
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type", "ignore:`past_key_values` is deprecated")  # PEFT's own
+@pytest.mark.parametrize("kind", PEFT)
+def test_adapters_of_peft(kind):
+    model = make_peft(make_llama(), *PEFT[kind])
+    names = {site.name for site in find_layers(model)}
+    assert names == {f"model.layers.{layer}" for layer in range(LAYERS)}  # without the parts that PEFT adds
+    assert compare(model)["layers"] > 0
+
+
+@needs("peft", "bitsandbytes")
+@pytest.mark.parametrize("bits", [4, 8], ids=["nf4", "int8"])
+def test_lora_of_a_quantized_model(bits):
+    model = make_quantized(bits)
+    assert {parameter.dtype for parameter in model.parameters()} > {torch.uint8 if bits == 4 else torch.int8}
+    assert compare(model)["layers"] > 0
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained tower", "frozen tower"])
+@pytest.mark.parametrize("kind", ["Qwen2-VL", "Qwen3-VL"])
+def test_vision_language_models(kind, is_frozen):
+    moved = compare(make_vision(kind, is_frozen=is_frozen), make_vision_inputs())
+    assert moved["layers"] > 0
+    assert (moved["blocks"] > 0) is not is_frozen  # nothing of a frozen tower is saved

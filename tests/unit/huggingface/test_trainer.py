@@ -1,0 +1,199 @@
+"""`OffloadCallback` in transformers' `Trainer`: bitwise identical losses and weights, its numbers, and its end."""
+
+import logging
+
+import pytest
+import torch.distributed as dist
+from support.huggingface import ALL, LAYERS, OLD_NAMES, copy_parameters, list_losses, make_llama, make_trainer, needs
+from support.huggingface_models import make_inputs
+from support.models import check_equal
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+HIDDEN_BYTES = 2 * 16 * 32 * 4
+"""Of one layer's input in fp32: `[b, s, h]`."""
+
+pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
+
+
+@pytest.fixture(scope="module")
+def callback_type():
+    from fgoffload.integrations.transformers import OffloadCallback
+
+    return OffloadCallback
+
+
+@pytest.fixture
+def callback(callback_type):
+    return callback_type(config=ALL)
+
+
+def compare(tmp_path, callback, make_model=make_llama, **options):
+    """Train without and with `callback`, check that all bits are the same, and return the second trainer."""
+    trainers = []
+    for callbacks in ((), (callback,)):
+        trainer = make_trainer(make_model(), tmp_path, *callbacks, **options)
+        trainer.train()
+        trainers.append(trainer)
+    plain, offloaded = trainers
+    assert list_losses(plain) == list_losses(offloaded)
+    check_equal(copy_parameters(plain.model), copy_parameters(offloaded.model))
+    return offloaded
+
+
+def get_logged(trainer, name):
+    return [entry[f"offload/{name}"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["saved tensors", "layer inputs"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_training_is_bitwise_identical_and_the_log_has_the_numbers(callback, tmp_path, checkpointing, microbatches):
+    options = {"gradient_checkpointing": checkpointing, "gradient_accumulation_steps": microbatches}
+    trainer = compare(tmp_path, callback, **options)
+    assert len(get_logged(trainer, "saved_gib")) == 4
+    if checkpointing:
+        assert get_logged(trainer, "saved_gib") == [LAYERS * HIDDEN_BYTES / 2**30] * 4
+    assert get_logged(trainer, "percent") == [100] * 4
+    assert all(wait_ms > 0 for wait_ms in get_logged(trainer, "wait_ms"))
+
+
+def test_after_the_third_step_one_line_says_what_was_saved(callback, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
+    for _ in range(2):
+        make_trainer(make_llama(), tmp_path, callback, max_steps=2).train()
+    assert "Memory saved" not in caplog.text
+    make_trainer(make_llama(), tmp_path, callback, max_steps=5).train()
+    assert [line for line in caplog.messages if "saved" in line] == ["Memory saved: 0.000209 GiB (100%)"]
+
+
+def test_at_the_end_the_model_is_as_before_and_the_host_memory_is_released(callback, tmp_path):
+    model, engines = make_llama(), []
+
+    class Watch(type(callback)):
+        def on_step_end(self, *given, **others):
+            super().on_step_end(*given, **others)
+            engines.append(self.handle.engine)
+
+    watch = Watch(config=ALL)
+    trainer = make_trainer(model, tmp_path, watch)
+    trainer.train()
+    assert watch.handle is None
+    assert not any({"forward", "__getstate__", "_fgoffload_handle"} & set(vars(module)) for module in model.modules())
+    assert engines[0].arena.reserved_bytes == 0
+    trainer.train()  # a second training is offloaded again
+    assert engines[-1] is not engines[0]
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_the_key_in_the_fsdp_config_is_the_switch(callback_type, tmp_path, caplog, switch):
+    caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
+    trainer = make_trainer(make_llama(), tmp_path, callback_type(), fsdp_config={"activation_cpu_offload": switch}, max_steps=1)
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert ("offload/percent" in entry) is switch
+    assert ("offload is off: fsdp_config has activation_cpu_offload=False." in caplog.messages) is not switch
+
+
+def test_a_training_that_begins_again_with_a_smaller_batch_keeps_its_handle(callback, tmp_path, caplog):
+    handles, failed = [], []
+
+    def fail_once(module, given):
+        handles.append(callback.handle)
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("CUDA out of memory.")  # what accelerate looks for
+
+    model = make_llama()
+    model.model.layers[1].mlp.register_forward_pre_hook(fail_once)
+    trainer = make_trainer(model, tmp_path, callback, auto_find_batch_size=True)
+    trainer.args.activation_offloading = True
+    trainer.train()
+    assert sum("TRL's activation_offloading is on too" in line for line in caplog.messages) == 1
+    assert trainer._train_batch_size < 2
+    assert len(set(map(id, handles))) == 1
+    assert get_logged(trainer, "percent") == [100] * 4
+
+
+def test_a_model_whose_training_failed_is_plain_again_when_the_callback_serves_another(callback, tmp_path):
+    model = make_llama()
+    hook = model.lm_head.register_forward_pre_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(model, tmp_path, callback).train()
+    hook.remove()
+    assert "forward" in vars(model.model.layers[0])
+    compare(tmp_path, callback)
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_modules_that_are_named_are_offloaded_and_not_the_layers(callback_type, tmp_path):
+    tags = []
+
+    class Watch(callback_type):
+        def on_step_end(self, *given, **others):
+            super().on_step_end(*given, **others)
+            tags.append(set(self.handle.last_stats.tags))
+
+    compare(tmp_path, Watch(["model.layers.*.mlp"], ALL))
+    assert tags == [{"mlp"}] * 4
+
+
+def test_reporters_get_the_numbers_where_the_callback_was_added_to_the_trainer(callback, tmp_path):
+    from transformers import TrainerCallback
+
+    logged = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **others):
+            logged.append(set(logs))
+
+    trainer = make_trainer(make_llama(), tmp_path, Reporter(), max_steps=1)
+    callback.add_to(trainer)
+    trainer.train()
+    assert {"loss", "offload/saved_gib", "offload/percent", "offload/wait_ms"} <= logged[0]
+    assert not any(name.startswith("offload/") for name in logged[1])  # the summary of the run
+
+
+def test_evaluation_between_steps_changes_nothing(callback, tmp_path):
+    compare(tmp_path, callback, eval_strategy="steps", eval_steps=1, prediction_loss_only=True)
+
+
+def test_switches_of_others_that_are_on_too_are_named_in_one_warning(callback, tmp_path, caplog):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+
+    model = make_llama()
+    model.model.layers[0].mlp = offload_wrapper(model.model.layers[0].mlp)
+    trainer = make_trainer(model, tmp_path, callback, max_steps=1)
+    trainer.args.gradient_checkpointing_kwargs = {"offload": True}
+    trainer.args.activation_offloading = True
+    trainer.train()
+    (line,) = [line for line in caplog.messages if " are on too. " in line]
+    assert line.startswith(
+        "transformers' gradient_checkpointing_kwargs={'offload': True} and accelerate's fsdp_activation_checkpointing_offload "
+        "and TRL's activation_offloading are on too."
+    )
+
+
+def test_without_them_nothing_is_warned_of(callback, tmp_path, caplog):
+    make_trainer(make_llama(), tmp_path, callback, gradient_checkpointing=True).train()
+    assert not [record for record in caplog.records if record.name.startswith("fgoffload") and record.levelno > logging.INFO]
+
+
+def test_a_model_that_fsdp2_shards_is_offloaded_in_its_layers(callback, tmp_path):
+    def compute(model):
+        model.zero_grad()
+        loss = model(**make_inputs()).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.to_local().clone() for parameter in model.parameters())]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, trainer = make_llama().train(), make_trainer(make_llama(), tmp_path)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        expected = compute(model)
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=model)
+        check_equal(expected, compute(model))
+        assert callback.handle.stats().tags["layers"].groups >= LAYERS
+        callback.on_train_end(trainer.args, trainer.state, trainer.control)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,110 @@
+"""verl's call for FSDP1 and FSDP2: the bits are the same, and checkpoints gather no parameter again."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import ALL, LAYERS, ROW_BYTES, Block, make_inputs, make_net
+from support.ranks import MICROBATCHES, RankResult, Scenario, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fgoffload import ConfigError
+from fgoffload.integrations.fsdp import enable_activation_offloading
+from fgoffload.integrations.pytorch.layers import find_layers
+
+SCENARIOS = [Scenario(wrapper, offload) for wrapper in ("fsdp", "fsdp2") for offload in ("none", "switch", "checkpoints")]
+EACH_OFFLOADED = pytest.mark.parametrize(
+    "scenario", [one for one in SCENARIOS if one.offload != "none"], ids=lambda one: f"{one.wrapper}-{one.offload}"
+)
+
+
+@functools.cache
+def run_all() -> dict[Scenario, list[RankResult]]:
+    return run_ranks(SCENARIOS)
+
+
+@EACH_OFFLOADED
+def test_losses_and_gradients_are_bitwise_identical_and_no_parameter_is_gathered_once_more(scenario):
+    plain = run_all()[dataclasses.replace(scenario, offload="none")]
+    for one, other in zip(plain, run_all()[scenario], strict=True):
+        assert one.losses == other.losses
+        assert one.gradients == other.gradients
+        assert one.gathers == other.gathers > 0
+
+
+@EACH_OFFLOADED
+def test_layers_are_offloaded_or_their_inputs_where_they_are_checkpointed(scenario):
+    for rank in run_all()[scenario]:
+        moved = rank.moved["layers"]
+        inputs = MICROBATCHES * LAYERS * ROW_BYTES
+        assert moved == inputs if scenario.offload == "checkpoints" else moved > 10 * inputs
+
+
+def test_another_strategy_and_a_model_without_units_are_refused():
+    with pytest.raises(ConfigError, match=r"strategy 'ddp' is not one of fsdp, fsdp2\. For other models"):
+        enable_activation_offloading(make_net(), "ddp")
+    with pytest.raises(ConfigError, match="FSDP shards no part of Linear by itself"):
+        enable_activation_offloading(nn.Linear(2, 2), "fsdp2")
+
+
+def shard(model, layers):
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.fixture
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_checkpoints_of_the_models_own_are_switched_off_where_layers_are_checkpointed(enable_ckpt):
+    model = make_net()
+    for layer in model.layers:
+        layer.gradient_checkpointing = True
+    with enable_activation_offloading(shard(model, model.layers), "fsdp2", enable_ckpt):
+        assert {layer.gradient_checkpointing for layer in model.layers} == {not enable_ckpt}
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_an_embedding_that_is_sharded_by_itself_is_no_layer():
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    shard(model, model)
+    assert [unit.name for unit in find_layers(model)] == ["1", "2"]
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_layers_are_not_checkpointed_in_evaluation_nor_without_gradients():
+    model = make_net()
+    runs = []
+    with enable_activation_offloading(shard(model, model.layers), "fsdp2", enable_ckpt=True, config=ALL):
+        model.layers[0].mlp.register_forward_pre_hook(lambda *given: runs.append(torch.is_grad_enabled()))
+        model(make_inputs()).backward()
+        assert len(runs) == 2
+        with torch.no_grad():
+            model(make_inputs())
+        model.eval()(make_inputs()).backward()
+        assert len(runs) == 4
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_fsdp1_does_not_run_its_own_forward_again_where_it_wraps_a_checkpoint():
+    model = make_net()
+    calls = []
+    model.layers[0].register_forward_pre_hook(lambda *given: calls.append(given))
+    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+    with enable_activation_offloading(model, "fsdp", enable_ckpt=True, config=ALL) as handle:
+        model(make_inputs()).backward()
+        assert len(calls) == 1  # the recompute begins inside of the layer
+        assert handle.stats().d2h_bytes == LAYERS * ROW_BYTES

@@ -1,0 +1,45 @@
+"""Layers that are found without being named."""
+
+import pytest
+from support.models import Net, make_net
+from torch import nn
+
+from fgoffload import ConfigError
+from fgoffload.integrations.pytorch.layers import find_layers
+
+pytestmark = pytest.mark.quick
+
+
+class TokenEmbeddings(nn.Module):
+    """An embedding of several parts."""
+
+
+class Named(Net):
+    """Says which of its modules must not be split, as models of transformers do."""
+
+    _no_split_modules = ("Block", "TokenEmbeddings", "GELU")
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.embeddings = TokenEmbeddings()
+
+
+def list_names(model):
+    return [site.name for site in find_layers(model)]
+
+
+def test_layers_are_the_modules_that_must_not_be_split_but_for_embeddings_and_what_lies_within_others():
+    assert list_names(Named()) == ["layers.0", "layers.1"]  # the activation within a layer is no layer
+
+
+def test_layers_of_a_class_made_of_theirs_are_found():
+    model = Named()
+    model.layers[1].__class__ = type("FSDPBlock", (type(model.layers[1]),), {})
+    assert list_names(model) == ["layers.0", "layers.1"]
+
+
+def test_a_model_without_layers_is_refused_and_the_message_says_what_to_do():
+    with pytest.raises(
+        ConfigError, match=r"Net has no layers that can be found: .* `_no_split_modules` \(none\) .* Name modules"
+    ):
+        find_layers(make_net())
