@@ -333,7 +333,7 @@ class MegatronOffload:
 
     def flush_delayed(self) -> None:
         """A graph has been launched, or a forward is over: submit what has waited for that."""
-        if not self._holding.is_on:  # else the host waits for something else first
+        if not (self.is_idle or self._holding.is_on):  # else the host waits for something else first
             self._submit_held()
 
     def _submit_held(self) -> None:

@@ -69,6 +69,7 @@ class NoGraphs:
 
     def close(self) -> None:
         """Release the graphs and what Megatron keeps of them. The model still exists."""
+        self._chunks, self._config = (), None
 
 
 class _Graphs(NoGraphs):

@@ -197,6 +197,7 @@ def make_cuda_device(monkeypatch):
         cudart = Cudart(status=status)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         monkeypatch.setattr(torch, "Stream", lambda device: types.SimpleNamespace(device=device))
@@ -246,3 +247,10 @@ def test_all_engines_of_a_process_share_one_default_budget(monkeypatch):
     assert all(block is not None for block in blocks)
     assert [arena.find_block(1) for arena in arenas] == [None] * 3
     assert OffloadEngine(device=CpuDevice(), host_budget_bytes=MIB).arena.find_block(MIB) is not None
+
+
+def test_no_memory_is_locked_while_a_graph_is_captured(make_cuda_device, monkeypatch):
+    device, cudart = make_cuda_device(0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert HostArena(device, budget=GIB).find_block(MIB) is None
+    assert cudart.locked == {}

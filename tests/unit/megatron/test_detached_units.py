@@ -176,7 +176,7 @@ def go_on_after_errors(mlp, run):
     with torch.no_grad():
         run(2)
     run(1).backward()
-    assert region._find_top_hooks(False) is None  # noqa: FBT003 - not only while tracing
+    assert region.find_top_hooks(False) is None  # noqa: FBT003 - not only while tracing
 
 
 @pytest.mark.parametrize("train", [go_back_in_reverse, go_on_after_errors])
