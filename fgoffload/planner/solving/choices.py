@@ -251,7 +251,7 @@ def _list_sites(layer: LayerModel) -> list[str]:
 
 
 def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:
-    saves = name in layer.offloadable_tags
+    saves = any(name in tensor.tags for tensor in layer.tensors)
     recomputes = layer.find_unit(name) is not None
     possible = {Action.KEEP: True, Action.RECOMPUTE: recomputes, Action.OFFLOAD: saves}
     possible[Action.RECOMPUTE_AND_OFFLOAD] = saves and recomputes

@@ -322,7 +322,7 @@ def _list_tags(ranks: Sequence[RankModel], flags: MegatronFlags) -> list[str]:
         for chunk in _list_chunks(ranks)
         for layer in chunk.layers
         for tensor in layer.model.tensors
-        if layer.model.may_leave(tensor) and not tensor.is_below(least_numel)
+        if not tensor.is_below(least_numel)
         for tag in tensor.tags
     }
     modules = flags.recompute.modules if isinstance(flags.recompute, SelectiveRecompute) else ()

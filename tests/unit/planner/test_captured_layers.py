@@ -92,15 +92,15 @@ def test_a_graph_of_a_whole_layer_or_dense_local_one_is_all_that_the_host_launch
 
 
 def test_no_host_is_late_or_waits_in_a_graph_of_a_full_iteration():
-    model, parallelism, assumptions = read()
+    model, parallelism, assumptions = read("--pipeline-model-parallel-size", "2")
     late = dataclasses.replace(assumptions, efficiency=Efficiency(host_s_per_launch=1.0))
     never_late = dataclasses.replace(assumptions, efficiency=Efficiency(host_s_per_launch=0.0))
     graphs = dataclasses.replace(late, graphs=Graphs(FULL_ITERATION))
     eager, captured = (build_ranks(model, parallelism, H100, assumptions=one) for one in (never_late, graphs))
     nothing = OffloadPlan(actions={})
     assert simulate(captured, nothing).step_s == simulate(eager, nothing).step_s
-    assert captured[0].host_pace is HostPace.STEP_AHEAD
-    assert {segment.host_wait for segment in get_layer(captured, MOE).segments} == {None}
+    assert [rank.host_pace for rank in captured] == [HostPace.STEP_AHEAD] * 2
+    assert {segment.host_wait for segment in captured[1].chunks[0].layers[0].model.segments} == {None}
 
 
 def make_plan(*tags, action=Action.OFFLOAD):
@@ -194,6 +194,8 @@ def test_a_profile_of_eager_steps_is_planned_as_its_graphs_allow():
     for own, other in zip(captured.chunks[0].layers, table.chunks[0].layers, strict=True):
         assert (own.model.units, own.model.offloadable_tags) == (other.model.units, other.model.offloadable_tags)
     assert capture_rank(eager, NO_CAPTURE, has_shared_overlap=False) == eager
+    assert eager.host_pace is HostPace.LAYER_AHEAD
+    assert capture_rank(eager, Graphs(FULL_ITERATION), has_shared_overlap=False).host_pace is HostPace.STEP_AHEAD
 
 
 def test_flags_say_what_is_captured():
