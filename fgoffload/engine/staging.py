@@ -318,11 +318,9 @@ class Staging:
 
     def _list_next(self, turn: _Turn) -> list[CapturedForward]:
         """Return what the backward behind `turn` reads, if one is there, and what it reads is on the host."""
-        behind = turn.next
-        if behind is None or not behind.is_backward or behind.forward.state is not ForwardState.OFFLOADED:
-            return []
-        used = turn.forward.read_slot if turn.is_backward else turn.forward.slot
-        return [] if behind.forward.read_slot is used else [behind.forward]
+        behind = turn.next  # of the other slot: two passes in a row never take the same one
+        is_wanted = behind is not None and behind.is_backward and behind.forward.state is ForwardState.OFFLOADED
+        return [behind.forward] if behind is not None and is_wanted else []
 
     def _reload(self, forwards: Sequence[CapturedForward]) -> None:
         """Fill the slots of the backwards of `forwards`, which are on the host."""

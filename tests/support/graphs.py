@@ -22,18 +22,42 @@ from support.recording import RecordingCpuDevice
 
 
 class GraphDevice(RecordingCpuDevice):
-    """The recording device, which can be told that a graph is being captured."""
+    """The recording device, which can be told that a graph is being captured.
+
+    As CUDA, it refuses waits in a capture for events from outside of it, waits outside for events of a capture, and a host that
+    waits for what only a replay will run.
+    """
 
     has_open_capture = False
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._captures = 0
+        self._captured: dict[int, tuple[object, int]] = {}
+        """By event, the event, so that its name is not used again, and the capture that it was recorded in; 0 is none."""
+
     def is_capturing(self) -> bool:
         return self.has_open_capture
+
+    def record_event(self, stream: object, *, is_timed: bool = False) -> object:
+        event = super().record_event(stream, is_timed=is_timed)
+        self._captured[id(event)] = event, self._captures if self.has_open_capture else 0
+        return event
+
+    def wait_event(self, stream: object, event: object, hazard: object) -> None:
+        assert self._captured[id(event)][1] == (self._captures if self.has_open_capture else 0), hazard
+        super().wait_event(stream, event, hazard)
+
+    def synchronize(self, event: object) -> None:
+        assert not self.has_open_capture
+        super().synchronize(event)
 
     def is_done(self, event: object) -> bool:
         return not self.has_open_capture and super().is_done(event)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
+        self._captures += 1
         self.has_open_capture = True
         try:
             yield

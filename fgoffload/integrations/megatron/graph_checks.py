@@ -7,6 +7,7 @@ from typing import Any
 from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError, PlanError
+from fgoffload.planner.model.model_shape import list_moe_layers
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def _list_faults(
             "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
         )
     kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=_has_shared_overlap(values))
-    if has_experts:  # dense layers among them may still have the tag
+    if has_experts and has_dense_layers(values):  # which may still have the tag
         kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
     for tag in selected:
         if tag in kept:
@@ -99,3 +100,11 @@ def read_graphs(values: Mapping[str, Any]) -> Graphs:
 
 def _has_shared_overlap(values: Mapping[str, Any]) -> bool:
     return bool(values.get("moe_shared_expert_overlap"))
+
+
+def has_dense_layers(values: Mapping[str, Any]) -> bool:
+    """Return whether a model with experts has dense layers, by its flags; true where these do not say how many layers it has."""
+    num_layers = values.get("num_layers")
+    if not num_layers:
+        return True  # nobody has said, and Megatron will ask
+    return not all(list_moe_layers(values.get("moe_layer_freq") or 1, num_layers=num_layers))

@@ -71,8 +71,11 @@ class GraphedLayers:
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Run the forward of `layer` for a capture, or to warm up for one, and let leave what its regions save."""
         self._known.pop(layer, None)
-        chunk, number = self._chunks.get(layer), get_number(layer)
-        if self._find_region is not None or is_inert() or chunk is None or not self._actions.list_offloaded(chunk, number):
+        chunk = self._chunks.get(layer)
+        if self._find_region is not None or is_inert() or chunk is None:
+            return run()
+        number = get_number(layer)
+        if not self._actions.list_offloaded(chunk, number):
             return run()
         engine = self._engine
         capture = engine.capture(Place(None, f"layers.{number} in a graph"))

@@ -141,7 +141,7 @@ def _find_ending_block(model: Any) -> Any:
 def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         offload = get_offload()
-        if offload.is_idle or is_inert() or is_capturing():
+        if offload.is_idle or is_inert():
             return original(self, *args, **kwargs)
         offload.pass_layer(get_number(self))
         with offload.watch_attention():

@@ -9,8 +9,7 @@ from typing import Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.graph_checks import check_graphs
-from fgoffload.planner.model.model_shape import list_moe_layers
+from fgoffload.integrations.megatron.graph_checks import check_graphs, has_dense_layers
 
 _EXPERT_TAGS = ("router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine", "shared_expert")
 _STASHED_TAGS = ("expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp")
@@ -109,12 +108,5 @@ def _list_model_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Ite
                 "--offload-modules 'shared_expert' is of shared experts, and this model has none: give "
                 "--moe-shared-expert-intermediate-size or leave it out."
             )
-        elif name in _DENSE_TAGS and experts and not _has_dense_layers(values):
+        elif name in _DENSE_TAGS and experts and not has_dense_layers(values):
             yield f"--offload-modules {name!r} is of dense layers, and all layers of this model have experts: leave it out."
-
-
-def _has_dense_layers(values: Mapping[str, Any]) -> bool:
-    num_layers = values.get("num_layers")
-    if not num_layers:
-        return True  # nobody has said, and Megatron will ask
-    return not all(list_moe_layers(values.get("moe_layer_freq") or 1, num_layers=num_layers))

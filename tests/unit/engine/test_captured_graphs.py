@@ -1,5 +1,7 @@
 """What captured graphs save leaves between replays and is back for their backward, whatever happens to the graphs' memory."""
 
+import itertools
+
 import pytest
 import torch
 from support.graphs import CpuGraph, GraphDevice, GraphedLayer, GraphPool, attention, capture_layers, plain
@@ -119,6 +121,90 @@ def test_what_something_else_holds_stays():
     assert "something else holds its storage" in tag.kept_bytes
 
 
+def test_an_object_that_something_else_holds_stays():
+    held = []
+
+    def layer(hidden, weight, find_region):
+        with find_region("core_attn"), torch.no_grad():
+            mask = (hidden > 0).to(hidden.dtype)
+        held.append(mask)  # the very object that is saved
+        with find_region("core_attn"):
+            return (hidden @ weight) * mask
+
+    engine = make_engine(GraphDevice())
+    model = Model(engine, layer=layer)
+    assert all(captured.forward is None for captured in model.layers)
+
+
+def test_what_is_changed_in_place_behind_its_save_is_refused_as_without_graphs():
+    def layer(hidden, weight, find_region):
+        with find_region("core_attn"):
+            projected = hidden @ weight
+            output = projected.sin()
+        projected.add_(1)
+        return output
+
+    with pytest.raises(StateError, match="was changed in place before backward took it"):
+        Model(make_engine(GraphDevice()), layer=layer)
+
+
+def test_what_a_branch_of_the_graph_saves_stays():
+    engine = make_engine(GraphDevice())
+
+    def layer(hidden, weight, find_region):
+        projected = hidden @ weight
+        with find_region("core_attn"), engine.device.on("side"):
+            return projected.sin()
+
+    assert all(captured.forward is None for captured in Model(engine, layer=layer).layers)
+
+
+def test_what_the_warm_up_has_not_seen_stays():
+    runs = itertools.count()
+
+    def layer(hidden, weight, find_region):
+        if next(runs) < LAYERS:  # the warm-up saves half of it
+            with find_region("core_attn"):
+                return (hidden @ weight).sin()
+        return attention(hidden, weight, find_region)
+
+    engine = make_engine(GraphDevice())
+    model = Model(engine, layer=layer)
+    check_same(model.step(make_inputs(1)), run_eager(make_inputs(1)))
+    assert engine.finish_step().tags["core_attn"].groups == LAYERS
+    assert {captured.forward.size_bytes for captured in model.layers} == {ROWS * ROWS * 4 + (-ROWS * ROWS * 4) % 512}
+
+
+def test_what_has_come_back_and_loses_its_slot_comes_back_again():
+    engine = make_engine(GraphDevice())
+    weights, pool, inputs = make_weights(), GraphPool(), make_inputs(2)
+    stacks = [[GraphedLayer(engine, pool, attention, weight, inputs[0]) for weight in weights] for _ in inputs]
+    capture_layers(engine, *stacks)
+
+    def run(layers, hidden):
+        for layer in layers:
+            hidden = layer(hidden)
+        return hidden
+
+    halfway = run(stacks[0][:2], inputs[0])
+    outputs = [run(stacks[0][2:], halfway), run(stacks[1], inputs[1])]
+    first = [*torch.autograd.grad(outputs[0].square().sum(), (halfway, *weights[2:]))]
+    again = run(stacks[1], inputs[1])  # before the first two layers have their backward
+    halfway.backward(first[0])
+    again.square().sum().backward()
+    for weight, gradient in zip(weights[2:], first[1:], strict=True):
+        weight.grad += gradient
+    check_same([weight.grad for weight in weights[:2]], run_eager(inputs)[:2])
+
+
+def test_the_host_knows_of_copies_of_slots():
+    engine = make_engine(GraphDevice())
+    Model(engine)(make_inputs(1)[0])
+    assert engine.is_copying_out()
+    engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
+    assert not engine.is_copying_out()
+
+
 def test_a_host_budget_that_is_too_small_is_one_error():
     model = Model(make_engine(GraphDevice(), host_budget_bytes=512))
     with pytest.raises(StateError, match="and the host budget is used up"):
@@ -131,7 +217,8 @@ def run_step(engine, weights, inputs):
     for microbatch, hidden in enumerate(inputs):
         sites = Sites(engine, microbatch=microbatch)
         for weight in weights:
-            hidden = sites(lambda hidden, weight=weight: attention(hidden, weight, plain), hidden)
+            output = sites(lambda hidden, weight=weight: attention(hidden, weight, plain), hidden)
+            hidden = sites(torch.mul, output, hidden)  # saves again what the site before has offloaded
         if engine is not None:
             engine.expect_backward(sites.lane)
         for sum_, gradient in zip(total, torch.autograd.grad(hidden.square().sum(), weights), strict=True):

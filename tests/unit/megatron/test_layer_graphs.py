@@ -5,12 +5,16 @@ import gc
 import logging
 
 import pytest
+import torch
 from support.graphs import GraphDevice
-from support.megatron_graphs import GraphedTraining, without_cuda
+from support.megatron_graphs import GRAPHS, GraphedTraining, without_cuda
 from support.trainings import MOE, make_config, make_trainer
 from support.versions import is_installed
 
 from fgoffload import StateError
+from fgoffload.engine import KeptReason
+from fgoffload.integrations import megatron
+from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
 
 pytestmark = [
     pytest.mark.usefixtures("parallel"),
@@ -25,10 +29,10 @@ BESIDE, INSIDE = ("expert_fc1", "moe_act"), ("qkv_linear", "core_attn", "attn_pr
 
 
 @contextlib.contextmanager
-def graphed(monkeypatch, modules, offload):
+def graphed(monkeypatch, modules, offload, *, flags=FLAGS):
     device = None if offload is None else GraphDevice()
     monkeypatch.setattr("fgoffload.engine.find_device", lambda kind: device)
-    with without_cuda(monkeypatch), make_trainer(FLAGS, offload) as trainer:
+    with without_cuda(monkeypatch), make_trainer(flags, offload) as trainer:
         training = GraphedTraining(trainer, modules, device)
         training.run_first_step()
         training.capture()
@@ -87,6 +91,67 @@ def test_delayed_groups_leave_behind_the_next_graph_and_the_last_ones_stay(monke
         f"layers.{layer}.expert_fc1 mb={number}" for number in range(MICROBATCHES) for layer in range(LAYERS - 1)
     ]
     assert stats.recalled_bytes > stats.d2h_bytes / (LAYERS - 1)  # the last layer's bytes are among them
+
+
+def test_delayed_groups_leave_when_the_next_graph_is_launched_and_not_later(monkeypatch, caplog):
+    offload, left = make_config("expert_fc1", delay_offload_until_cuda_graph=True), []
+    flags = f"{FLAGS} --moe-token-dispatcher-type alltoall"  # which has no wait that groups are held for
+    with (
+        graphed(monkeypatch, ["attn"], offload, flags=flags) as training,
+        caplog.at_level(logging.DEBUG, logger="fgoffload.engine"),
+    ):
+        # Attention alone is captured: the experts of the second layer come behind its graph.
+        second = training.trainer.chunks[0].decoder.layers[1]
+        second.mlp.register_forward_pre_hook(lambda module, args: left.append(list_left(caplog)))
+        training.trainer.run_step()
+    assert left[0] == ["layers.0.expert_fc1 mb=0"]
+
+
+def test_where_another_stage_follows_the_last_groups_leave_at_the_end_of_forward(monkeypatch, caplog):
+    offload = make_config("expert_fc1", delay_offload_until_cuda_graph=True)
+    monkeypatch.setattr("fgoffload.integrations.megatron.layers._find_ending_block", lambda model: None)
+    with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
+        training.trainer.run_step()
+    assert len(list_left(caplog)) == LAYERS * MICROBATCHES
+
+
+def test_outputs_of_a_graph_are_known_to_stay_from_the_first_replay_on(monkeypatch):
+    with graphed(monkeypatch, ["attn"], make_config("expert_fc1")) as training:
+        offload = training.trainer.integration
+        layer, output = training.trainer.chunks[0].decoder.layers[0], torch.ones(64)
+        offload.graphs.replay(layer, lambda: (output,))
+        assert offload.engine.find_reason_to_stay(output) is KeptReason.HELD
+
+
+def test_the_forward_of_a_layer_that_is_captured_is_no_microbatch(monkeypatch):
+    with graphed(monkeypatch, ["attn"], make_config("expert_fc1")) as training:
+        graphs, offload = load_module(GRAPHS), training.trainer.integration
+        layer = training.trainer.chunks[0].decoder.layers[0]
+        hidden = torch.ones(32, 2, 32, requires_grad=True)
+        graphs._set_capture_start()
+        try:
+            with ignore_expected_warnings():
+                layer.forward(hidden, attention_mask=None)
+        finally:
+            graphs._set_capture_end()
+        assert offload.count_microbatches() == {}
+
+
+def test_the_step_that_a_full_iteration_captures_is_announced_to_the_engine(monkeypatch):
+    wrapper_class = load_module("megatron.core.full_cuda_graph").FullCudaGraphWrapper
+    seen = []
+    monkeypatch.setattr(wrapper_class, "__call__", lambda self, **kwargs: seen.append(offload.engine._captures_step))
+    offload = megatron.apply(make_config("core_attn"), device=GraphDevice())
+    try:
+        wrapper = wrapper_class.__new__(wrapper_class)  # whose streams need CUDA
+        wrapper.cuda_graph_warmup_steps = 2
+        for iteration in range(4):
+            monkeypatch.setitem(wrapper_class.curr_iteration, "training", iteration)
+            wrapper(forward_only=False)
+        wrapper(forward_only=True)
+    finally:
+        offload.remove()
+    assert seen == [False, False, True, False, False]
 
 
 def test_a_graph_is_not_replayed_without_the_engine_that_it_was_captured_with(monkeypatch):

@@ -1,0 +1,64 @@
+"""What CUDA graphs and offload cannot do together is one error at start-up, with the flag, the module and the reason."""
+
+import pytest
+
+from fgoffload import ConfigError, OffloadConfig, PlanError
+from fgoffload.integrations.megatron.graph_checks import check_graphs, check_recompute
+
+TE, LOCAL, FULL = ({"cuda_graph_impl": name} for name in ("transformer_engine", "local", "full_iteration"))
+EXPERTS = {"num_moe_experts": 8, "num_layers": 2}
+PADDED = EXPERTS | {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
+def check(tags, values, **options):
+    check_graphs(OffloadConfig(offload_modules=tags, **options), tags, values)
+
+
+@pytest.mark.parametrize(
+    ("tags", "values", "reason"),
+    [
+        (("core_attn", "attn_norm"), TE | {"cuda_graph_modules": ["attn"]}, "'attn_norm' .* saves the input of a graph"),
+        (("mlp_norm",), TE | EXPERTS | {"cuda_graph_modules": ["moe_router"]}, "'mlp_norm' and --cuda-graph-impl transformer"),
+        (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_modules": ["moe_router"]}, "beside local graphs experts alone"),
+        (("expert_fc1",), LOCAL | EXPERTS | {"cuda_graph_modules": []}, "local graphs hold no copy"),
+        (("core_attn",), FULL | EXPERTS, "dropless routing has the host wait for the token counts"),
+        (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_scope": ["full_iteration"]}, "full_iteration: dropless routing"),
+    ],
+)
+def test_what_a_capture_cannot_hold_is_refused(tags, values, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check(tags, values)
+
+
+def test_auto_is_refused_with_graphs():
+    with pytest.raises(ConfigError, match="auto measures the modules of eager steps, and --cuda-graph-impl local"):
+        check(("auto",), LOCAL, offload_memory_budget_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("tags", "values"),
+    [
+        (("attn_norm",), {}),
+        (("expert_fc1", "core_attn"), TE | EXPERTS | {"cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"]}),
+        (("expert_fc1",), LOCAL | EXPERTS | {"cuda_graph_modules": ["moe_router"]}),
+        (("core_attn", "expert_fc1"), FULL | PADDED),
+        (("core_attn", "mlp_fc1"), FULL),
+    ],
+)
+def test_what_graphs_and_offload_can_do_together_is_not(tags, values):
+    check(tags, values)
+
+
+@pytest.mark.parametrize(("values", "impl"), [({}, "none"), (FULL, "full_iteration")])
+def test_a_delay_without_graphs_of_layers_is_one_warning(caplog, values, impl):
+    check(("core_attn",), values, delay_offload_until_cuda_graph=True)
+    assert [record.getMessage().partition(":")[2] for record in caplog.records] == [
+        f" groups wait for graphs of layers, and --cuda-graph-impl is {impl}."
+    ]
+
+
+def test_a_plan_recomputes_nothing_that_is_captured():
+    attention = TE | EXPERTS | {"cuda_graph_modules": ["attn"]}
+    check_recompute(["moe_act"], attention, layer=3, is_moe=True)
+    with pytest.raises(PlanError, match=r"recomputes layers\.3\.core_attn, and --cuda-graph-impl transformer_engine captures"):
+        check_recompute(["moe_act", "core_attn"], attention, layer=3, is_moe=True)
