@@ -100,6 +100,7 @@ class GraphedTraining:
         config = self._layers[0].config
         scopes = load_module("megatron.core.transformer.enums").CudaGraphModule
         config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", [scopes[name] for name in modules]
+        config.delay_offload_until_cuda_graph = False  # which versions before 0.19 do not have: ours delays by itself
         for layer in self._layers:
             layer._set_offload_modules()  # which looks at the graphs
         graphable = load_module("megatron.core.transformer.module").GraphableMegatronModule

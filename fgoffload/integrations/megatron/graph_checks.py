@@ -103,7 +103,7 @@ def _has_shared_overlap(values: Mapping[str, Any]) -> bool:
 
 
 def has_dense_layers(values: Mapping[str, Any]) -> bool:
-    """Return whether a model with experts has dense layers, by its flags; true where these do not say how many layers it has."""
+    """Return whether a model with experts has dense layers by its flags; true where they do not say how many layers it has."""
     num_layers = values.get("num_layers")
     if not num_layers:
         return True  # nobody has said, and Megatron will ask

@@ -136,12 +136,16 @@ def test_an_object_that_something_else_holds_stays():
     assert all(captured.forward is None for captured in model.layers)
 
 
-def test_what_is_changed_in_place_behind_its_save_is_refused_as_without_graphs():
+@pytest.mark.parametrize("eager_runs", [0, LAYERS], ids=["always", "when it is captured"])
+def test_what_is_changed_in_place_behind_its_save_is_refused_as_without_graphs(eager_runs):
+    runs = itertools.count()
+
     def layer(hidden, weight, find_region):
         with find_region("core_attn"):
             projected = hidden @ weight
             output = projected.sin()
-        projected.add_(1)
+        if next(runs) >= eager_runs:
+            projected.add_(1)
         return output
 
     with pytest.raises(StateError, match="was changed in place before backward took it"):
@@ -248,6 +252,7 @@ def test_a_captured_step_replays_its_copies(window_bytes):
         pool.poison()
         graph.replay()
         check_same(gradients, run_step(None, weights, inputs))
+    check_same(run_step(engine, weights, inputs), gradients)  # eagerly, in the host memory of the graph
     engine.close()
 
 
