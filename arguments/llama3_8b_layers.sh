@@ -2,7 +2,7 @@
 #
 # Size:    28 of 32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336, vocabulary of 128256; 7.2 billion parameters.
 #          Sequences of 8192 tokens, 2 microbatches of 1 sequence a step, bf16, without an optimizer. Weights and gradients take
-#          26.7 GiB; what a layer saves for a microbatch is 1.06 GiB (docs/formulas.md), and the loss some GiB more.
+#          26.7 GiB; what a layer saves for a microbatch is 1.06 GiB (docs/reference/saved_bytes.md), and the loss some GiB more.
 # Source:  sizes: config.json of meta-llama/Meta-Llama-3-8B.
 # Purpose: settings side by side in a dense model. LAYERS=32 takes the whole model, which fits with 70.3 GiB; 28 leave room for what
 #          takes more than nothing does, as recompute of core_attn.

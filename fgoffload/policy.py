@@ -12,7 +12,7 @@ from fgoffload.units import GIB, MIB, check_bytes
 
 DEFAULT_WINDOW_BYTES = 1 * GIB
 """Bytes. At 50 GB/s to host this is 21 ms of copies, the forward of one or two large MoE layers: enough that compute never
-waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/how_it_works.md."""
+waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/concepts/how_it_works.md."""
 
 DEFAULT_PREFETCH_BYTES = 512 * MIB
 """Bytes. At 50 GB/s to device this is 11 ms ahead of backward, more than the largest group of the reference workloads."""

@@ -18,7 +18,7 @@
 # What you should see: the name of each setting and the steps that it is at; then the table of all settings, with p20 and p80 of
 # their steps, time over nothing in each repeat, and memory; of each budget the fastest setting of each system; what the search
 # found; and what was predicted beside what was measured. The folder has the same as pages, results.csv with a row for each setting
-# and repeat, the plans, and frontier.png: peak memory against step time. docs/results/w2_moe_h100_202611.md has what came of it.
+# and repeat, the plans, and frontier.png: peak memory against step time. docs/results/megatron.md has what came of it.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -33,7 +33,7 @@ MOST_PLANS = 3
 LEAST_GAIN = 0.03
 """Of a step: by how much the plan for the other host has to be faster when it is tried, or the one for the host that is known
 stays. Two models of one and the same setting differ by that. Source: fifteen of `nothing` in one process, whose medians of ten
-steps are 2.7% around their mean (docs/results/w2_moe_h100_202611.md)."""
+steps are 2.7% around their mean (docs/decisions.md)."""
 
 TryPlan = Callable[[Setting], Tried | None]
 """Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""

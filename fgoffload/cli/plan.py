@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # nargs="?" so that its absence is reported by us, with what to do.
     add("model", metavar="MODEL", nargs="?", help="a Megatron argument file, as in arguments/, or a Hugging Face config.json")
     add("--gpu", metavar="NAME", help="a device of the table: a100, h100, h200, b200, gb200, gh200, mi300x, ascend-910b")
-    add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/planner/hardware.md)")
+    add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/reference/hardware.md)")
     add("--profile", metavar="FILE", help="what `fgoffload profile` measured: in place of a device, or of its link alone")
     add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")

@@ -2,7 +2,7 @@
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 
-`planning` has an example; docs/planner.md says how it works and how right it is. What is below `plan` can be used by itself:
+`planning` has an example; docs/concepts/planner.md says how it works. What is below `plan` can be used by itself:
 
 | folder | what it says | begin with |
 |---|---|---|

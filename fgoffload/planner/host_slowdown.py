@@ -10,9 +10,9 @@ with it the time of each group, `GROUP_S` of it.
 
 Either alone says as much of all steps together, and is wrong about some. By bytes alone `expert_fc1`, whose groups are few and
 large, was predicted to take 4% to 5% longer than it did in each of three runs, and by groups alone a plan with two groups of
-640 MiB to take 3% less (docs/results/w2_moe_h100_202611.md). With both, four of the 76 steps that are predicted from profiles
-with compared steps are more than 4% off, where eight were by bytes. Of fifteen runs it is in docs/planner/accuracy.md. Where a
-training plans for itself, steps that keep all may not fit: those under its first plan say it alone.
+640 MiB to take 3% less (docs/decisions.md). With both, four of the 76 steps that are predicted from profiles with
+compared steps are more than 4% off, where eight were by bytes. Where a training plans for itself, steps that
+keep all may not fit: those under its first plan say it alone.
 
 [link_rates]: fgoffload/planner/timing/link_rates.py
 """

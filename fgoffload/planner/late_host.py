@@ -29,7 +29,7 @@ class HostGuess(enum.Enum):
 
 LATE_HOST_SLOWDOWN = 0.1
 """What compute of a training takes longer beside copies, as a part, with such a host, whose groups cost what that goes with.
-Source: the compared steps of four runs of W2 on H100s say 0.088, 0.145, 0.095 and 0.090 (docs/planner/profiles.md)."""
+Source: the compared steps of four runs of W2 on H100s say 0.088, 0.145, 0.095 and 0.090 (docs/concepts/planner.md)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

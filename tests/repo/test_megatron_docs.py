@@ -9,7 +9,7 @@ from fgoffload.integrations.megatron.site_table import SITES, WAITS
 from fgoffload.tags import RECOMPUTE_UNITS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "frameworks" / "megatron.md"
+PAGE = ROOT / "docs" / "reference" / "tags.md"
 TABLE = re.compile(r"^<!-- (\w+) -->\n(\|.*\n)(\|[-|]+\n)((?:\|.*\n)+)", re.MULTILINE)
 
 

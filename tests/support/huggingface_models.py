@@ -1,4 +1,4 @@
-"""Tiny random models of the rows in `docs/frameworks/huggingface.md`."""
+"""Tiny random models of the rows in `docs/how_to/huggingface.md`."""
 
 from typing import Any
 

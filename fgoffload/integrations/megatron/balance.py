@@ -3,7 +3,7 @@
 Earlier ranks have more microbatches in flight under 1F1B, so they need the memory and later ones do not. What a site moves is
 known when the first step is over, in which every site moves; from the second step on the rank's last sites of forward stay, in
 all microbatches alike, as many as have the bytes that the rank offloads less. Megatron's own engine keeps the first layers of
-the first microbatches instead; see docs/frameworks/megatron_flags.md.
+the first microbatches instead; see docs/reference/megatron_engine.md.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,7 @@ leaf: a copy of the layer's input, and its gradient. Both stay until the layer's
 experts that ran again: 128 MiB on the benchmark's reference workload, of which the last layer of backward has all the others'.
 
 Source: `dispatch_preprocess` of megatron-core 0.16.1, and what an H200 held between two steps
-(docs/results/w2_moe_h200_202611.md).
+(docs/decisions.md).
 """
 
 import functools

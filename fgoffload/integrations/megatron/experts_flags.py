@@ -78,8 +78,8 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
     dispatcher = values.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher != "alltoall":
         raise ConfigError(
-            f"--moe-token-dispatcher-type {dispatcher}: what it saves and sends is not known here (docs/formulas.md). "
-            "Give --moe-token-dispatcher-type alltoall for a plan of that."
+            f"--moe-token-dispatcher-type {dispatcher}: what it saves and sends is not known here "
+            "(docs/reference/saved_bytes.md). Give --moe-token-dispatcher-type alltoall for a plan of that."
         )
     changes: dict[str, Any] = {"router": _change_router(experts.router, values)}
     if "moe_permute_fusion" in values:

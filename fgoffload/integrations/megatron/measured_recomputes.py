@@ -11,7 +11,7 @@ MeasureGather = Callable[[int, int], float]
 
 _WHOLE_PERMUTATION = 1.2
 """Times a gather of the same bytes: a fused permutation looks up where each row comes from. On an H100 such a gather of 64 to
-256 MiB takes 0.117 ms and all of the permutation 0.14. Source: docs/results/runs/w2_moe_h100_ninth_kernels.csv."""
+256 MiB takes 0.117 ms and all of the permutation 0.14. Source: docs/results/runs/w2_h100_kernels.csv."""
 
 _FIRST_PARTS = (("qkv_linear", "core_attn"), ("mlp_fc1", "mlp_fc2"), ("expert_fc1", "expert_fc2"))
 """Units of first_parts.py, each with the tag of what they run up to."""

@@ -19,7 +19,7 @@ from fgoffload.integrations.megatron.model_config import CONFIG_MODULE, list_acc
 
 CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
 """Environment variable. With 1, Transformer Engine 2.10 or newer reads what Megatron's engine sets around its regions, and
-Megatron-LM asks for it with its own flag. What it changes: docs/frameworks/megatron_environment.md."""
+Megatron-LM asks for it with its own flag. What it changes: docs/reference/environment.md."""
 
 _INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 

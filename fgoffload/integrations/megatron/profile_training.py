@@ -128,7 +128,7 @@ def _join_plain_steps(plain_step_s: float, steps: Sequence[ComparedStep]) -> flo
     """Return the mean of the plain step and of those that kept all in turn with `steps`, which another model ran.
 
     A model built anew has steps that are longer or shorter as a whole, by 2 to 3% where the host is late
-    (docs/results/w2_moe_h100_202611.md, what steps of this host say): two say more than one. All steps were in turn with the
+    (docs/decisions.md): two say more than one. All steps were in turn with the
     same that keep all.
     """
     return statistics.fmean([plain_step_s, steps[0].keeping_step_s]) if steps else plain_step_s

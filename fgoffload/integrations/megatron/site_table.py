@@ -1,6 +1,6 @@
 """Where each tag's tensors are saved in Megatron-Core, and where its host waits for the device.
 
-A row for each place, with the versions that have it; docs/frameworks/megatron.md shows the same rows.
+A row for each place, with the versions that have it; docs/reference/tags.md shows the same rows.
 """
 
 import enum

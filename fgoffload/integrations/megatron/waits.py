@@ -2,7 +2,7 @@
 
 The host waits for a few bytes, the tokens of each expert, and the device has nothing to do meanwhile. Those bytes take the same
 way as what is offloaded, one copy engine for each direction, first in first out: behind a group of attention they wait for
-milliseconds. Traced with Megatron's own engine and with ours; see docs/frameworks/megatron.md.
+milliseconds. Traced with Megatron's own engine and with ours; see docs/reference/tags.md.
 """
 
 import enum

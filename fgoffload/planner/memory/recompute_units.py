@@ -84,7 +84,7 @@ def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...]
 
     Source: `SelfAttention.get_query_key_value_tensors` and `Attention._checkpointed_attention_forward` of megatron-core 0.16.1,
     `get_qkv_layout` of Transformer Engine 2.20; `tests/unit/megatron/test_saved_bytes.py` runs Megatron's with a stand-in for
-    attention. Llama 3 8B on an H200: docs/formulas.md.
+    attention. Llama 3 8B on an H200: docs/reference/saved_bytes.md.
     """
     sizes = LayerSizes(shape)
     if shape.latent is not None:

@@ -1,7 +1,7 @@
 """The bytes that each tag saves for backward, in one layer and microbatch on one rank.
 
 With Transformer Engine's layers, its fused attention and activations in bf16. A sliding window changes nothing, nor do biases
-of linear layers: what is kept of the experts' has no tag. Letters as in the formulas of docs/formulas.md: s sequence, b
+of linear layers: what is kept of the experts' has no tag. Letters as in docs/reference/saved_bytes.md: s sequence, b
 microbatch, h hidden, n heads, g query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E experts, e
 expert tensor parallel size. `shape.tokens` is sb/t, or sb without sequence parallelism: so is what has h channels then.
 
@@ -13,7 +13,7 @@ that save it, and what several tags save together is counted over the tensors:
 What no tag saves, and stays on the device whatever a plan says, is in `untagged_bytes.list_untagged_tensors`.
 
 Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
-`tests/gpu/test_megatron_bytes.py` compares. docs/formulas.md says what is from the code of both and not measured.
+`tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md says what is from the code of both and not measured.
 """
 
 from collections.abc import Iterable, Iterator

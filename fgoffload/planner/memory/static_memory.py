@@ -9,7 +9,7 @@ d is 1.
 
 Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py and its page on the
 distributed optimizer, for the bytes of a parameter; the code of megatron-core 0.16.1 for the rest. What is measured is on
-docs/static_memory.md.
+docs/reference/static_memory.md.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ import functools
 class HostWait(enum.Enum):
     """What stands between the host and the launch of a stretch: a few bytes of the device that it has to read first.
 
-    Source: docs/frameworks/megatron.md, where the host waits.
+    Source: docs/reference/tags.md, where the host waits.
     """
 
     KERNEL = "kernel"  # a kernel writes them to the host: the host waits for compute alone, and where it runs again for nothing

@@ -71,7 +71,7 @@ class ChunkModel:
 class HostPace(enum.Enum):
     """How far ahead of compute the host runs: the engine sees a copy that is done only where the host is.
 
-    Source: docs/results/predictions_h200_202611.md. Of llama3_8b_layers on an H200, whose layers never let the host wait, three
+    Source: docs/results/predictions.md. Of llama3_8b_layers on an H200, whose layers never let the host wait, three
     peaks were 1.6% to 2.6% above what is simulated with a host beside compute, a window each time, and are within 0.3% of what
     is with one a step ahead. Of w2_moe, whose dispatchers let it wait in each forward, six peaks under plans were 0.2% to 2.2%
     above, and are within 0.4% of what is with one that waits there and nowhere else.

@@ -5,7 +5,7 @@
 
 Each rank has three lanes: compute, copies to the host and copies to the device. Window and prefetch are those of
 `fgoffload.policy.TransferPolicy`, asked when the engine asks them. Ranks wait for each other as the pipeline's schedule has it.
-docs/planner/simulator.md says what is taken into account, and what is not.
+docs/concepts/planner.md says what is taken into account, and what is not.
 """
 
 import collections

@@ -51,7 +51,7 @@ _ALIKE_PARTS = 24
 """Ways of which a program has one are coarser still: twice as many make it twice as slow and its plans no better."""
 _ALIKE_PARTS_OF_SHORT, _ALIKE_PARTS_OF_SINGLE = 14, 20
 """The same in several short chunks, and in several of one layer. Programs of these are large: what they come to takes less than
-half as long, and most plans are faster by it (docs/planner/solver.md, "Chunks of few layers"). Where a layer is all of a chunk
+half as long, and most plans are faster by it. Where a layer is all of a chunk
 coarser ones cost up to 2% of a step."""
 _MOST_CANDIDATES = 200
 """Ways of one kind of layer that are simulated; with more, the resolution is halved. Each takes two milliseconds."""

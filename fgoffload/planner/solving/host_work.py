@@ -2,7 +2,7 @@
 
 Most trainings have a host that is ahead of its device and does this for free. Where layers let it wait for their routing it
 often is not, and then all that it does in forward is on the clock: of two plans of W2 that are predicted alike, one took a
-step 5% longer, since the router of one layer left and that layer was followed (docs/results/w2_moe_h200_202611.md).
+step 5% longer, since the router of one layer left and that layer was followed.
 """
 
 from fgoffload.planner.ranks.layer_model import LayerModel
@@ -12,7 +12,7 @@ from fgoffload.watched import Watched, find_watched
 
 _FORWARD_S = 50e-6
 """Of a region or a unit that runs again: half of the 74 to 151 us that a region takes a host, as it was measured on H200
-(docs/results/engine_h200_202611.md); the other half is in backward, where the host is ahead."""
+(docs/results/host_overhead.md); the other half is in backward, where the host is ahead."""
 
 _WATCHING = {Watched.NOTHING: 0, Watched.ATTENTION: 3, Watched.FOLLOWED: 5, Watched.LAYER: 10}
 """In regions. Source: of W2 on an H200, forward of a layer took the host 2.2 ms more under a profiler, which makes it

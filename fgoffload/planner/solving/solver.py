@@ -4,7 +4,7 @@
           -> simulated, corrected and bettered, rank by rank -> simulated together -> Solution
 
 Every prediction in a `Solution` is the simulator's. Where there are few plans all of them are simulated, and the result is the
-best there is; else it is the best that was found, and docs/planner/solver.md says how far that was from the best where both
+best there is; else it is the best that was found, and docs/concepts/planner.md says how far that was from the best where both
 were run.
 """
 

@@ -10,15 +10,14 @@ in which they can have been delayed.
 What is missing comes on top of the step, and not of forward. The host is late in some steps, here and there, and in others it
 is not: a peak of many steps is one of forward at the device's pace, in which copies are furthest behind. Measured on an H200,
 where the plain step took 27 ms of 554 more: with these in forward four peaks are predicted 2.1% to 3.6% too low, and without
-within 0.8% (docs/results/predictions_h200_202611.md).
+within 0.8%.
 
 [Note: What a device without pauses adds]
 Where no layer lets the host wait it is far ahead, and what is missing is the device's own: a profile stalls it before each
 stretch of forward, and a device at its power limit is faster after a pause. So all of a microbatch takes longer alike, what
 runs again too. Measured on an H100, a step of the 28 layers of `llama3_8b_layers` took 1308 ms under measurement and 1372
 plain, where an H200 took 1352 and 1364; another H100 ran plain steps of it at its power limit. Where layers let the host wait
-devices are at that limit too (docs/results/w2_moe_h100_202611.md), but a profile does not tell the two apart: it counts as the
-host's.
+devices are at that limit too, but a profile does not tell the two apart: it counts as the host's.
 
 A recompute keeps the time that was measured of forward. It is launched from backward, beside autograd, and what two trainings
 took on one H200 says so: predicted 692 ms where 688 were measured, and 713 with the forward of the plain step; of one that is

@@ -23,7 +23,7 @@ class Efficiency:
     """Of the bf16 rate, in large matrix products.
 
     Source: a step of 28 layers of Llama 3 8B on an H200, 1375 ms, of which these are 72%: with 0.66 it is predicted 0.2% higher
-    (docs/results/predictions_h200_202611.md), with 0.70 3.9% lower. At best, over many shapes, H100 and H200 reach 794.5
+    (docs/results/predictions.md), with 0.70 3.9% lower. At best, over many shapes, H100 and H200 reach 794.5
     TFLOP/s, 0.80 (Stas Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS).
     """
     grouped_matmul: float = 0.62
@@ -57,8 +57,8 @@ class Efficiency:
     """What element-wise kernels on strided tensors move at most, bytes a second, whatever the bandwidth. None is no limit.
 
     Source: those of W2's activation, on halves and with a factor for each row, move 1.36 to 1.76 TB/s on an H100, together
-    1.53, and 1.06 times that on an H200 (traces, in docs/results/runs as `w2_moe_h100_tenth_kernels.csv` and
-    `w2_moe_ninth_kernels.csv`). On other devices a guess.
+    1.53, and 1.06 times that on an H200 (traces, in docs/results/runs as `w2_h100_kernels.csv` and
+    `w2_h200_kernels.csv`). On other devices a guess.
     """
     nvlink: float = 0.80
     """Of the rate between devices of a domain, in collectives.
@@ -84,7 +84,7 @@ class Efficiency:
     host_s_per_launch: float = 10e-6
     """Seconds that the host needs for each kernel. A layer that launches more than the device runs in that time takes that.
 
-    Assumed, for a fast host. On the host of docs/results/tiny_moe_h200_202611.md small models need about five times as much.
+    Assumed, for a fast host. On the host of docs/results/host_overhead.md small models need about five times as much.
     """
     collective_start_s: float = 20e-6
     """Seconds before the bytes of a collective move. Assumed."""

@@ -4,7 +4,7 @@
     'H100 80GB SXM'
 
 Rates are peaks, dense, from the maker; what a model reaches of them is less. None stands for what is not public. A device that
-is not in the table, or one that was measured, comes from a file: `Hardware.load(path)`; docs/planner/hardware.md has
+is not in the table, or one that was measured, comes from a file: `Hardware.load(path)`; docs/reference/hardware.md has
 an example.
 """
 
@@ -281,7 +281,7 @@ HARDWARE: Mapping[str, Hardware] = {
         gpus_per_node=8,
         source=f"NVIDIA H100 Tensor Core GPU data sheet (2023): memory; {_HOPPER_SOURCE}. What kernels reach of the memory's "
         "bandwidth: traces of W2 on an H100 and an H200 (docs/decisions.md). Link: sixteen profiles of H100s, pinned memory, "
-        "PCIe 5 x16, copies of 256 MiB (docs/results/profiles). "
+        "PCIe 5 x16, copies of 256 MiB (docs/decisions.md). "
         f"NVIDIA DGX H100 data sheet (2023): node. {_HOPPER_NODE_SOURCE}.",
     ),
     "h200": Hardware(
@@ -294,7 +294,7 @@ HARDWARE: Mapping[str, Hardware] = {
         host_memory_bytes_per_node=2 * TIB,
         gpus_per_node=8,
         source=f"NVIDIA H200 Tensor Core GPU data sheet (2024): memory; {_HOPPER_SOURCE}, the same as the H200's. Link "
-        "measured on H200 hosts, each way with `fgoffload doctor` (docs/results/megatron_h200_202611.md), both at once with "
+        "measured on H200 hosts, each way with `fgoffload doctor` (docs/reference/tested.md), both at once with "
         "`fgoffload profile`, copies of 256 MiB. "
         f"NVIDIA DGX H200 data sheet (2024): node. {_HOPPER_NODE_SOURCE}.",
     ),

@@ -70,7 +70,8 @@ def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
         taken.append(f"network_bytes_per_s ({ASSUMED_NETWORK_BYTES_PER_S / 1e9:.0f} GB/s is taken)")
     if not taken:
         return None
-    return f"hardware {hardware.name!r} has no {' and no '.join(taken)}. A hardware file can give it: docs/planner/hardware.md."
+    lacking = " and no ".join(taken)
+    return f"hardware {hardware.name!r} has no {lacking}. A hardware file can give it: docs/reference/hardware.md."
 
 
 def _find_pcie_rate(hardware: Hardware) -> float | None:

@@ -69,7 +69,7 @@ def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_
         assert bool(found.predictions) is not setting.name.startswith(("megatron", "te-layers", "save_on_cpu")), setting.name
         for prediction in found.predictions.values():
             assert prediction.ratio >= 1
-            # A recompute of attention keeps more than it drops: docs/formulas.md.
+            # A recompute of attention keeps more than it drops: docs/reference/saved_bytes.md.
             assert prediction.static_bytes < prediction.peak_bytes
             assert prediction.peak_bytes <= nothing.peak_bytes or setting.recompute == ("core_attn",)
 

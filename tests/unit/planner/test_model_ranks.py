@@ -83,7 +83,7 @@ def test_a_rate_that_is_not_known_is_said_once_and_not_where_it_was_measured(cap
     build_ranks(MODEL, ranks, get_hardware("mi300x"))
     assert [record.message for record in caplog.records] == [
         "hardware 'MI300X' has no network_bytes_per_s (50 GB/s is taken). "
-        "A hardware file can give it: docs/planner/hardware.md."
+        "A hardware file can give it: docs/reference/hardware.md."
     ]
     caplog.clear()
     build_ranks(MODEL, ranks, get_hardware("mi300x"), assumptions=Assumptions(network=Network(network_bytes_per_s=20e9)))

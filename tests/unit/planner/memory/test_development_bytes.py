@@ -19,7 +19,7 @@ PRODUCT = {
     "gdp_num_householder": 2,
 }
 MEASURED_LAYERS = 3 * 2
-"""Of docs/results/megatron_h200_202611.md: three layers, two microbatches."""
+"""Of docs/reference/tested.md: three layers, two microbatches."""
 
 
 def make_layer(**options):

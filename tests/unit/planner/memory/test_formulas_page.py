@@ -1,4 +1,4 @@
-"""The formulas of docs/formulas.md are those of the code: each is read from the page and evaluated."""
+"""The formulas of docs/reference/saved_bytes.md are those of the code: each is read from the page and evaluated."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, Layer
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.planner.timing.op_times import make_layer_model
 
-PAGE = Path(__file__).parents[4] / "docs" / "formulas.md"
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "saved_bytes.md"
 ROW = re.compile(r"^\| `(\w+)` \|([^|]*)\| `([^`]+)` \| (\d+|-) \|$", re.MULTILINE)
 UNTAGGED_ROW = re.compile(r"^\| ([a-z -]+) \|([^|]*)\| `([^`]+)` \|$", re.MULTILINE)
 RECOMPUTED_ROW = re.compile(r"^\| `core_attn`, ([a-z= ,]+) \| `([^`]+)` \| `([^`]+)` \|$", re.MULTILINE)

@@ -193,4 +193,4 @@ def test_the_cross_entropy_of_megatron_saves_what_the_formula_says():
     assert sum(storage.nbytes() for storage in saved.values()) == found.saved_bytes - norm_and_input
 
 
-# A model that was measured: docs/results/megatron_h200_202611.md, 4 microbatches on one stage, and no optimizer.
+# A model that was measured: docs/reference/tested.md, 4 microbatches on one stage, and no optimizer.

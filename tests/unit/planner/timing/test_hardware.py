@@ -11,7 +11,7 @@ from fgoffload import ConfigError
 from fgoffload.planner.timing.hardware import HARDWARE, Hardware, Link, check_for_times, get_hardware
 from fgoffload.units import GIB
 
-PAGE = Path(__file__).parents[4] / "docs" / "planner" / "hardware.md"
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "hardware.md"
 SMALL = {"name": "small", "device_memory_bytes": 1, "gpus_per_node": 1, "source": "test"}
 RATES = ("device_memory_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s", "tf32_flop_per_s")
 
@@ -77,7 +77,7 @@ def test_hardware_written_as_json_is_read_back_the_same(key, tmp_path):
 
 def test_the_example_of_the_page_is_read(tmp_path):
     (text,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    found = Hardware.from_json(text, source="docs/planner/hardware.md")
+    found = Hardware.from_json(text, source="docs/reference/hardware.md")
     assert (found.device_memory_bytes, found.host_memory_bytes_per_node, found.fp8_flop_per_s) == (48 * GIB, 512 * GIB, None)
     assert found.link.is_measured
 

@@ -1,0 +1,75 @@
+"""Pages stay short enough to be read, and every relative link leads somewhere.
+
+Words are counted plainly: everything between blanks, tables and code included.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+USER_PAGES = [ROOT / "docs" / "index.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "how_to").glob("*.md"))]
+LINKED = [*sorted(ROOT.glob("*.md")), *DOCS, ROOT / "arguments" / "README.md", *sorted((ROOT / "examples").glob("**/*.md"))]
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+DOCS_PATH = re.compile(r"\bdocs/[\w./-]*\w")
+SOURCES = [path for part in ("fgoffload", "tests", "examples", "arguments") for path in sorted((ROOT / part).glob("**/*.*"))]
+
+
+def count_words(path):
+    return len(path.read_text(encoding="utf-8").split())
+
+
+def list_anchors(path):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = HEADING.findall(CODE_BLOCK.sub("", path.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def find_broken(page):
+    """Yield each relative link of a page whose file, or whose heading, is not there."""
+    for link in LINK.findall(CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in list_anchors(target)):
+            yield link
+
+
+def test_the_readme_is_below_700_words():
+    assert count_words(ROOT / "README.md") < 700
+
+
+def test_the_documents_are_below_30000_words_together():
+    assert sum(map(count_words, DOCS)) < 30_000
+
+
+def test_the_decisions_are_at_most_2500_words():
+    assert count_words(ROOT / "docs" / "decisions.md") <= 2_500
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
+def test_a_user_page_is_below_800_words(page):
+    assert count_words(page) < 800
+
+
+@pytest.mark.parametrize("page", LINKED, ids=[str(page.relative_to(ROOT)) for page in LINKED])
+def test_every_relative_link_of_a_page_resolves(page):
+    assert list(find_broken(page)) == []
+
+
+def test_the_index_links_every_page():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    assert [page.name for page in DOCS if page != index and page.resolve() not in linked] == []
+
+
+def test_every_page_that_the_code_names_exists():
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES if path.suffix in (".py", ".sh")}
+    named = {(path.name, name) for path, text in texts.items() for name in DOCS_PATH.findall(text)}
+    assert len(named) > 20
+    assert [(path, name) for path, name in sorted(named) if not (ROOT / name).exists()] == []
