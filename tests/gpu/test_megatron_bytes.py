@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.processes import run_processes
 from support.shrunk_models import FILES, ONE_RANK, find_layout, shrink
+from support.versions import is_installed
 
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_saved_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
@@ -384,6 +385,8 @@ def name_run(run):
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(("run", "name"), [pytest.param(run, name, id=f"{name_run(run)}-{name}") for run, name in FILE_RUNS])
 def test_each_tag_saves_the_bytes_of_its_formula_in_the_layers_of_a_file(run, name, measure_files):
+    if name == "deepseek_v2_lite" and not is_installed("0.19"):
+        pytest.skip("megatron-core before 0.19 has no norm of a whole query, which the formulas count")
     measured = measure_files(*run)
     compare(name, measured)
     # As many of each expert: the formulas are for routing that is balanced over ranks.

@@ -14,6 +14,7 @@ import torch
 
 from fgoffload.integrations.megatron.imports import load_module
 from support.grouped_experts import grouped_experts
+from support.versions import is_installed
 
 
 class FusedNorm(torch.nn.Module):
@@ -114,6 +115,35 @@ def _copy_first(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_contiguous
 
 
+def _make_normed_linear(linear: Any) -> type:
+    """Return a linear of Megatron's with a norm in it, as Transformer Engine fuses both. Latent attention asks for it."""
+
+    class NormedLinear(linear):  # type: ignore[misc]
+        def __init__(self, input_size: int, *args: Any, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, *args, config=config, **kwargs)
+            self.norm = FusedNorm(config, input_size)
+
+        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(self.norm(hidden), *args, **kwargs)
+
+    return NormedLinear
+
+
+@contextlib.contextmanager
+def _normed_queries(linear: Any, provider: Any) -> Iterator[None]:
+    """Give local layers a norm in the linear of a whole query, which those of Transformer Engine have since 0.19."""
+    if not is_installed("0.19"):
+        yield
+        return
+    resolver = load_module("megatron.core.transformer.mla_qk_norm_config").QKNormConfigResolver
+    with (
+        mock.patch.object(provider, "column_parallel_layer_norm_linear", return_value=_make_normed_linear(linear)),
+        # Megatron's local layers name a norm of the compressed query too.
+        mock.patch.object(resolver, "_raise_unused_q_norm"),
+    ):
+        yield
+
+
 @contextlib.contextmanager
 def fused_kernels() -> Iterator[None]:
     """Give Megatron's local layers what is above, and its grouped experts, until the body ends."""
@@ -123,6 +153,7 @@ def fused_kernels() -> Iterator[None]:
     attention = load_module("megatron.core.transformer.spec_utils").ModuleSpec(module=FusedAttention, params={"lengths": {}})
     with (
         grouped_experts(),
+        _normed_queries(linear, provider),
         mock.patch.object(provider, "layer_norm", return_value=FusedNorm),
         mock.patch.object(provider, "core_attention", return_value=attention),
         mock.patch.object(linear, "forward", _copy_first(linear.forward)),

@@ -150,7 +150,7 @@ def _list_refills(
 
     if shape.latent is not None:
         # What the linears save of what they are given. In bf16 and without norms that is what the checkpoint keeps, too.
-        starts = ("normed compressed",) if _keeps_compressed(shape, shape.latent) else ("normed compressed", "compressed")
+        starts = ("normed input",) if _keeps_compressed(shape, shape.latent) else ("normed input", "compressed")
         inputs = (one.name for one in tensors if one.name.startswith(starts))
         drops = _pick(tensors, "query, key and value", "rotary tables", *inputs)
         yield make("mla_up_proj", "qkv_linear", "core_attn", sizes.query_key_value, drops)

@@ -106,9 +106,11 @@ def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
         size_bytes=count_norm_statistics(shape),
         element_bytes=_FP32,
     )
-    # The norm's output 2sbh/t, which all linears behind it save as one, or in fp8 each for itself.
-    copies = 2 if shape.latent is not None and shape.fp8_recipe is not None else 1
-    size_bytes = copies * count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
+    # The norm's output 2sbh/t, which all linears behind it save as one, or in fp8 each for itself. A norm within the query's
+    # linear saves it in bf16.
+    size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
+    if shape.latent is not None and shape.fp8_recipe is not None:
+        size_bytes += _BF16 * shape.tokens * shape.hidden_size if shape.latent.has_whole_query_norm else size_bytes
     yield SavedTensor(
         name="output of the norm before attention",
         tags=("qkv_linear",),
@@ -134,23 +136,20 @@ def _list_head_norms(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor]:
+    tags, recipe = ("qkv_linear",), None if latent.has_qk_norm else shape.fp8_recipe
     for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
-        if rank is None:
-            continue
-        # 2sb rank/t: the input of the linear that widens it, or of the norm that is fused into that linear.
-        input_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=rank)
-        size_bytes = _BF16 * shape.tokens * rank if latent.has_qk_norm else input_bytes
-        element_bytes = _BF16 if latent.has_qk_norm else get_input_element_bytes(shape.fp8_recipe)
-        yield SavedTensor(name=f"compressed {name}", tags=("qkv_linear",), size_bytes=size_bytes, element_bytes=element_bytes)
+        if rank is not None:
+            # 2sb rank/t: the input of the linear that widens it, or of the norm that is fused into that linear.
+            size_bytes, element_bytes = (
+                count_input_bytes(recipe, rows=shape.tokens, channels=rank),
+                get_input_element_bytes(recipe),
+            )
+            yield SavedTensor(name=f"compressed {name}", tags=tags, size_bytes=size_bytes, element_bytes=element_bytes)
         if latent.has_qk_norm:
             # The fused norm's output, which is the linear's input, and its statistics.
-            size_bytes = input_bytes + count_norm_statistics(shape)
-            yield SavedTensor(
-                name=f"normed compressed {name}",
-                tags=("qkv_linear",),
-                size_bytes=size_bytes,
-                element_bytes=get_input_element_bytes(shape.fp8_recipe),
-            )
+            size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=rank or shape.hidden_size)
+            size_bytes, element_bytes = size_bytes + count_norm_statistics(shape), get_input_element_bytes(shape.fp8_recipe)
+            yield SavedTensor(name=f"normed input of the {name}", tags=tags, size_bytes=size_bytes, element_bytes=element_bytes)
     # Cosine and sine [s, 1, 1, qk_pos_emb_head_dim] in bf16, once for the query and once for the key. Heads share them, and
     # attention has the whole sequence, so t divides nothing.
     size_bytes = 4 * _BF16 * shape.seq_length * latent.qk_pos_emb_head_dim

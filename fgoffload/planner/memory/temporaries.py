@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape
 from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
-from fgoffload.planner.operations.layer_sizes import LayerSizes, count_compressed_bytes, make_linear, make_mlp_linears
+from fgoffload.planner.operations.layer_sizes import (
+    LayerSizes,
+    count_compressed_bytes,
+    count_normed_bytes,
+    make_linear,
+    make_mlp_linears,
+)
 from fgoffload.planner.operations.ops import BF16, FP32, Execution
 
 
@@ -90,7 +96,7 @@ def _count_latent(shape: LayerShape, latent: LatentShape) -> dict[str, ExtraByte
     sizes = LayerSizes(shape)
     compressed = count_compressed_bytes(shape, latent)
     gathered = compressed * shape.tensor_parallel_size if shape.tensor_parallel_size > 1 else 0
-    normed = compressed if latent.has_qk_norm else 0
+    normed = count_normed_bytes(shape, latent)
     # Both projections return tensors from which query, key and value are put together: as large again.
     widened = 2 * sizes.query_key_value
     return {

@@ -47,13 +47,22 @@ class LatentShape:
     qk_pos_emb_head_dim: int
     """The channels of a query and key head that rotary embeddings turn."""
     has_qk_norm: bool = False
-    """With `--qk-layernorm`: norms of the compressed query and key-value, fused into the linears that widen them."""
+    """With `--qk-layernorm`: norms of the compressed query and key-value, fused into the linears that widen them. A query
+    that is not compressed has one too, of the hidden states."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1."""
         _check_sizes(self, "kv_lora_rank", "qk_pos_emb_head_dim")
         if self.q_lora_rank is not None:
             _check_sizes(self, "q_lora_rank")
+
+    @property
+    def has_whole_query_norm(self) -> bool:
+        """Whether the linear that projects the query in one go norms the hidden states once more.
+
+        Source: `QKNormConfigResolver` of megatron-core 0.19.2. Releases before 0.19 have no such norm.
+        """
+        return self.has_qk_norm and self.q_lora_rank is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

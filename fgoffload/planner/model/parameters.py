@@ -189,8 +189,9 @@ def _list_latent(model: ModelShape, latent: LatentAttention) -> Iterator[Paramet
     yield _make_linear("key-value, down", hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim), Split.NONE)
     yield _make_linear("key-value, up", latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim))
     if model.has_qk_norm:
-        ranks = latent.kv_lora_rank + (latent.q_lora_rank or 0)
-        yield Parameter(name="norms of query and key-value", count=_count_norm(model, ranks))
+        # Of what the linears that widen both are given: without a compressed query, of the hidden states.
+        channels = latent.kv_lora_rank + (latent.q_lora_rank or hidden)
+        yield Parameter(name="norms of query and key-value", count=_count_norm(model, channels))
     yield from _list_attention_output(model, heads * latent.v_head_dim)
 
 

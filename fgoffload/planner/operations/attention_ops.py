@@ -5,7 +5,7 @@ The stretches are `attn_norm`, where the norm is a module, `qkv_linear`, `core_a
 """
 
 from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
-from fgoffload.planner.operations.layer_sizes import LayerSizes, count_compressed_bytes, make_linear
+from fgoffload.planner.operations.layer_sizes import LayerSizes, count_normed_bytes, make_linear
 from fgoffload.planner.operations.ops import (
     BF16,
     Execution,
@@ -164,7 +164,7 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
     gather, beside = list_input_traffic(shape, query_channels + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
     norms: tuple[Work, ...] = ()
     if latent.has_qk_norm:
-        norms = (make_moves(2 * count_compressed_bytes(shape, latent), kernels=2),)
+        norms = (make_moves(2 * count_normed_bytes(shape, latent), kernels=2),)
     # Rotary embeddings write query and key whole, and the value is made contiguous.
     rope = (*_list_rope(shape, sizes.query + sizes.key), make_moves(2 * sizes.value))
     return SegmentWork(

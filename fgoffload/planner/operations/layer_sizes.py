@@ -116,6 +116,13 @@ def count_compressed_bytes(shape: LayerShape, latent: LatentShape) -> int:
     return BF16 * shape.tokens * ((latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
 
 
+def count_normed_bytes(shape: LayerShape, latent: LatentShape) -> int:
+    """Return the bytes of what the norms of query and key-value return; 0 without them."""
+    if not latent.has_qk_norm:
+        return 0
+    return count_compressed_bytes(shape, latent) + (LayerSizes(shape).hidden if latent.has_whole_query_norm else 0)
+
+
 def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, Linear]:
     """Return both linears of an MLP that ranks share, with gate and up in the first where it is gated."""
     sizes, width = LayerSizes(shape), ffn_hidden_size // shape.tensor_parallel_size

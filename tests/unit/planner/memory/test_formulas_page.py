@@ -72,7 +72,7 @@ def make_shape(sizes, tag, where):
         router=router,
     )
     latent = LatentShape(
-        q_lora_rank=sizes["rq"],
+        q_lora_rank=None if "whole query" in where else sizes["rq"],
         kv_lora_rank=sizes["rkv"],
         qk_pos_emb_head_dim=sizes["dpos"],
         has_qk_norm="qk-layernorm" in where,
