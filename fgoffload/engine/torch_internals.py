@@ -75,11 +75,12 @@ def _clone_saved_tensors(apply: Callable[..., Any]) -> Callable[..., Any]:
         gradients = apply(node, *args)
         if torch.is_grad_enabled():
             return gradients
-        if isinstance(gradients, tuple):
-            if any(isinstance(gradient, torch.Tensor) and gradient.requires_grad for gradient in gradients):
+        if not isinstance(gradients, tuple):
+            return _clone_saved(gradients)
+        for gradient in gradients:  # dozens from a graph of a layer: a generator takes the host several times as long
+            if isinstance(gradient, torch.Tensor) and gradient.requires_grad:
                 return tuple(map(_clone_saved, gradients))
-            return gradients
-        return _clone_saved(gradients)
+        return gradients
 
     setattr(apply_backward, _IS_WRAPPED, True)
     return apply_backward
