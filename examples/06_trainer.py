@@ -12,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from fgoffload.integrations.transformers import OffloadCallback
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 128}
 
 
 def train(*callbacks: TrainerCallback) -> list[float]:
     """Return the loss of each step."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 128, (16, 256))]
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 128, (8, 512))]
     options = {"max_steps": 3, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "report_to": []}
     args = TrainingArguments(tempfile.mkdtemp(), disable_tqdm=True, **options)
     trainer = Trainer(model, args, train_dataset=data, callbacks=list(callbacks))

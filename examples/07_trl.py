@@ -16,14 +16,14 @@ from trl import SFTConfig, SFTTrainer
 import fgoffload.integrations.trl  # noqa: F401 - takes the place of TRL's own
 from fgoffload.units import format_bytes
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 128}
 
 
 def train(*, activation_offloading: bool) -> SFTTrainer:
     """Return the trainer after three steps."""
     torch.manual_seed(0)
     words = Tokenizer(models.WordLevel({str(number): number for number in range(128)}, unk_token="0"))
-    data = Dataset.from_dict({"input_ids": torch.randint(0, 128, (16, 256)).tolist()})
+    data = Dataset.from_dict({"input_ids": torch.randint(0, 128, (8, 512)).tolist()})
     options = {"max_steps": 3, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "report_to": []}
     args = SFTConfig(tempfile.mkdtemp(), activation_offloading=activation_offloading, bf16=False, disable_tqdm=True, **options)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")

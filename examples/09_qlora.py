@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from fgoffload.integrations.transformers import OffloadCallback
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 128}
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 128, (16, 256))]
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 128, (8, 512))]
     options = {"max_steps": 3, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "report_to": []}
     args = TrainingArguments(folder, disable_tqdm=True, **options)
     Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()]).train()

@@ -1,23 +1,23 @@
 """Every example runs and prints what its top says."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import NOT_NEEDED, run_commands
 
 LOGGED = r"\{'loss': .*\}"
 OFFLOADED = r"\{'loss': .*'offload/saved_gib': '0\.0\d+', 'offload/percent': '9\d\.\d+', 'offload/wait_ms': .*\}"
 ENDED = r"\{'train_runtime': .*\}"
 PACKAGES = {
     "06_trainer.py": ("transformers", "accelerate"),
-    "07_trl.py": ("trl",),
+    "07_trl.py": ("trl", "datasets"),
     "09_qlora.py": ("accelerate", "peft", "bitsandbytes"),
 }
-"""By example: what it needs besides torch."""
+"""By example: what it needs besides torch. Of the packages in `NOT_NEEDED` it has these alone."""
+SLOW = ("07_trl.py", "09_qlora.py")
+"""Most of their time goes to imports. `tests/unit/huggingface` has the same trainings among the tests that take seconds."""
 
 ROOT = Path(__file__).parents[2]
 EXPECTED_LINES = {
@@ -61,19 +61,14 @@ def test_the_list_of_examples_is_whole():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED_LINES)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "07_trl.py")) for name in EXPECTED_LINES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED_LINES])
 def test_an_example_prints_what_its_top_says(name):
     missing = [package for package in PACKAGES.get(name, ()) if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     path = ROOT / "examples" / name
     assert "What you should see:" in path.read_text(encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, env=environment, timeout=100, check=False
-    )
+    (done,) = run_commands((str(path),), without=[package for package in NOT_NEEDED if package not in PACKAGES.get(name, ())])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(EXPECTED_LINES[name])

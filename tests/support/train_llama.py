@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(
-    LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=2, vocab_size=64)
+    LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
 )
-tokens = torch.randint(0, 64, (16, 256))
+tokens = torch.randint(0, 64, (8, 512))
 with tempfile.TemporaryDirectory() as folder:
     args = TrainingArguments(
         folder,

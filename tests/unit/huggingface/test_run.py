@@ -1,39 +1,28 @@
 """`fgoffload run` on a script of transformers that knows nothing of offload."""
 
 import json
-import os
-import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.commands import run_commands
 from support.huggingface import ALL, OLD_NAMES, make_llama, make_trainer, needs
 
 from fgoffload.cli.script import imports_any
 
 pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 
+IMPORTS = ("accelerate", "torch._dynamo", "transformers.integrations", "transformers.models.llama.modeling_llama")
+"""Most of what the script needs, but not the module of `Trainer`: it is imported under the eyes of the command."""
 SCRIPT = str(Path(__file__).parents[2] / "support" / "train_llama.py")
-
-
-def start(*words, program=("fgoffload", "run")):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *program, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
 
 
 def list_lines(ended):
     return [line for line in ended.stderr.splitlines() if line.startswith("fgoffload: ")]
 
 
-def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits(capsys):
-    ended = start("--", SCRIPT, "--flag", "of the script")
+def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits():
+    ended, plain = run_commands(("fgoffload", "run", "--", SCRIPT, "--flag", "of the script"), (SCRIPT,), imports=IMPORTS)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     saved_gib, percent = (found["log"][-1][f"offload/{name}"] for name in ("saved_gib", "percent"))
@@ -43,8 +32,7 @@ def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits
     ]
     assert found["argv"] == ["--flag", "of the script"]
     assert found["mode"] == "not_parallel"  # as without the command: no process group in a single process
-    runpy.run_path(SCRIPT)
-    plain = json.loads(capsys.readouterr().out.splitlines()[-1])
+    plain = json.loads(plain.stdout.splitlines()[-1])
     assert [entry["loss"] for entry in found["log"]] == [entry["loss"] for entry in plain["log"]]
     assert all(entry["offload/percent"] > 90 for entry in found["log"])
 
@@ -52,7 +40,8 @@ def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits
 def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import transformers\n")
-    assert list_lines(start(str(script))) == [f"fgoffload: warning: {script} made no Trainer, so nothing was offloaded."]
+    (ended,) = run_commands(("fgoffload", "run", str(script)))
+    assert list_lines(ended) == [f"fgoffload: warning: {script} made no Trainer, so nothing was offloaded."]
 
 
 def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_path):
@@ -93,7 +82,7 @@ def test_whether_a_script_imports_a_package_is_read_from_its_source(source, expe
 def test_two_processes_with_ddp_compute_the_same_bits():
     logs = []
     for program in (("torch.distributed.run", "--nproc-per-node", "2"), ("fgoffload", "run", "--nproc-per-node", "2", "--")):
-        ended = start(SCRIPT, program=program)
+        (ended,) = run_commands((*program, SCRIPT))
         assert ended.returncode == 0, ended.stderr
         found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"argv"')]
         assert [one["mode"] for one in found] == ["distributed"] * 2

@@ -1,0 +1,86 @@
+"""Runs Python scripts and modules one after another, each in a copy of one process.
+
+To import transformers takes longer than a small training. So the process imports what the commands share, once, and leaves out
+packages that transformers imports wherever they are installed.
+
+As a module: `run_commands`. As a script: the process whose copies run the commands.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+NOT_NEEDED = ("bitsandbytes", "datasets", "pandas", "peft", "scipy", "sklearn", "tensorboard")
+"""transformers imports them where they are installed. A tiny training of Llama uses none of them."""
+TIMEOUT_SECONDS = 100
+"""Of all commands together."""
+
+
+def run_commands(
+    *commands: Sequence[str], imports: Sequence[str] = (), without: Sequence[str] = NOT_NEEDED
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run each of `commands` in turn, and return how they ended.
+
+    Args:
+        commands: A Python file, or the name of a module as for `python -m`, and its arguments.
+        imports: Modules to import once for all commands.
+        without: Packages that seem not to be installed.
+    """
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    imports = imports if sys.platform == "linux" else ()  # macOS has libraries of which a copy may not be used
+    with tempfile.TemporaryDirectory() as folder:
+        first = subprocess.run(
+            [sys.executable, "-W", "ignore", __file__, folder, json.dumps([commands, imports, without])],
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        if first.returncode != 0:
+            raise AssertionError(first.stderr)
+        said = [[(Path(folder) / f"{kind}-{number}").read_text() for kind in ("out", "err")] for number in range(len(commands))]
+        codes = json.loads(first.stdout.splitlines()[-1])
+    return [
+        subprocess.CompletedProcess(command, code, out, err)
+        for command, code, (out, err) in zip(commands, codes, said, strict=True)
+    ]
+
+
+def _run_all(folder: Path, commands: Sequence[Sequence[str]], imports: Sequence[str], without: Sequence[str]) -> None:
+    sys.modules.update(dict.fromkeys(without))
+    for name in imports:
+        importlib.import_module(name)
+    codes = []
+    for number, words in enumerate(commands):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            for descriptor, kind in ((1, "out"), (2, "err")):
+                os.dup2(os.open(folder / f"{kind}-{number}", os.O_WRONLY | os.O_CREAT), descriptor)
+            _run(words)
+            return
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.stdout.write(json.dumps(codes) + "\n")
+
+
+def _run(words: Sequence[str]) -> None:
+    sys.argv[:] = words
+    if words[0].endswith(".py"):
+        sys.path[0] = str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _run_all(Path(sys.argv[1]), *json.loads(sys.argv[2]))
