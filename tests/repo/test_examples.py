@@ -12,7 +12,7 @@ OFFLOADED = r"\{'loss': .*'offload/saved_gib': '0\.0\d+', 'offload/percent': '9\
 ENDED = r"\{'train_runtime': .*\}"
 PACKAGES = {
     "06_trainer.py": ("transformers", "accelerate"),
-    "07_trl.py": ("trl", "datasets"),
+    "07_trl.py": ("trl", "datasets", "pandas"),
     "09_qlora.py": ("accelerate", "peft", "bitsandbytes"),
 }
 """By example: what it needs besides torch. Of the packages in `NOT_NEEDED` it has these alone."""

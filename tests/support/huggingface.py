@@ -14,6 +14,8 @@ ALL = TransferConfig(min_offloaded_bytes=0, window_bytes=0, prefetch_bytes=1 << 
 
 LAYERS, VOCABULARY = 3, 64
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+HIDDEN_BYTES = 2 * 16 * 32 * 4
+"""Of one layer's input in fp32 in the trainings of `make_trainer`: `[b, s, h]`."""
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:

@@ -4,14 +4,21 @@ import logging
 
 import pytest
 import torch.distributed as dist
-from support.huggingface import ALL, LAYERS, OLD_NAMES, copy_parameters, list_losses, make_llama, make_trainer, needs
+from support.huggingface import (
+    ALL,
+    HIDDEN_BYTES,
+    LAYERS,
+    OLD_NAMES,
+    copy_parameters,
+    list_losses,
+    make_llama,
+    make_trainer,
+    needs,
+)
 from support.huggingface_models import make_inputs
 from support.models import check_equal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-HIDDEN_BYTES = 2 * 16 * 32 * 4
-"""Of one layer's input in fp32: `[b, s, h]`."""
 
 pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 
