@@ -6,11 +6,14 @@ import itertools
 import sys
 import threading
 import types
+from typing import ClassVar
 
 import pytest
 import torch
+from support.models import ALL, ATTN_BYTES, LAYERS, MLP_BYTES, PATTERNS, check_equal, get_gradients, make_inputs, make_net
 
-from fgoffload.engine import AcceleratorDevice, Hazard
+import fgoffload
+from fgoffload.engine import AcceleratorDevice, Hazard, find_device
 
 pytestmark = pytest.mark.quick
 
@@ -163,3 +166,75 @@ def test_copies_go_through_torch_where_its_sanitizer_looks_for_them(is_on, use_r
     device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
     assert torch.equal(destination, torch.ones(4))
     assert len(runtime.asked) == (0 if is_on else 1)
+
+
+def test_a_runtime_without_cudas_names_leaves_copies_to_torch(use_runtime):
+    use_runtime(types.SimpleNamespace())  # as ROCm's, whose functions begin with `hip`
+    device = AcceleratorDevice()
+    destination = torch.zeros(4)
+    device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
+    assert torch.equal(destination, torch.ones(4))
+    assert device.copying_on(device.d2h_stream) is device.d2h_stream
+
+
+class AnyStream:
+    """A stream of an accelerator that is not CUDA's: work is done when it is queued."""
+
+    entered: ClassVar[list["AnyStream"]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.waited = 0
+
+    def wait_event(self, event: Event) -> None:
+        self.waited += 1
+
+    def __enter__(self) -> None:
+        AnyStream.entered.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        AnyStream.entered.pop()
+
+
+@pytest.fixture(params=["privateuseone", "xpu"])  # the first is the one that torch_npu calls `npu`
+def other_accelerator(request, monkeypatch):
+    """An accelerator without host registration, raw streams, graphs and CUDA's runtime. Its memory is that of the CPU."""
+
+    def refuse(*given, **names):
+        raise AssertionError("it is not CUDA")
+
+    cpu, empty, pinned = torch.device("cpu"), torch.empty, []
+    compute = AnyStream(cpu)
+
+    def allocate(*size, pin_memory=False, **names):
+        pinned.extend(size if pin_memory else ())
+        return empty(*size, **names)
+
+    for name in ("cudart", "_sleep", "is_current_stream_capturing", "synchronize", "current_stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", refuse, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_getStream", lambda index: AnyStream.entered[-1] if AnyStream.entered else compute
+    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(request.param))
+    monkeypatch.setattr(torch, "Stream", AnyStream)
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(Event, "query", lambda event: True, raising=False)
+    monkeypatch.setattr(Event, "synchronize", lambda event: None, raising=False)
+    monkeypatch.setattr(Event, "elapsed_time", lambda event, end: 1.0, raising=False)
+    device = find_device(request.param)
+    device._device = cpu
+    return types.SimpleNamespace(device=device, pinned=pinned)
+
+
+def test_an_accelerator_that_has_nothing_of_cudas_computes_the_same_bits(other_accelerator):
+    device, net, inputs = other_accelerator.device, make_net(), make_inputs()
+    expected = get_gradients(net, lambda: net(inputs))
+    with fgoffload.offload(net, PATTERNS, dataclasses.replace(ALL, is_timed=True), device=device) as handle:
+        for _ in range(2):
+            check_equal(expected, get_gradients(net, lambda: net(inputs)))
+        stats = handle.stats()
+        assert stats.d2h_bytes == 2 * LAYERS * (ATTN_BYTES + MLP_BYTES)
+        assert sum(other_accelerator.pinned) == handle.engine.arena.reserved_bytes > 0
+        assert min(device.d2h_stream.waited, device.h2d_stream.waited) > 0
+    assert handle.engine.arena.reserved_bytes == 0
