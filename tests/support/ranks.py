@@ -29,7 +29,7 @@ class Scenario:
     """`ddp`, `fsdp`, or `fsdp2`."""
     offload: str
     """`none`, `modules`, `before` (the same, called before the model is wrapped), or `block`; with FSDP also `switch`, its call
-    without names, and `checkpoints`, the same with its checkpoints."""
+    without names, `checkpoints`, the same with its checkpoints, and `later`, its call after a step."""
     reshard: bool = True
     """FSDP2: give parameters back after forward, and gather them again for backward."""
     dtype: str = "float32"
@@ -88,8 +88,7 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
                 loss.backward()
                 losses.append(loss.item())
         for parameter in (one for one in net.parameters() if one.grad is not None):  # FSDP1: another rank may have all of it
-            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-            gradients.append(hashlib.sha256(local.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest())
+            gradients.append(_digest(_get_local(parameter.grad)))
         optimizer.step()
         optimizer.zero_grad()
         if handle is not None:
@@ -98,6 +97,61 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
         handle.close()
     assert isinstance(net, Net)
     return RankResult(losses, gradients, moved, sorted(map(list, asked)), len(_gathers) - gathers_before)
+
+
+def _repeat_step(scenario: Scenario, rank: int) -> RankResult:
+    """Train two steps, go back to where the second began, and train it again with offload.
+
+    The result has the loss and the loss after the step of both runs, and digests of all parameters after each.
+    """
+    import copy
+
+    import torch
+
+    from fgoffload.integrations.fsdp import enable_activation_offloading
+    from support.models import ALL, make_inputs, make_net
+
+    net = make_net()
+    model = _wrap(net, scenario)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    def train(step: int) -> float:
+        loss = model(make_inputs(seed=100 * rank + step))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    train(0)
+    parameters = [_get_local(parameter).detach().clone() for parameter in net.parameters()]
+    states = [copy.deepcopy(one.state_dict()) for one in (optimizer, scheduler)]
+    losses, digests, moved = [], [], {}
+    for is_offloaded in (False, True):
+        handle = enable_activation_offloading(model, scenario.wrapper, config=ALL) if is_offloaded else None
+        losses.append(train(1))
+        with torch.no_grad():
+            losses.append(float(model(make_inputs(seed=7)).item()))
+        digests += [_digest(_get_local(parameter).detach()) for parameter in net.parameters()]
+        if handle is not None:
+            moved = {tag: numbers.d2h_bytes for tag, numbers in handle.stats().tags.items()}
+            handle.close()
+        for parameter, before in zip(net.parameters(), parameters, strict=True):
+            _get_local(parameter).detach().copy_(before)
+        for one, state in zip((optimizer, scheduler), states, strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+    return RankResult(losses, digests, moved, [], 0)
+
+
+def _get_local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _digest(tensor: Any) -> str:
+    import torch
+
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _offload(model: Any, scenario: Scenario, config: Any) -> Any:
@@ -166,7 +220,7 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     _count_gathers()
-    results = [dataclasses.asdict(_train(scenario, rank)) for scenario in scenarios]
+    results = [dataclasses.asdict((_repeat_step if one.offload == "later" else _train)(one, rank)) for one in scenarios]
     torch.distributed.destroy_process_group()
     (folder / f"result-{rank}.json").write_text(json.dumps(results))
 

@@ -1,0 +1,207 @@
+"""What offload in torchtune and in TRL promises, in tests of our own. verl's is in `test_fsdp_switch.py`, on two ranks.
+
+Theirs are contexts around a forward, as `fgoffload.saved_tensors` is. Where they allow a tolerance, bits are compared here.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from support.models import ALL, check_equal, copy_gradients, make_inputs, make_net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fgoffload
+from fgoffload import TransferConfig
+from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice, KeptReason
+
+ROWS, WIDTH = 10, 100
+
+
+def make_block(config=ALL, *, device=None):
+    return fgoffload.saved_tensors(config, group_bytes=1, device=device or DelayedCpuDevice())
+
+
+def compute(model, inputs, block=None, *, is_backward_inside=False):
+    """Return the loss and all gradients, with dropout the same each time."""
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    with block or contextlib.nullcontext():
+        loss = model(inputs).sum()
+        if is_backward_inside:
+            loss.backward()
+    if not is_backward_inside:
+        loss.backward()
+    return [loss.detach(), *copy_gradients(model)]
+
+
+def make_stack():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+def make_rows():
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("is_backward_inside", [False, True])
+def test_gradients_are_those_without_offload(is_backward_inside):
+    model = make_stack()
+    block = make_block()
+    check_equal(compute(model, make_rows()), compute(model, make_rows(), block, is_backward_inside=is_backward_inside))
+    # The linears' inputs, and the output of ReLU. A backward inside of the block begins before the last group has left.
+    assert block.stats().d2h_bytes == (3 + (not is_backward_inside)) * ROWS * WIDTH * 4
+
+
+class ReturnsItsSavedTensor(torch.autograd.Function):
+    """Its gradient is a view of what it has saved."""
+
+    @staticmethod
+    def forward(ctx, given):
+        ctx.save_for_backward(given.t())
+        return given.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0].t()
+
+
+class SavesSomethingElse(torch.autograd.Function):
+    """Its backward takes another tensor of the same size back, and passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx, given):
+        ctx.save_for_backward(torch.full_like(given, 5))
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert torch.all(ctx.saved_tensors[0] == 5)
+        return gradient
+
+
+def test_a_gradient_that_is_a_view_of_a_reloaded_tensor_outlives_what_is_reloaded_after_it():
+    block = make_block(TransferConfig(min_offloaded_bytes=0, window_bytes=0, prefetch_bytes=1))
+    ones = torch.ones(ROWS, WIDTH, requires_grad=True)
+    with block:
+        hidden = ones
+        for _ in range(3):
+            hidden = SavesSomethingElse.apply(hidden)
+        output = ReturnsItsSavedTensor.apply(hidden)
+    del hidden
+    output.backward()
+    assert torch.equal(ones.grad, torch.ones(ROWS, WIDTH))
+    assert block.stats().d2h_bytes == 4 * ROWS * WIDTH * 4
+
+
+class LowRank(nn.Module):
+    """A frozen linear with two trained factors beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden):
+        return self.base(hidden) + self.up(self.down(self.dropout(hidden)))
+
+
+def test_low_rank_adapters_of_a_frozen_model_get_the_same_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(LowRank(), nn.GELU(), LowRank())
+    block = make_block()
+    check_equal(compute(model, make_rows()), compute(model, make_rows(), block))
+    assert len(copy_gradients(model)) == 4
+    assert block.stats().d2h_bytes > 0
+
+
+def test_in_a_context_with_hooks_that_do_nothing_nothing_is_offloaded():
+    model, block = make_stack(), make_block()
+    expected = compute(model, make_rows())
+
+    def change_nothing(tensor):
+        return tensor
+
+    with block:
+        for hooks in (None, torch.autograd.graph.saved_tensors_hooks(change_nothing, change_nothing)):
+            check_equal(expected, compute(model, make_rows(), hooks, is_backward_inside=True))
+            assert (block.stats().d2h_bytes == 0) is (hooks is not None)
+
+
+def test_small_tensors_stay():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1000), nn.ReLU())
+    block = make_block(TransferConfig(min_offloaded_bytes=1000))
+    inputs = torch.randn(2, 5)
+    check_equal(compute(model, inputs), compute(model, inputs, block))
+    (numbers,) = block.stats().tags.values()
+    assert numbers.d2h_bytes == 2 * 1000 * 4
+    assert numbers.kept_bytes == {KeptReason.TOO_SMALL.value: 2 * (2 * 5 * 4)}
+
+
+def test_views_of_one_storage_are_offloaded_once():
+    linear, block = nn.Linear(WIDTH, WIDTH), make_block()
+
+    def run(inputs):
+        out = linear(inputs)
+        return out.view(-1).square().sum() + out.t().sin().sum() + out[1:].exp().sum()
+
+    model = nn.Module()
+    model.linear, model.forward = linear, run
+    check_equal(compute(model, make_rows()), compute(model, make_rows(), block))
+    # The input, the output of which there are two views, and what `exp` saves: its result.
+    assert block.stats().d2h_bytes == (ROWS + ROWS + ROWS - 1) * WIDTH * 4
+
+
+def test_parameters_and_their_views_are_not_even_asked_for():
+    model, asked = make_stack(), []
+    block = make_block(TransferConfig(min_offloaded_bytes=0, keep=lambda tensor: asked.append(tensor.untyped_storage())))
+    compute(model, make_rows(), block)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert asked
+    assert not parameters & {storage.data_ptr() for storage in asked}
+
+
+def test_memory_between_forward_and_backward_falls_by_all_that_was_saved():
+    net, resident = make_net(), []
+    for config in (TransferConfig(min_offloaded_bytes=1 << 30), ALL):
+        block, ledger = make_block(config, device=CpuDevice()), ActivationLedger(parameters=net.parameters())
+        with ledger.watch(), block.get_engine().observe(ledger), block:
+            loss = net(make_inputs())
+        resident.append(ledger.samples[-1].resident_bytes)
+        loss.backward()
+        moved = block.stats().d2h_bytes
+    assert resident == [moved, 0]
+
+
+def test_a_context_may_be_entered_step_after_step_with_the_optimizer_between():
+    models = [make_stack(), copy.deepcopy(make_stack())]
+    block, reserved = make_block(), []
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(4):
+        inputs = make_rows() + step
+        found = [compute(model, inputs, context) for model, context in zip(models, (None, block), strict=True)]
+        check_equal(*found)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert block.engine.arena.used_bytes == 0
+        reserved.append(block.engine.arena.reserved_bytes)
+    check_equal(*(model.parameters() for model in models))
+    assert len(set(reserved)) == 1
+
+
+@pytest.mark.parametrize("is_backward_inside", [False, True])
+def test_layers_in_checkpoints_that_are_not_reentrant(is_backward_inside):
+    net, block = make_net(), make_block()
+
+    def run(inputs):
+        for layer in net.layers:
+            inputs = checkpoint(layer, inputs, use_reentrant=False)
+        return inputs
+
+    model = nn.Module()
+    model.net, model.forward = net, run
+    expected = compute(model, make_inputs())
+    check_equal(expected, compute(model, make_inputs(), block, is_backward_inside=is_backward_inside))
+    assert block.stats().d2h_bytes == (len(net.layers) - is_backward_inside) * make_inputs().nbytes
