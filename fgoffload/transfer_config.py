@@ -21,10 +21,10 @@ class TransferConfig:
     """False leaves everything as if it had not been asked for: no hooks on tensors, no host memory, no warnings."""
     min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
     """What all saves of one storage cover together stays on the device when it is smaller. 0 lets all leave."""
-    window_bytes: int = DEFAULT_WINDOW_BYTES
-    """The most bytes on their way to the host before compute has to wait."""
-    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
-    """The most bytes back on the device before backward asks for them."""
+    window_bytes: int | None = None
+    """The most bytes on their way to the host before compute has to wait. None derives it; see `derive_policy`."""
+    prefetch_bytes: int | None = None
+    """The most bytes back on the device before backward asks for them. None derives it; see `derive_policy`."""
     host_budget_bytes: int | None = None
     """The most host bytes of this rank; what does not fit stays on the device. None takes a share of what the machine has."""
     host_memory: HostMemory = HostMemory.PINNED
@@ -49,10 +49,29 @@ class TransferConfig:
         if self.keep is not None and not callable(self.keep):
             raise ConfigError(f"keep {self.keep!r} cannot be called. Give a function of a tensor that returns true to keep it.")
 
-    @property
-    def transfer_policy(self) -> TransferPolicy:
-        """The rules of window and prefetch."""
-        return TransferPolicy(window_bytes=self.window_bytes, prefetch_bytes=self.prefetch_bytes)
+    def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
+        """Return the rules of window and prefetch.
+
+        A size that is None becomes a quarter of what is offloaded, but no less than one group and no more than the default:
+        one group is always on its way while the one before it is used, and three quarters of a small model's activations are
+        off the device at its peak.
+
+        Args:
+            offloaded_bytes: The most that was on the host at once; None before the first forward, when the defaults serve.
+            largest_group_bytes: Of the last forward.
+        """
+
+        def derive(given_bytes: int | None, default_bytes: int) -> int:
+            if given_bytes is not None:
+                return given_bytes
+            if offloaded_bytes is None:
+                return default_bytes
+            return max(largest_group_bytes, min(default_bytes, offloaded_bytes // 4))
+
+        return TransferPolicy(
+            window_bytes=derive(self.window_bytes, DEFAULT_WINDOW_BYTES),
+            prefetch_bytes=derive(self.prefetch_bytes, DEFAULT_PREFETCH_BYTES),
+        )
 
     def _check_sizes(self) -> None:
         zeros = {
@@ -62,7 +81,8 @@ class TransferConfig:
         }
         for name, zero in zeros.items():
             size_bytes = getattr(self, name)
-            if check_bytes(size_bytes, name=name) < 0:
+            may_be_none = name != "min_offloaded_bytes"
+            if not (may_be_none and size_bytes is None) and check_bytes(size_bytes, name=name) < 0:
                 raise ConfigError(f"{name} {size_bytes} is below 0. Give bytes; {zero}.")
         budget_bytes = self.host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="host_budget_bytes") <= 0:

@@ -116,6 +116,11 @@ class OffloadEngine:
         self._watched = TagStats()
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
 
+    def set_policy(self, policy: TransferPolicy) -> None:
+        """Let copies run as far as `policy` says from here on."""
+        with self._lock:
+            self._policy = self._reloads.policy = policy
+
     # Regions: what an integration calls in forward.
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:

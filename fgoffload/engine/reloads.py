@@ -41,7 +41,8 @@ class Reloads:
         observers: Sequence[ActivationLedger],
     ) -> None:
         self._transfers = transfers
-        self._policy = policy
+        self.policy = policy
+        """As `policy`; it may change between any two calls."""
         self._staying = staying
         self._held_spots = held_spots
         self._observers = observers
@@ -77,9 +78,9 @@ class Reloads:
                 _log_reload(lane, wanted, waiting)
                 wanted.stats.prefetch_misses += sum(saved.state is SavedState.OFFLOADED for saved in waiting)
                 self._call_back(dict.fromkeys(waiting, wanted.place))
-        if lane.away == 0 or not self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+        if lane.away == 0 or not self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             return
-        self._call_back_ahead(lane, self._policy.may_prefetch)
+        self._call_back_ahead(lane, self.policy.may_prefetch)
 
     def prefetch_early(self, lane: Lane, size_bytes: int) -> None:
         """Call back what backward wants later, as far as it fits into what backward has let go of.
@@ -89,12 +90,12 @@ class Reloads:
         """
         let_go_bytes = lane.let_go_bytes
         lane.let_go_bytes += size_bytes
-        if self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            self._call_back_ahead(lane, functools.partial(self._policy.may_prefetch_early, let_go_bytes=let_go_bytes))
+        if self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            self._call_back_ahead(lane, functools.partial(self.policy.may_prefetch_early, let_go_bytes=let_go_bytes))
 
     def call_back_unfinished(self, lane: Lane) -> None:
         """Backward comes next: let the last groups stay, as far as they are still on their way to the host."""
-        self._call_back_ahead(lane, self._policy.may_prefetch, states=(SavedState.OFFLOADING,))
+        self._call_back_ahead(lane, self.policy.may_prefetch, states=(SavedState.OFFLOADING,))
 
     def _call_back_ahead(self, lane: Lane, may_prefetch: Callable[..., bool], *, states: Sequence[SavedState] = _AWAY) -> None:
         """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one.

@@ -42,7 +42,7 @@ def saved_tensors(
     Args:
         config: What may leave, and where to.
         group_bytes: A group leaves when it has saved so many bytes, or more: a smaller one leaves earlier, and costs the
-            host more. None takes 64 MiB, or a quarter of what may come back ahead, if that is less.
+            host more. None takes 64 MiB, or a quarter of `prefetch_bytes`, given or derived, if that is less.
         device: Where the tensors that may leave lie; None takes the accelerator that torch finds, else the CPU.
         tag: Under which the numbers are counted.
 
@@ -69,8 +69,7 @@ class SavedTensors(EngineOwner):
         check_tag(tag)
         if group_bytes is not None and check_bytes(group_bytes, name="group_bytes") <= 0:
             raise ConfigError(f"group_bytes {group_bytes} is not above 0. Give bytes, or None for the default of 64 MiB.")
-        super().__init__(config, device=device, name="saved tensors", tags=(tag,))
-        self.group_bytes = group_bytes or self.group_bytes
+        super().__init__(config, device=device, name="saved tensors", tags=(tag,), group_bytes=group_bytes)
         self._tag = tag
         self._entries = _Entries()
 

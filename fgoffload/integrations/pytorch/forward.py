@@ -290,7 +290,7 @@ class Forward:
         if not is_failed:
             if self._hook is not None:
                 self._hook.close_group()
-            self.owner.count_finished()
+            self.owner.count_finished(self._saving.lane)
 
 
 class SavingRegion:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.engine import OffloadEngine, StepStats, TagStats
+from fgoffload.engine import Lane, OffloadEngine, StepStats, TagStats
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle, say_where
 from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, offload_with
@@ -35,16 +35,24 @@ class EngineOwner:
         device: None takes it from the tensors at hand when the engine is made.
         name: What is offloaded.
         tags: Those that are expected to move something.
+        group_bytes: As the property; None derives it.
     """
 
     engine_type: type[OffloadEngine] = OffloadEngine
 
-    def __init__(self, config: TransferConfig | None, *, device: DeviceChoice, name: str, tags: Iterable[str]) -> None:
+    def __init__(
+        self,
+        config: TransferConfig | None,
+        *,
+        device: DeviceChoice,
+        name: str,
+        tags: Iterable[str],
+        group_bytes: int | None = None,
+    ) -> None:
         check_device(device)
         self.config = check_config(config) or TransferConfig()
-        quarter = self.config.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES
-        self.group_bytes = min(DEFAULT_GROUP_BYTES, quarter)
-        """A group that has saved so many bytes, or more, is ended, and the next one begins."""
+        self._policy = self.config.derive_policy()
+        self._given_group_bytes = group_bytes
         self.last_stats: StepStats | None = None
         """What `stats` returned last; None before."""
         self.last_totals = RunTotals()
@@ -69,6 +77,11 @@ class EngineOwner:
         """The engine; None until the first forward with gradients has made it."""
         return self._engine
 
+    @property
+    def group_bytes(self) -> int:
+        """A group that has saved so many bytes, or more, is ended, and the next one begins."""
+        return self._given_group_bytes or min(DEFAULT_GROUP_BYTES, self._policy.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES)
+
     def get_engine(self, given: Any = ()) -> OffloadEngine:
         """Return the engine, made now if need be.
 
@@ -80,7 +93,7 @@ class EngineOwner:
                 config = self.config
                 self._engine = self.engine_type(
                     device=make_device(self._device, tensors=self._find_tensors(given), host_memory=config.host_memory),
-                    policy=config.transfer_policy,
+                    policy=self._policy,
                     min_offloaded_bytes=config.min_offloaded_bytes,
                     keep=config.keep,
                     is_timed=config.is_timed,
@@ -100,11 +113,22 @@ class EngineOwner:
         """Whether it is still to be found out which tags move nothing, and why."""
         return not self._is_checked
 
-    def count_finished(self) -> None:
-        """A forward with gradients has come to its end, and not to an exception."""
+    def count_finished(self, lane: Lane) -> None:
+        """A forward with gradients has come to its end, and not to an exception, with its groups in `lane`."""
         with self._lock:
             self._finished_forwards += 1
+        self._derive_policy(lane)
         self._watch_forward()
+
+    def _derive_policy(self, lane: Lane) -> None:
+        """Let copies run as far as fits what was offloaded so far, where the user gave no sizes."""
+        largest_bytes = max((group.moved_bytes for group in lane.groups), default=0)
+        if self._engine is None or largest_bytes == 0:
+            return
+        self._policy = self.config.derive_policy(
+            offloaded_bytes=self._engine.arena.peak_bytes, largest_group_bytes=largest_bytes
+        )
+        self._engine.set_policy(self._policy)
 
     def count_shadowed(self, tag: str | None, hook: Any) -> None:
         """A region of `tag`, or a forward where it is None, ran below `hook` of somebody else, which packs saved tensors.

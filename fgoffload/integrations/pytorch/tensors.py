@@ -121,7 +121,7 @@ def offload_tensor(
     needed_bytes = round_up(max(1, tensor.untyped_storage().nbytes()))
     engine = OffloadEngine(
         device=make_device(device, tensors=(tensor,), host_memory=config.host_memory),
-        policy=config.transfer_policy,
+        policy=config.derive_policy(),
         min_offloaded_bytes=config.min_offloaded_bytes,
         keep=config.keep,
         is_timed=config.is_timed,

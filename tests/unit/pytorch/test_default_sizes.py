@@ -1,0 +1,102 @@
+"""Window and prefetch where the user gives none: they fit what the model offloads, and its peak falls."""
+
+import pytest
+from support.models import ATTN_BYTES, MLP_BYTES, check_equal, get_gradients, make_inputs, make_net
+
+import fgoffload
+from fgoffload import TransferConfig
+from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice
+from fgoffload.units import GIB, MIB
+
+LAYERS = 16
+TOTAL_BYTES = LAYERS * (ATTN_BYTES + MLP_BYTES)
+DEFAULT = TransferConfig(min_offloaded_bytes=0)
+PATTERNS = ["layers.*.attn", "layers.*.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("offloaded_bytes", "largest_group_bytes", "window_bytes", "prefetch_bytes"),
+    [
+        (None, 0, 1 * GIB, 512 * MIB),
+        (20 * GIB, 64 * MIB, 1 * GIB, 512 * MIB),
+        (20 * GIB, 600 * MIB, 1 * GIB, 600 * MIB),  # one group ahead, however large
+        (20 * GIB, 2 * GIB, 2 * GIB, 2 * GIB),
+        (200 * MIB, 16 * MIB, 50 * MIB, 50 * MIB),
+        (200 * MIB, 64 * MIB, 64 * MIB, 64 * MIB),
+    ],
+)
+def test_sizes_are_a_quarter_of_what_is_offloaded_between_one_group_and_the_default(
+    offloaded_bytes, largest_group_bytes, window_bytes, prefetch_bytes
+):
+    policy = TransferConfig().derive_policy(offloaded_bytes=offloaded_bytes, largest_group_bytes=largest_group_bytes)
+    assert (policy.window_bytes, policy.prefetch_bytes) == (window_bytes, prefetch_bytes)
+
+
+@pytest.mark.parametrize("name", ["window_bytes", "prefetch_bytes"])
+@pytest.mark.parametrize("size_bytes", [0, 3 * GIB])
+def test_a_size_that_is_given_stays(name, size_bytes):
+    policy = TransferConfig(**{name: size_bytes}).derive_policy(offloaded_bytes=200 * MIB, largest_group_bytes=16 * MIB)
+    other = {"window_bytes", "prefetch_bytes"} - {name}
+    assert getattr(policy, name) == size_bytes
+    assert getattr(policy, other.pop()) == 50 * MIB
+
+
+def measure_peak(net, offloaded, run):
+    """Return the gradients, and the most bytes of activations on the device while backward runs."""
+    ledger = ActivationLedger(parameters=net.parameters())
+    with offloaded.get_engine().observe(ledger), ledger.watch():
+        loss = run()
+        before = len(ledger.samples)
+        gradients = get_gradients(net, lambda: loss)
+    return gradients, max(sample.resident_bytes for sample in ledger.samples[before:])
+
+
+def run_steps(config, *, is_block, steps=4):
+    """Return the peak in the backward of each step, whose gradients are those without offload."""
+    net, inputs, peaks = make_net(layers=LAYERS), make_inputs(), []
+    expected = get_gradients(net, lambda: net(inputs))
+    if is_block:
+        offloaded = fgoffload.saved_tensors(config, device=CpuDevice())
+    else:
+        offloaded = fgoffload.offload(net, PATTERNS, config, device=CpuDevice())
+
+    def run():
+        if not is_block:
+            return net(inputs)
+        with offloaded:
+            return net(inputs)
+
+    for _ in range(steps):
+        gradients, peak = measure_peak(net, offloaded, run)
+        check_equal(expected, gradients)
+        peaks.append(peak)
+    offloaded.close()
+    return peaks
+
+
+@pytest.mark.parametrize("is_block", [False, True], ids=["modules", "block"])
+def test_the_peak_of_a_small_model_falls(is_block):
+    fixed = run_steps(TransferConfig(min_offloaded_bytes=0, prefetch_bytes=512 * MIB), is_block=is_block)
+    derived = run_steps(DEFAULT, is_block=is_block)
+    assert min(fixed) > 0.9 * TOTAL_BYTES  # all of it is back at once
+    assert derived[-1] < 0.5 * fixed[-1]
+    assert is_block or derived[0] == derived[-1]  # modules: the first backward has them already
+
+
+def test_compute_waits_for_copies_of_a_small_model_from_the_second_forward_on():
+    net, inputs, waits = make_net(layers=LAYERS), make_inputs(), []
+    with fgoffload.offload(net, PATTERNS, DEFAULT, device=DelayedCpuDevice()) as handle:
+        for _ in range(3):
+            net(inputs).backward()
+            waits.append(handle.stats().window_waits)
+    assert waits[0] == 0 < min(waits[1:])
+
+
+def test_one_group_is_ahead_however_large_and_a_forward_that_offloads_nothing_changes_no_size():
+    net = make_net(layers=1)
+    with fgoffload.offload(net, PATTERNS, DEFAULT, device=CpuDevice()) as handle:
+        net(make_inputs()).backward()
+        assert handle.group_bytes == MLP_BYTES // 4  # of what prefetch brings back, which is the larger one of two groups
+        net.requires_grad_(requires_grad=False)
+        net(make_inputs())
+        assert handle.group_bytes == MLP_BYTES // 4
