@@ -142,11 +142,13 @@ def _find_outer_parts(model: torch.nn.Module) -> list[str]:
     """Return the parts of names that DDP and PEFT put before those of the model itself."""
     parts = ["module"] if _is_data_parallel(unwrap(model)) else []
     inner = unwrap_model(model)
-    # A model of PEFT holds its tuner, which holds the model; for prompts there is no tuner between them.
+    # A model of PEFT holds its tuner, which holds the model; for prompts there is no tuner between them. A model of
+    # transformers with adapters of its own has the config as well, and its `model` is a part of it.
     for part in ("base_model", "model"):
-        if hasattr(inner, "peft_config") and part in dict(inner.named_children()):
-            parts.append(part)
-            inner = inner.get_submodule(part)
+        if not (hasattr(inner, "peft_config") and part in dict(inner.named_children())):
+            break
+        parts.append(part)
+        inner = inner.get_submodule(part)
     return parts
 
 

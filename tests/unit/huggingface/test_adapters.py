@@ -2,11 +2,13 @@
 
 # ruff: noqa: FBT002 - the signatures are those of others
 
+import gc
 import importlib
 import importlib.util
 import inspect
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -57,8 +59,13 @@ def test_verl_calls_ours_wherever_it_has_imported_its_own(add_module, import_ane
 
     definition = add_module("verl.utils.activation_offload", enable_activation_offloading=theirs)
     user = add_module("verl.workers.engine.fsdp.transformer_impl", enable_activation_offloading=theirs)
+    others = [
+        add_module("another.project", enable_activation_offloading=theirs),
+        add_module("verl.another", enable_activation_offloading=print),  # another function of the same name
+    ]
     import_anew("fgoffload.integrations.verl")
     assert definition.enable_activation_offloading is user.enable_activation_offloading is enable_activation_offloading
+    assert [other.enable_activation_offloading for other in others] == [theirs, print]
     check_takes_the_same(enable_activation_offloading, theirs)
     import_anew("fgoffload.integrations.verl")  # as each role of verl does
 
@@ -130,6 +137,29 @@ def test_trls_context_offloads_from_the_first_step_on_and_takes_what_the_origina
         assert context.handle.last_stats.tags["layers"].d2h_bytes > 0
         assert context.handle.last_totals.forwards == 1
     assert context.handle.config.host_memory is HostMemory.PAGEABLE
+    assert context.handle.config.min_offloaded_bytes == 0
+    before = context.handle.last_stats
+    with pytest.raises(ZeroDivisionError), context:
+        raise ZeroDivisionError
+    assert context.handle.last_stats is before  # a step that failed is no step
+
+
+def test_trls_context_does_not_hold_the_model_and_says_which_options_have_no_effect(add_module, import_anew, caplog):
+    add_module("trl.models.activation_offloading", get_act_offloading_ctx_manager=print)
+    adapter = import_anew("fgoffload.integrations.trl")
+    model = make_net()
+    context = adapter.get_act_offloading_ctx_manager(model)
+    assert caplog.messages == []
+    adapter.get_act_offloading_ctx_manager(model, use_streams=False)
+    adapter.get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)
+    assert len(caplog.messages) == 2
+    assert all("use_streams and max_fwd_stash_size have no effect" in line for line in caplog.messages)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    with context:
+        assert context.handle is None
 
 
 @needs("transformers", "trl")

@@ -1,6 +1,8 @@
 """`fgoffload run` on a script of transformers that knows nothing of offload."""
 
+import importlib
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -44,7 +46,8 @@ def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):
     assert list_lines(ended) == [f"fgoffload: warning: {script} made no Trainer, so nothing was offloaded."]
 
 
-def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_path):
+def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
     from fgoffload.integrations.transformers import OffloadCallback
     from fgoffload.integrations.transformers.launch import offload_trainers
 
@@ -55,10 +58,39 @@ def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_pa
     with offload_trainers() as made:
         inside = make_trainer(make_llama(), tmp_path)
         own = make_trainer(make_llama(), tmp_path, OffloadCallback(config=ALL))
+        again = make_trainer(make_llama(), tmp_path)
     after = make_trainer(make_llama(), tmp_path)
-    assert list(map(count, (before, inside, own, after))) == [0, 1, 1, 0]
-    assert made == ["Trainer"]
+    assert list(map(count, (before, inside, own, again, after))) == [0, 1, 1, 1, 0]
+    assert isinstance(inside.callback_handler.callbacks[0], OffloadCallback)  # before reporters, which get its numbers too
+    assert made == ["Trainer"] * 2
+    assert caplog.messages == ["Activation offload: OffloadCallback was added to the script's Trainer."]
     assert sys.meta_path == path
+
+
+def test_of_all_processes_the_first_one_says_what_was_added(tmp_path, caplog, monkeypatch):
+    from transformers import Trainer
+
+    from fgoffload.integrations.transformers.launch import offload_trainers
+
+    caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
+    monkeypatch.setattr(Trainer, "is_world_process_zero", lambda trainer: False)
+    with offload_trainers() as made:
+        make_trainer(make_llama(), tmp_path)
+    assert (made, caplog.messages) == (["Trainer"], [])
+
+
+def test_where_transformers_has_no_trainer_the_script_sees_that_and_no_error_of_ours(tmp_path, monkeypatch):
+    from fgoffload.integrations.transformers.launch import offload_trainers
+
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with offload_trainers() as made, pytest.raises(ModuleNotFoundError, match=r"No module named 'transformers\.trainer'"):
+        importlib.import_module("transformers.trainer")
+    assert made == []
+    del sys.modules["transformers"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from support.models import check_equal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from fgoffload import TransferConfig
+
 pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 
 
@@ -71,6 +73,24 @@ def test_after_the_third_step_one_line_says_what_was_saved(callback, tmp_path, c
     assert "Memory saved" not in caplog.text
     make_trainer(make_llama(), tmp_path, callback, max_steps=5).train()
     assert [line for line in caplog.messages if "saved" in line] == ["Memory saved: 0.000209 GiB (100%)"]
+
+
+def test_the_line_is_logged_on_the_first_process_alone(callback, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
+    trainer = make_trainer(make_llama(), tmp_path, callback, max_steps=3)
+    trainer.state.is_local_process_zero = False
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    for _ in range(3):
+        trainer.model(**make_inputs()).loss.backward()
+        callback.on_step_end(trainer.args, trainer.state, trainer.control)
+    callback.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert "Memory saved" not in caplog.text
+
+
+def test_without_timing_the_log_has_no_wait(callback_type, tmp_path):
+    trainer = make_trainer(make_llama(), tmp_path, callback_type(config=TransferConfig(min_offloaded_bytes=0)), max_steps=1)
+    trainer.train()
+    assert {name for name in trainer.state.log_history[0] if "/" in name} == {"offload/saved_gib", "offload/percent"}
 
 
 def test_at_the_end_the_model_is_as_before_and_the_host_memory_is_released(callback, tmp_path):

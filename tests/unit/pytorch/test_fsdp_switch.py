@@ -90,6 +90,15 @@ def test_checkpoints_of_the_models_own_are_switched_off_where_layers_are_checkpo
 
 
 @pytest.mark.usefixtures("_one_rank")
+def test_a_config_that_is_not_enabled_leaves_checkpoints_of_the_models_own_on():
+    model = make_net()
+    model.layers[0].gradient_checkpointing = True
+    config = dataclasses.replace(ALL, enabled=False)
+    with enable_activation_offloading(shard(model, model.layers), "fsdp2", enable_ckpt=True, config=config):
+        assert model.layers[0].gradient_checkpointing
+
+
+@pytest.mark.usefixtures("_one_rank")
 def test_an_embedding_that_is_sharded_by_itself_is_no_layer():
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     shard(model, model)

@@ -1,6 +1,7 @@
 """Layers that are found without being named."""
 
 import pytest
+import torch.distributed as dist
 from support.models import Net, make_net
 from torch import nn
 
@@ -24,6 +25,13 @@ class Named(Net):
         self.embeddings = TokenEmbeddings()
 
 
+@pytest.fixture
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def list_names(model):
     return [site.name for site in find_layers(model)]
 
@@ -36,6 +44,11 @@ def test_layers_of_a_class_made_of_theirs_are_found():
     model = Named()
     model.layers[1].__class__ = type("FSDPBlock", (type(model.layers[1]),), {})
     assert list_names(model) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_layers_of_a_model_in_ddp_are_found():
+    assert list_names(nn.parallel.DistributedDataParallel(Named())) == ["layers.0", "layers.1"]
 
 
 def test_a_model_without_layers_is_refused_and_the_message_says_what_to_do():

@@ -137,6 +137,11 @@ def test_the_parts_that_peft_adds_to_names_are_left_out():
     assert list_found(checkpoint_wrapper(model), "layers.*") == [("layers.0", "layers", 0)]
 
 
+def test_a_model_that_has_adapters_of_its_own_keeps_its_names():
+    model = Tuner(make_net(layers=1))  # as a model of transformers after `add_adapter`
+    assert list_found(model, "model.layers.*") == [("model.layers.0", "layers", 0)]
+
+
 def test_parts_of_the_same_names_that_are_not_of_peft_are_kept():
     model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": make_net(layers=1)})})
     assert list_found(model, "base_model.model.layers.*") == [("base_model.model.layers.0", "layers", 0)]
