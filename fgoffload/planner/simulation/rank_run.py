@@ -37,7 +37,7 @@ from fgoffload.planner.simulation.lane_run import AWAY, LaneRun, ParcelState
 from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
 from fgoffload.planner.simulation.simulation_result import LaneName, RankResult, StretchKey
 from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
-from fgoffload.policy import STAGING_SLOTS
+from fgoffload.transfer_schedule import STAGING_SLOTS
 
 _ROUNDING_S = 1e-9
 """Seconds: far less than any copy takes."""
