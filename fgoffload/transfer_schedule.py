@@ -132,10 +132,10 @@ class ScheduledGroup:
 
     __slots__ = ("ahead_bytes", "end_position", "position", "state")
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, end_position: int | None = None) -> None:
         self.position = position
         """The groups of the lane before this one."""
-        self.end_position = position + 1
+        self.end_position = position + 1 if end_position is None else end_position
         """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
         self.ahead_bytes = 0
         """Called back before backward has come to the group."""
@@ -144,6 +144,12 @@ class ScheduledGroup:
     def submit(self) -> None:
         """Take note that what may leave of the group starts its way to the host."""
         self.state = GroupState.SUBMITTED
+
+    def copy(self) -> "ScheduledGroup":
+        """Return another group that is as far."""
+        other = ScheduledGroup(self.position, self.end_position)
+        other.state, other.ahead_bytes = self.state, self.ahead_bytes
+        return other
 
     def spend(self) -> None:
         """Take note that backward has left the site; one inside of the region, which saves on behind it, has not."""
@@ -296,7 +302,8 @@ class TransferSchedule:
         if group.position == lane.end - 1 and lane.away == lane.end:
             lane.away -= 1
             yield _sort(lane, dict.fromkeys(lane.list_away(group.position), group), is_late=True)
-        yield from self.prefetch(lane)
+        if lane.away:
+            yield from self.prefetch(lane)
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
         """Backward has got ahead in `lane`: call back what it wants next, as far as the policy lets it."""
