@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import BudgetError, ConfigError, IntegrationError, InternalError, OffloadError, PlanError, StateError
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.policy import HostMemory, TransferPolicy
 from fgoffload.tags import Tag, TagRegistry, default_tags
 from fgoffload.transfer_config import TransferConfig
+from fgoffload.transfer_schedule import HostMemory, TransferPolicy
 
 if TYPE_CHECKING:
     from fgoffload.integrations.pytorch import (

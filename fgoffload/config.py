@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
-from fgoffload.policy import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
 from fgoffload.tags import TagRegistry, default_tags
+from fgoffload.transfer_schedule import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024

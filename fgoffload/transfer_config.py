@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.policy import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, HostMemory, TransferPolicy
+from fgoffload.transfer_schedule import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, HostMemory, TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB

@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")
     add("--plot", metavar="FILE", help=f"write a picture: memory over the step; of a sweep the frontier (default: {FRONTIER})")
-    add("--timeline", metavar="FILE", help="write the simulated lanes as a Chrome trace")
+    add("--timeline", metavar="FILE", help="write the simulated streams as a Chrome trace")
     for short, flag in SHORT_FLAGS.items():
         add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
     parser.epilog = (

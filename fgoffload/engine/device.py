@@ -28,7 +28,7 @@ from fgoffload.engine.events import EventPool
 from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
 from fgoffload.errors import InternalError, StateError
-from fgoffload.policy import HostMemory
+from fgoffload.transfer_schedule import HostMemory
 from fgoffload.units import format_bytes
 
 Stream: TypeAlias = Any

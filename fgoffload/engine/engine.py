@@ -44,7 +44,7 @@ from fgoffload.engine.torch_internals import wrap_internals
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

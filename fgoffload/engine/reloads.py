@@ -11,7 +11,7 @@ from fgoffload.engine.saved import SavedState, SavedStorage
 from fgoffload.engine.stats import KeptReason
 from fgoffload.engine.staying import HeldSpots, StayingStorages
 from fgoffload.engine.transfers import Transfers
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

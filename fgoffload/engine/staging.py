@@ -30,7 +30,7 @@ from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError
-from fgoffload.policy import STAGING_SLOTS
+from fgoffload.transfer_schedule import STAGING_SLOTS
 from fgoffload.units import format_bytes
 
 Result = TypeVar("Result")

@@ -35,7 +35,7 @@ from fgoffload.planner.timing.hardware import Hardware, check_for_times
 from fgoffload.planner.timing.link_rates import make_link_model
 from fgoffload.planner.timing.network_rates import describe_assumed_rates
 from fgoffload.planner.timing.op_times import Clock, make_layer_model
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 
 logger = logging.getLogger(__name__)
 

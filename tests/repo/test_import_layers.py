@@ -1,6 +1,6 @@
 """Holds the one-way rule of imports, from the left to the right:
 
-units, errors, environment, output_files <- text_files, config, tags, plan, policy <- {engine, planner}
+units, errors, environment, output_files <- text_files, config, tags, plan, transfer_schedule <- {engine, planner}
     <- {integrations, doctor} <- benchmark <- cli.
 
 Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <-
@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-BELOW_ENGINE = ("errors", "units", "tags", "policy", "plan", "config")
+BELOW_ENGINE = ("errors", "units", "tags", "transfer_schedule", "plan", "config")
 MAY_IMPORT = {
     "errors": (),
     "units": ("errors",),
     "output_files": (),
     "text_files": ("errors", "units"),
-    "policy": ("errors", "units"),
+    "transfer_schedule": ("errors", "units"),
     "tags": ("errors", "units"),
     "watched": (),
     "captured_tags": ("tags",),
     "environment": (),
-    "plan": ("errors", "units", "text_files", "tags", "policy"),
-    "config": ("errors", "units", "tags", "policy", "plan"),
-    "transfer_config": ("errors", "units", "policy"),
+    "plan": ("errors", "units", "text_files", "tags", "transfer_schedule"),
+    "config": ("errors", "units", "tags", "transfer_schedule", "plan"),
+    "transfer_config": ("errors", "units", "transfer_schedule"),
     "engine": (*BELOW_ENGINE, "engine"),
     "planner": (*BELOW_ENGINE, "output_files", "text_files", "watched", "captured_tags", "planner"),
     "integrations": (

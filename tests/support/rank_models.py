@@ -4,7 +4,7 @@ from fgoffload import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind, Pipeline, list_passes
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 
 STATIC_BYTES = 1000
 

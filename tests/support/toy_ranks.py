@@ -8,7 +8,7 @@ import random
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
 from fgoffload.planner.ranks.schedule import Pipeline, list_passes
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 
 NAMES = ("core_attn", "expert_fc1", "moe_act", "expert_fc2")
 

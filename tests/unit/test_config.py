@@ -5,8 +5,8 @@ import pytest
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
-from fgoffload.policy import TransferPolicy
 from fgoffload.tags import default_tags
+from fgoffload.transfer_schedule import TransferPolicy
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,7 @@ from fgoffload.integrations.megatron.graph_checks import read_graphs
 from fgoffload.planner.memory.static_memory import ParameterState
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.operations.ops import Execution
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import CPU, Profile, RankProfile, make_rank_model, merge_processes
-from fgoffload.policy import TransferPolicy, count_planned_bytes
 from fgoffload.tags import default_tags
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
 Layers = frozenset[tuple[int, int]]
@@ -159,6 +159,7 @@ class MeasuredStep:
         """
         from fgoffload.planner.simulation.simulator import simulate
         from fgoffload.planner.solving.megatron_flags import MegatronFlags
+        from fgoffload.planner.solving.solver import count_planned_bytes
 
         # As it runs: by no plan.
         models = [dataclasses.replace(model, turn=Turn.CALL_BACK) for model in self._make_models(call.microbatches)]

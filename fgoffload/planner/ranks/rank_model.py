@@ -10,7 +10,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.schedule import Pass, Pipeline
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

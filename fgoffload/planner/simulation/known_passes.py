@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.chunk_program import ChunkProgram, ComputeStep, HostWaitStep, Mover, Step
-from fgoffload.planner.simulation.lane_run import LaneRun
 from fgoffload.planner.simulation.link_queue import Copy
 from fgoffload.planner.simulation.rank_run import InFlight
+from fgoffload.planner.simulation.simulated_lane import SimulatedLane
 from fgoffload.planner.simulation.tallies import Tallies
 
 DIGITS = 9
@@ -195,7 +195,7 @@ class KnownPasses:
         """Of microbatches that are as far as each other, by what tells them from others."""
         self._situations: dict[Hashable, Situation] = {}
         """By what tells them from others."""
-        self.there: list[LaneRun] = []
+        self.there: list[SimulatedLane] = []
         """By number less one: a microbatch that is there. Nobody changes it."""
         self.released: dict[Hashable, int] = {}
         """By the number of a microbatch and parcels: its number when copies of those have been let go of."""
@@ -232,7 +232,7 @@ class KnownPasses:
             found = self._chunks[program.content] = (number, forward, backward)
         return found
 
-    def number(self, chunk: int, lane: LaneRun) -> int:
+    def number(self, chunk: int, lane: SimulatedLane) -> int:
         """Return the number, from 1, that says how far a microbatch is in the chunks with a number."""
         count = len(self._numbers)
         number = self._numbers.setdefault((chunk, lane.describe()), count + 1)

@@ -49,7 +49,7 @@ class Copy:
         """When its last byte was through; infinite before."""
 
 
-class _Lane:
+class _Stream:
     """One direction."""
 
     __slots__ = ("bytes_left", "duplex_bytes_per_s", "latency_left_s", "queue", "rate_bytes_per_s")
@@ -73,8 +73,8 @@ class LinkQueue:
     def __init__(self, link: LinkModel) -> None:
         self._latency_s = link.copy_latency_s
         self._slowdown = link.compute_slowdown
-        self._d2h = _Lane(link.d2h_bytes_per_s, link.duplex_bytes_per_s)
-        self._h2d = _Lane(link.h2d_bytes_per_s, link.duplex_bytes_per_s)
+        self._d2h = _Stream(link.d2h_bytes_per_s, link.duplex_bytes_per_s)
+        self._h2d = _Stream(link.h2d_bytes_per_s, link.duplex_bytes_per_s)
         self.now_s = 0.0
         """The queues are as they are at this moment. It lags behind compute until somebody needs to know."""
         self.done: list[Copy] = []
@@ -94,12 +94,12 @@ class LinkQueue:
         """
         if self.now_s < at_s:
             self.advance(at_s)
-        lane = self._d2h if direction is _D2H else self._h2d
+        stream = self._d2h if direction is _D2H else self._h2d
         copy = Copy(direction, size_bytes, mover=mover, label=label, submitted_s=at_s)
-        lane.queue.append(copy)
+        stream.queue.append(copy)
         self.queued += 1
-        if len(lane.queue) == 1:
-            self._start(lane)
+        if len(stream.queue) == 1:
+            self._start(stream)
         return copy
 
     def find_last(self, direction: Direction) -> Copy | None:
@@ -148,8 +148,8 @@ class LinkQueue:
 
     def count_left_bytes(self, direction: Direction) -> float:
         """Return the bytes of a direction that are not through yet."""
-        lane = self._d2h if direction is Direction.D2H else self._h2d
-        return lane.bytes_left + sum(copy.size_bytes for copy in list(lane.queue)[1:]) if lane.queue else 0.0
+        stream = self._d2h if direction is Direction.D2H else self._h2d
+        return stream.bytes_left + sum(copy.size_bytes for copy in list(stream.queue)[1:]) if stream.queue else 0.0
 
     def advance(self, until_s: float) -> None:
         """Let time pass until `until_s`; infinity runs both queues empty."""
@@ -184,22 +184,22 @@ class LinkQueue:
 
     def _step(self, until_s: float) -> None:
         """Let time pass until the next latency or copy is over, or until `until_s` if that is first. One queue has a copy."""
-        lane = self._d2h
+        stream = self._d2h
         if self._h2d.queue:
-            if lane.queue:
+            if stream.queue:
                 self._step_both(until_s)
                 return
-            lane = self._h2d
-        left_s = lane.latency_left_s or lane.bytes_left / lane.rate_bytes_per_s
+            stream = self._h2d
+        left_s = stream.latency_left_s or stream.bytes_left / stream.rate_bytes_per_s
         event_s = self.now_s + left_s
         if event_s <= until_s * SAME_MOMENT:
             self.now_s = event_s if event_s < until_s else until_s
-            self._end(lane)
+            self._end(stream)
             return
-        if lane.latency_left_s:
-            lane.latency_left_s -= until_s - self.now_s
+        if stream.latency_left_s:
+            stream.latency_left_s -= until_s - self.now_s
         else:
-            lane.bytes_left -= lane.rate_bytes_per_s * (until_s - self.now_s)
+            stream.bytes_left -= stream.rate_bytes_per_s * (until_s - self.now_s)
         self.now_s = until_s
 
     def _step_both(self, until_s: float) -> None:
@@ -221,29 +221,29 @@ class LinkQueue:
         self._pass(d2h, d2h_s if began_s + d2h_s <= same_s else passed_s, d2h_s, d2h_rate)
         self._pass(h2d, h2d_s if began_s + h2d_s <= same_s else passed_s, h2d_s, h2d_rate)
 
-    def _pass(self, lane: _Lane, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
+    def _pass(self, stream: _Stream, passed_s: float, event_s: float, rate_bytes_per_s: float) -> None:
         """Let `passed_s` pass in one direction, whose latency or copy is over after `event_s`."""
         if passed_s >= event_s:
-            self._end(lane)
-        elif lane.latency_left_s:
-            lane.latency_left_s -= passed_s
+            self._end(stream)
+        elif stream.latency_left_s:
+            stream.latency_left_s -= passed_s
         else:
-            lane.bytes_left -= rate_bytes_per_s * passed_s
+            stream.bytes_left -= rate_bytes_per_s * passed_s
 
-    def _end(self, lane: _Lane) -> None:
+    def _end(self, stream: _Stream) -> None:
         """Let the latency of a direction's first copy, or else that copy, be over now."""
-        if lane.latency_left_s:
-            lane.latency_left_s = 0.0
+        if stream.latency_left_s:
+            stream.latency_left_s = 0.0
             return
-        copy = lane.queue.popleft()
+        copy = stream.queue.popleft()
         copy.end_s = self.now_s
         self.done.append(copy)
         self.queued -= 1
-        if lane.queue:
-            self._start(lane)
+        if stream.queue:
+            self._start(stream)
 
-    def _start(self, lane: _Lane) -> None:
-        copy = lane.queue[0]
+    def _start(self, stream: _Stream) -> None:
+        copy = stream.queue[0]
         copy.start_s = self.now_s
-        lane.latency_left_s = self._latency_s
-        lane.bytes_left = copy.size_bytes
+        stream.latency_left_s = self._latency_s
+        stream.bytes_left = copy.size_bytes

@@ -10,8 +10,8 @@ beside this.
 
 import collections
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, cast
 
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
 from fgoffload.planner.ranks.schedule import Pass, PassKind
@@ -33,11 +33,17 @@ from fgoffload.planner.simulation.chunk_program import (
     TakeStep,
     TurnStep,
 )
-from fgoffload.planner.simulation.lane_run import AWAY, LaneRun, ParcelState
 from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
-from fgoffload.planner.simulation.simulation_result import LaneName, RankResult, StretchKey
+from fgoffload.planner.simulation.simulated_lane import SimulatedLane
+from fgoffload.planner.simulation.simulation_result import RankResult, StreamName, StretchKey
 from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
-from fgoffload.policy import STAGING_SLOTS
+from fgoffload.transfer_schedule import (
+    STAGING_SLOTS,
+    CallBack,
+    SavedState,
+    ScheduledGroup,
+    TransferSchedule,
+)
 
 _ROUNDING_S = 1e-9
 """Seconds: far less than any copy takes."""
@@ -48,7 +54,7 @@ _NEARLY_DONE_PART = 0.005
 do without what it lets go of: a group more on the device costs a recompute somewhere, and few take less."""
 
 # To look up a member of an enumeration takes Python as long as a call.
-_RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = ParcelState
+_RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState
 _D2H, _H2D = Direction
 _FORWARD, _STEP_AHEAD = PassKind.FORWARD, HostPace.STEP_AHEAD
 
@@ -72,7 +78,7 @@ class InFlight(NamedTuple):
     """A group on its way to the host."""
 
     copy: Copy
-    lane: LaneRun
+    lane: SimulatedLane
     parcels: tuple[int, ...]
     size_bytes: int
 
@@ -99,15 +105,16 @@ class RankRun:
         """Compute has come so far."""
         self._rank = rank
         self._policy = rank.policy
+        self._schedule = TransferSchedule(rank.policy)
         self._programs = programs
         self._recorder = recorder
         self._link = LinkQueue(rank.link)
         self._tallies = Tallies()
-        self._lanes: dict[tuple[int, int], LaneRun] = {}
+        self._lanes: dict[tuple[int, int], SimulatedLane] = {}
         self.names_in_flight = not any(program.groups for program in programs)
         """Whether `get_state` says what is in flight: where nothing leaves that is what dispatchers hold."""
         # Of microbatches of which nothing leaves nothing ever changes.
-        self._unchanging = {chunk: LaneRun(program) for chunk, program in enumerate(programs) if not program.groups}
+        self._unchanging = {chunk: SimulatedLane(program) for chunk, program in enumerate(programs) if not program.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._in_flight_bytes = 0
         # The step before has left what dispatchers hold.
@@ -150,7 +157,7 @@ class RankRun:
         self._pass_start_s = self.clock_s
         program = self._programs[one.chunk]
         if one.kind is _FORWARD:
-            lane = self._lanes[one.chunk, one.microbatch] = self._unchanging.get(one.chunk) or LaneRun(program)
+            lane = self._lanes[one.chunk, one.microbatch] = self._unchanging.get(one.chunk) or SimulatedLane(program)
             self._add_bytes(program.base_bytes, "start of the pass")
             for act, step in self._forwards[one.chunk]:
                 act(self, step, lane)
@@ -219,7 +226,7 @@ class RankRun:
 
     # Compute.
 
-    def _compute(self, step: ComputeStep, _: LaneRun) -> None:
+    def _compute(self, step: ComputeStep, _: SimulatedLane) -> None:
         device_bytes = self._device_bytes
         if device_bytes + step.rise_bytes > self._peak_bytes:
             self._see_peak(device_bytes + step.rise_bytes, step.peak_label)
@@ -231,13 +238,13 @@ class RankRun:
             host_s = self._host_s + step.host_s
             self._host_s = host_s if host_s < end_s else end_s
 
-    def _compute_noting_peak(self, step: ComputeStep, lane: LaneRun) -> None:
+    def _compute_noting_peak(self, step: ComputeStep, lane: SimulatedLane) -> None:
         if self._pass is not None and self._peaks is not None:
             key = (self._pass.kind is _FORWARD, self._pass.chunk, step.peak_label)
             self._peaks[key] = max(self._peaks.get(key, 0), self._device_bytes + step.rise_bytes)
         self._compute(step, lane)
 
-    def _record_parts(self, step: ComputeStep, _: LaneRun) -> None:
+    def _record_parts(self, step: ComputeStep, _: SimulatedLane) -> None:
         for part in step.parts:
             self._see_peak(self._device_bytes + max(part.extra_bytes, part.net_bytes), part.label)
             start_s = self.clock_s
@@ -245,7 +252,7 @@ class RankRun:
             self.clock_s = self._link.run_compute(start_s, part.seconds)
             self._tallies.compute_s += self.clock_s - start_s
             if self._recorder is not None:
-                self._recorder.note_span(LaneName.COMPUTE, f"{self._pass} {part.label}", start_s, self.clock_s)
+                self._recorder.note_span(StreamName.COMPUTE, f"{self._pass} {part.label}", start_s, self.clock_s)
             self._device_bytes += part.net_bytes
             self._note_memory(self.clock_s)
         self._host_s = min(self._host_s + step.host_s, self.clock_s)
@@ -258,7 +265,7 @@ class RankRun:
         if until_s > self.clock_s:
             self._tallies.add_wait(cause, until_s - self.clock_s)
             if self._recorder is not None:
-                self._recorder.note_span(LaneName.COMPUTE, cause.value, self.clock_s, until_s)
+                self._recorder.note_span(StreamName.COMPUTE, cause.value, self.clock_s, until_s)
             self.clock_s = until_s
 
     def _wait_for_copy(self, copy: Copy, cause: Cause) -> None:
@@ -301,21 +308,22 @@ class RankRun:
             device_bytes = self._device_bytes + extra_bytes
             self._recorder.note_memory(at_s, device_bytes=device_bytes, host_bytes=self._host_bytes)
 
-    def _hold(self, step: HoldStep, _: LaneRun) -> None:
+    def _hold(self, step: HoldStep, _: SimulatedLane) -> None:
         self._held_bytes[step.dispatcher] = step.size_bytes
         self._add_bytes(step.size_bytes, "what a token dispatcher holds")
 
-    def _dispatch(self, step: DispatchStep, _: LaneRun) -> None:
+    def _dispatch(self, step: DispatchStep, _: SimulatedLane) -> None:
         self._device_bytes -= self._held_bytes.pop(step.dispatcher, 0)
         self._note_memory(self.clock_s)
 
     # To the host.
 
-    def _submit(self, step: SubmitStep, lane: LaneRun) -> None:
+    def _submit(self, step: SubmitStep, lane: SimulatedLane) -> None:
         """Let a group leave, and wait while more than the window is on its way."""
         self._poll()
         group = lane.program.groups[step.group]
         parcels = lane.program.parcels
+        lane.groups[step.group].submit()
         leaving, size_bytes = [], 0
         for parcel in group.parcels:
             if self._find_room(parcels[parcel].size_bytes, group.mover):
@@ -347,7 +355,7 @@ class RankRun:
             self._host_peak_bytes = self._host_bytes
         return True
 
-    def _wait_for_host(self, step: HostWaitStep, _: LaneRun) -> None:
+    def _wait_for_host(self, step: HostWaitStep, _: SimulatedLane) -> None:
         """The host waits until compute is where it is; for what takes the copy engine, behind all that is queued to it."""
         if step.takes_link:
             self._link.advance(self.clock_s)
@@ -356,7 +364,7 @@ class RankRun:
                 self._wait_for_copy(last, Cause.HOST)
         self._host_s = self.clock_s
 
-    def _open(self, _: OpenStep, __: LaneRun) -> None:
+    def _open(self, _: OpenStep, __: SimulatedLane) -> None:
         # It looks for storages that something else holds, and one that a copy still holds looks like one of those.
         if self._abandoned:
             self._poll()
@@ -392,7 +400,7 @@ class RankRun:
                 self._device_bytes -= lane.program.parcels[parcel].device_bytes
         self._note_memory(self.clock_s)
 
-    def _read(self, step: ReadStep, lane: LaneRun) -> None:
+    def _read(self, step: ReadStep, lane: SimulatedLane) -> None:
         """Forward has read parcels for the last time: those that have left go."""
         for parcel in step.parcels:
             lane.is_read[parcel] = False
@@ -402,54 +410,44 @@ class RankRun:
 
     # And back.
 
-    def _take(self, step: TakeStep, lane: LaneRun) -> None:
-        """Backward asks for parcels: what is not back is waited for."""
-        if step.group is None:
-            self._prefetch_early(lane)
-        elif lane.is_news(step.group):
-            self._approach(lane, step.group)
+    def _take(self, step: TakeStep, lane: SimulatedLane) -> None:
+        """Backward asks for parcels: what is not back is waited for. `OffloadEngine.take`, in numbers."""
+        group = None if step.group is None else lane.groups[step.group]
+        if group is not None and not step.parcels and lane.is_news(group, is_offloaded=False):
+            self._reach(lane, group)
         for parcel in step.parcels:
+            if group is None:
+                # The engine counts the bytes of a parcel that stayed after all. Backward reaches the group of that parcel next,
+                # so nothing asks for the sum before the prefetch there, which has no such limit.
+                self._execute(self._schedule.let_go(lane, 0))
+            elif lane.is_news(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
+                self._reach(lane, group)
             if lane.states[parcel] is _OFFLOADED:
-                self._reload(lane, [parcel])
+                self._reload(lane, (parcel,))
             reload = lane.reloads[parcel]
             if reload is not None and reload.end_s > self.clock_s:
                 self._wait_for_copy(reload, Cause.RELOAD)
 
-    def _let_go(self, step: LetGoStep, lane: LaneRun) -> None:
-        """Backward takes what stayed: each time, what it took before is counted among what it has let go of."""
-        if lane.away:
-            for size_bytes in step.sizes_bytes:
-                self._prefetch_early(lane)
-                lane.let_go_bytes += size_bytes
+    def _let_go(self, step: LetGoStep, lane: SimulatedLane) -> None:
+        """Backward takes what stayed."""
+        for size_bytes in step.sizes_bytes:
+            if lane.away:
+                self._execute(self._schedule.let_go(lane, size_bytes))
 
-    def _approach(self, lane: LaneRun, group: int) -> None:
-        """Backward has come to `group`: call back what comes next. `OffloadEngine.approach_backward`, in numbers."""
-        lane.leave(lane.program.groups[group].end_position)
+    def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
+        """Backward has come to `group`. `OffloadEngine.approach_backward`, in numbers."""
+        lane.leave(group.end_position)
         self._poll()
-        lane.expect(group, 0)
-        if group == lane.end - 1 and lane.away == lane.end:
-            lane.away -= 1
-            self._call_back(lane, lane.list_away(group))
-        self._prefetch(lane)
+        self._execute(self._schedule.reach(lane, group))
 
-    def _pass_layer(self, _: PassedStep, lane: LaneRun) -> None:
+    def _pass_layer(self, _: PassedStep, lane: SimulatedLane) -> None:
         self._poll()
-        self._prefetch(lane)
+        self._execute(self._schedule.prefetch(lane))
 
-    def _look(self, _: PollStep, __: LaneRun) -> None:
+    def _look(self, _: PollStep, __: SimulatedLane) -> None:
         self._poll()
 
-    def _prefetch(self, lane: LaneRun) -> None:
-        """Call back what backward wants next, as far as the policy lets it."""
-        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            self._call_back_ahead(lane)
-
-    def _prefetch_early(self, lane: LaneRun) -> None:
-        """Backward is at a site that stays: call back what fits into what it has let go of."""
-        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            self._call_back_ahead(lane, let_go_bytes=lane.let_go_bytes)
-
-    def _turn(self, step: TurnStep, lane: LaneRun) -> None:
+    def _turn(self, step: TurnStep, lane: SimulatedLane) -> None:
         """Backward comes next. `OffloadEngine.expect_backward`, in numbers."""
         self._poll()
         window_bytes = self._find_loss_window() if step.window_bytes is None else step.window_bytes
@@ -457,7 +455,7 @@ class RankRun:
             self._wait_for_copy(self._in_flight[0].copy, Cause.TURN)
             self._release_oldest()
         self._loss_window_bytes = max(self._loss_window_bytes, self._in_flight_bytes)
-        self._call_back_ahead(lane, states=(_OFFLOADING,))
+        self._execute(self._schedule.expect_backward(lane))
 
     def _find_loss_window(self) -> float:
         """Return what may be on its way when the loss begins, where no plan says so."""
@@ -475,48 +473,18 @@ class RankRun:
             window_bytes += entry.size_bytes
         return window_bytes
 
-    def _call_back_ahead(self, lane: LaneRun, *, let_go_bytes: int | None = None, states: Sequence[ParcelState] = AWAY) -> None:
-        """Call back the groups before those that were called back, as long as the policy lets the next one.
-
-        Args:
-            lane: Of which.
-            let_go_bytes: What backward has let go of, where it is at a site that stays.
-            states: In which all of a group is that comes back: a group with something in another one ends it.
-        """
-        coming: list[int] = []
-        while lane.away > 0:
-            waiting = lane.list_away(lane.away - 1, but=coming)
-            if waiting:
-                if states is not AWAY and any(lane.states[one] not in states for one in waiting):
-                    break
-                group_bytes = lane.count_bytes(waiting)
-                if not self._may_prefetch(lane.ahead_bytes, group_bytes, let_go_bytes):
-                    break
-                lane.expect(lane.away - 1, group_bytes)
-                coming += waiting
-            lane.away -= 1
-        if coming:
-            self._call_back(lane, coming)
-
-    def _may_prefetch(self, ahead_bytes: int, group_bytes: int, let_go_bytes: int | None) -> bool:
-        if let_go_bytes is None:
-            return self._policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
-        return self._policy.may_prefetch_early(ahead_bytes=ahead_bytes, group_bytes=group_bytes, let_go_bytes=let_go_bytes)
-
-    def _call_back(self, lane: LaneRun, parcels: Sequence[int]) -> None:
+    def _execute(self, decisions: Iterable[CallBack[ScheduledGroup, int]]) -> None:
         """Keep what has not left yet, and bring back what has."""
-        away = []
-        for number in parcels:
-            if lane.states[number] is _OFFLOADED:
-                away.append(number)
-                continue
-            lane.states[number] = _RESIDENT
-            parcel = lane.program.parcels[number]
-            self._host_bytes -= parcel.size_bytes
-            self._tallies.get(parcel.mover).recalled_bytes += parcel.size_bytes
-        self._reload(lane, away)
+        for decision in decisions:
+            lane = cast("SimulatedLane", decision.lane)
+            for number in decision.cancelled:
+                lane.states[number] = _RESIDENT
+                parcel = lane.program.parcels[number]
+                self._host_bytes -= parcel.size_bytes
+                self._tallies.get(parcel.mover).recalled_bytes += parcel.size_bytes
+            self._reload(lane, decision.reloaded)
 
-    def _reload(self, lane: LaneRun, parcels: Sequence[int]) -> None:
+    def _reload(self, lane: SimulatedLane, parcels: Iterable[int]) -> None:
         for number in parcels:
             parcel = lane.program.parcels[number]
             self._add_bytes(parcel.device_bytes, parcel.label)
@@ -526,7 +494,7 @@ class RankRun:
             )
             self._tallies.get(parcel.mover).h2d_bytes += parcel.size_bytes
 
-    def _free(self, step: FreeStep, lane: LaneRun) -> None:
+    def _free(self, step: FreeStep, lane: SimulatedLane) -> None:
         """Backward is through with parcels: their device memory goes, unless a copy to the host still reads it."""
         for number in step.parcels:
             size_bytes = lane.program.parcels[number].size_bytes

@@ -41,9 +41,9 @@ from fgoffload.planner.simulation.known_passes import (
     Transition,
     Way,
 )
-from fgoffload.planner.simulation.lane_run import LaneRun
 from fgoffload.planner.simulation.link_queue import Copy, Direction
 from fgoffload.planner.simulation.rank_run import InFlight, RankRun, RoundState
+from fgoffload.planner.simulation.simulated_lane import SimulatedLane
 from fgoffload.planner.simulation.simulation_result import RankResult
 from fgoffload.planner.simulation.tallies import Cause, Tallies
 
@@ -83,7 +83,7 @@ class RepeatingRun(RankRun):
         self._host_budget_bytes = math.inf if rank.host_budget_bytes is None else rank.host_budget_bytes
         self._situation: Situation | None = None
         """What is in flight; None where nobody knows the like of it."""
-        self._leaving: list[LaneRun] = []
+        self._leaving: list[SimulatedLane] = []
         """The microbatches with groups in flight, by their places in that situation."""
         self._is_made = True
         """Whether groups, copies and the queue are as the situation says: behind passes that were counted they are not yet."""
@@ -156,7 +156,7 @@ class RepeatingRun(RankRun):
     def _enter(self) -> Situation:
         """Be in the situation that what is in flight is, and return it. Nothing is on its way back, and all is counted."""
         known, host_s = self._known, self._host_s
-        leaving: list[LaneRun] = []
+        leaving: list[SimulatedLane] = []
         groups: list[Leaving] = []
         key: list[object] = []
         for copy, lane, parcels, size_bytes in self._in_flight:
@@ -248,7 +248,7 @@ class RepeatingRun(RankRun):
         behind: Situation,
         lead_s: float,
         known_s: float,
-        before: Sequence[LaneRun],
+        before: Sequence[SimulatedLane],
         numbers: Sequence[int | None],
     ) -> Transition:
         """Return the pass that was counted, or run, as one of all that begin in the same situation.
@@ -279,7 +279,7 @@ class RepeatingRun(RankRun):
 
     # Without a transition.
 
-    def _run_or_count(self, one: Pass, way: Way, lane: LaneRun | None) -> Outcome | None:
+    def _run_or_count(self, one: Pass, way: Way, lane: SimulatedLane | None) -> Outcome | None:
         """Count a pass that begins now, or run it, and return what those come to that begin so; None where nobody knows."""
         self._situation = None
         if self._link.queued:
@@ -308,7 +308,7 @@ class RepeatingRun(RankRun):
             lane.number = None
         return super().run_pass(one, ready_s=self.clock_s)
 
-    def _describe_beginning(self, part: HostPart, lane: LaneRun | None) -> Hashable:
+    def _describe_beginning(self, part: HostPart, lane: SimulatedLane | None) -> Hashable:
         """Return all that a pass depends on, where nothing is on its way back.
 
         Args:
@@ -334,12 +334,12 @@ class RepeatingRun(RankRun):
             found += (self._link.queued, round(latency_s, DIGITS), round(copy_s, DIGITS))
         return tuple(found)
 
-    def _number(self, lane: LaneRun) -> int:
+    def _number(self, lane: SimulatedLane) -> int:
         """Give a microbatch in a chunk its number: the same from 1 on for all that are as far."""
         lane.number = self._known.number(self._chunk_numbers[id(lane.program)], lane)
         return lane.number
 
-    def _fill(self, lane: LaneRun) -> None:
+    def _fill(self, lane: SimulatedLane) -> None:
         """Let a microbatch be as far as its number says. See [Note: Microbatches that are a number]."""
         if lane.is_bare and lane.number:
             lane.become(self._known.there[lane.number - 1])
@@ -450,11 +450,11 @@ class RepeatingRun(RankRun):
         if outcome.left or self._link.queued:
             self._leave(outcome, lane, start_s)
 
-    def _count_microbatch(self, one: Pass, outcome: Outcome) -> LaneRun:
+    def _count_microbatch(self, one: Pass, outcome: Outcome) -> SimulatedLane:
         """Let the microbatch of a pass be as far as it is behind it, and return it."""
         key, program = (one.chunk, one.microbatch), self._programs[one.chunk]
         if one.kind is _FORWARD:
-            lane = self._lanes[key] = self._unchanging.get(one.chunk) or LaneRun.make_bare(program, outcome.number)
+            lane = self._lanes[key] = self._unchanging.get(one.chunk) or SimulatedLane.make_bare(program, outcome.number)
         else:
             lane = self._lanes.pop(key)
             if program.groups:
@@ -480,7 +480,7 @@ class RepeatingRun(RankRun):
         self._abandoned += outcome.net_abandoned
         self._tallies.count_again(outcome.tallies)
 
-    def _leave(self, outcome: Outcome, lane: LaneRun, start_s: float) -> None:
+    def _leave(self, outcome: Outcome, lane: SimulatedLane, start_s: float) -> None:
         """Put what is in flight behind a pass there."""
         if outcome.queued:
             earlier = itertools.islice(self._in_flight, len(self._in_flight) - len(outcome.queued), None)

@@ -1,4 +1,4 @@
-"""What a simulated step came to: the numbers of each rank, and the lanes over time where they were asked for."""
+"""What a simulated step came to: the numbers of each rank, and the streams over time where they were asked for."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ class Detail(enum.Enum):
     TOTALS = "totals"  # numbers of the step alone
     DIGITS = "digits"  # the same, down to the last digits what one pass after the other comes to: for what decides by these
     PEAKS = "peaks"  # as DIGITS, and the most device bytes at each stretch
-    TIMELINE = "timeline"  # also what each lane did when, and the memory over time
+    TIMELINE = "timeline"  # also what each stream did when, and the memory over time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class TagTraffic:
         return self.d2h_s + self.h2d_s - self.exposed_s
 
 
-class LaneName(enum.Enum):
+class StreamName(enum.Enum):
     """What does something over time."""
 
     COMPUTE = "compute"
@@ -80,9 +80,9 @@ class LaneName(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A lane was busy, or compute waited."""
+    """A stream was busy, or compute waited."""
 
-    lane: LaneName
+    stream: StreamName
     """Which."""
     label: str
     """What it did: `F3 layers.12.expert_fc1`, `wait for the window`."""

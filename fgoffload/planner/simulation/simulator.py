@@ -3,8 +3,8 @@
     result = simulate(ranks, plan)
     result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at
 
-Each rank has three lanes: compute, copies to the host and copies to the device. Window and prefetch are those of
-`fgoffload.policy.TransferPolicy`, asked when the engine asks them. Ranks wait for each other as the pipeline's schedule has it.
+Each rank has three streams: compute, copies to the host and copies to the device. What is copied when is decided by the code
+that decides it for the engine, `fgoffload.transfer_schedule`. Ranks wait for each other as the pipeline's schedule has it.
 docs/concepts/planner.md says what is taken into account, and what is not.
 """
 

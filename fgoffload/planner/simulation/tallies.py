@@ -8,7 +8,7 @@ from typing import Any
 
 from fgoffload.planner.simulation.chunk_program import Mover
 from fgoffload.planner.simulation.link_queue import Copy, Direction
-from fgoffload.planner.simulation.simulation_result import LaneName, MemorySample, RankTimeline, Span, TagTraffic, Waits
+from fgoffload.planner.simulation.simulation_result import MemorySample, RankTimeline, Span, StreamName, TagTraffic, Waits
 
 _D2H = Direction.D2H
 """To look up a member of an enumeration takes Python as long as a call."""
@@ -167,16 +167,16 @@ class Recorder:
         self._spans: list[Span] = []
         self._memory: list[MemorySample] = []
 
-    def note_span(self, lane: LaneName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
-        """Note that `lane` was busy, or waited."""
+    def note_span(self, stream: StreamName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
+        """Note that `stream` was busy, or waited."""
         if end_s > start_s:
-            self._spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s, size_bytes=size_bytes))
+            self._spans.append(Span(stream=stream, label=label, start_s=start_s, end_s=end_s, size_bytes=size_bytes))
 
     def note_copies(self, copies: Sequence[Copy]) -> None:
         """Note copies that are through."""
         for copy in copies:
-            lane = LaneName.D2H if copy.direction is Direction.D2H else LaneName.H2D
-            self.note_span(lane, copy.label, copy.start_s, copy.end_s, size_bytes=copy.size_bytes)
+            stream = StreamName.D2H if copy.direction is Direction.D2H else StreamName.H2D
+            self.note_span(stream, copy.label, copy.start_s, copy.end_s, size_bytes=copy.size_bytes)
 
     def note_memory(self, at_s: float, *, device_bytes: int, host_bytes: int) -> None:
         """Note how many bytes there are from `at_s` on."""

@@ -1,4 +1,4 @@
-"""A simulated step as a Chrome trace, for Perfetto or chrome://tracing: the lanes of each rank, and its memory over time.
+"""A simulated step as a Chrome trace, for Perfetto or chrome://tracing: the streams of each rank, and its memory over time.
 
     write_chrome_trace(simulate(ranks, plan, detail=Detail.TIMELINE), Path("trace.json"))
 
@@ -13,16 +13,16 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
-from fgoffload.planner.simulation.simulation_result import LaneName, RankResult, RankTimeline, Span, StepResult
+from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, Span, StepResult, StreamName
 
 _MICROSECONDS = 1e6
 
-_THREADS = {LaneName.COMPUTE: 0, LaneName.D2H: 1, LaneName.H2D: 2}
-"""The thread that shows a lane, from above."""
+_THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}
+"""The thread that shows a stream, from above."""
 
 
 def write_chrome_trace(result: StepResult, path: Path) -> None:
-    """Write the lanes and the memory of all ranks to `path`.
+    """Write the streams and the memory of all ranks to `path`.
 
     Args:
         result: A step that was simulated with `Detail.TIMELINE`.
@@ -49,8 +49,8 @@ def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"rank {rank.rank} was simulated without a timeline. Give detail=Detail.TIMELINE.")
     yield _name(rank, "process_name", f"rank {rank.rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
-    for lane, thread in _THREADS.items():
-        yield _name(rank, "thread_name", lane.value, thread)
+    for stream, thread in _THREADS.items():
+        yield _name(rank, "thread_name", stream.value, thread)
         yield {"ph": "M", "name": "thread_sort_index", "pid": rank.rank, "tid": thread, "args": {"sort_index": thread}}
     for span in sorted(rank.timeline.spans, key=lambda span: span.start_s):
         yield _show_span(rank, span)
@@ -65,9 +65,9 @@ def _show_span(rank: RankResult, span: Span) -> dict[str, Any]:
     event: dict[str, Any] = {
         "ph": "X",
         "name": span.label,
-        "cat": span.lane.value,
+        "cat": span.stream.value,
         "pid": rank.rank,
-        "tid": _THREADS[span.lane],
+        "tid": _THREADS[span.stream],
         "ts": span.start_s * _MICROSECONDS,
         "dur": (span.end_s - span.start_s) * _MICROSECONDS,
     }

@@ -10,6 +10,7 @@ were run.
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +23,6 @@ from fgoffload.planner.solving.placement import State, keep_all
 from fgoffload.planner.solving.rank_searches import RankSearches, begin_searches
 from fgoffload.planner.solving.reasons import Decision, explain_rank
 from fgoffload.planner.solving.search_limits import SearchLimits
-from fgoffload.policy import count_budget_bytes, count_planned_bytes
 from fgoffload.units import check_bytes, format_bytes
 
 DEFAULT_TIME_LIMIT_S = 600.0
@@ -33,6 +33,10 @@ everywhere. On a busy one, 60 seconds cut searches short that take 12 of the pro
 _ROUTED_MORE = 1.1
 """Times as many bytes may be on their way when the loss begins: with a tenth more tokens routed to a rank's experts, what was
 to stay until then is not waited for."""
+
+PLANNED_SHARE = 0.998
+"""The part of a device memory budget that a plan may use where a training has to keep to it: the bytes of layers are exact, and
+those of what operators have for a moment are not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,3 +349,18 @@ def _explain(searches: RankSearches, states: Sequence[State], result: StepResult
             keeps_within_budget=kept.peak_bytes <= budget_bytes,
         )
     return tuple(decisions)
+
+
+def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
+    """Return the device bytes that a plan may use of a budget.
+
+    Args:
+        budget_bytes: Of a device.
+        free_bytes: What a step took more than was predicted of it, which plans leave free.
+    """
+    return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
+
+
+def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
+    """Return the least budget of which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
+    return max(math.ceil((planned_bytes - 0.5) / PLANNED_SHARE), planned_bytes + free_bytes)

@@ -30,8 +30,8 @@ from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.planner.timing.link_profile import LinkProfile
-from fgoffload.policy import TransferPolicy
 from fgoffload.text_files import parse_json, read_text_file
+from fgoffload.transfer_schedule import TransferPolicy
 
 FORMAT = 3
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""

@@ -7,7 +7,7 @@ from fgoffload.integrations.megatron.model_shapes import read_assumptions
 from fgoffload.planner.memory.static_memory import ADAM
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.operations.ops import Execution
-from fgoffload.policy import TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import MIB
 
 AWARE = "--bf16 --use-precision-aware-optimizer"

@@ -19,7 +19,7 @@ from fgoffload.planner.simulation.simulator import Detail, simulate
 from fgoffload.planner.timing.efficiency import Efficiency
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.planner.timing.op_times import GRAPH_LAUNCHES, list_layer_work, make_layer_model
-from fgoffload.policy import STAGING_SLOTS
+from fgoffload.transfer_schedule import STAGING_SLOTS
 from fgoffload.units import MIB
 
 H100 = get_hardware("h100")

@@ -12,7 +12,7 @@ from support.rank_models import STATIC_BYTES, make_chunk, make_layer, make_link,
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError
 from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, UnitModel
 from fgoffload.planner.ranks.schedule import Pipeline
-from fgoffload.planner.simulation.simulation_result import LaneName, Waits
+from fgoffload.planner.simulation.simulation_result import StreamName, Waits
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
 
 K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in tables of plans
@@ -22,9 +22,9 @@ FC1 = make_layer({"expert_fc1": 100})
 """20 s forward, 40 s backward, and 100 bytes."""
 
 
-def list_copies(result, lane):
+def list_copies(result, stream):
     """Return start and end of each copy of a timeline, in order."""
-    return sorted((span.start_s, span.end_s) for span in result.timeline.spans if span.lane is lane)
+    return sorted((span.start_s, span.end_s) for span in result.timeline.spans if span.stream is stream)
 
 
 def test_without_a_plan_a_step_is_its_compute_and_its_peak_is_all_that_is_saved():
@@ -61,8 +61,8 @@ def test_both_ways_at_once_are_slower():
     alone, both = (simulate_rank(rank, offload("expert_fc1", (0,)), detail=Detail.TIMELINE) for rank in ranks)
     # What F1 saved leaves at 40, when what F0 saved comes back: 10 s each, or 25 s at 4 bytes a second. The same again with F2
     # and B1. The last backward has the link alone.
-    assert list_copies(alone, LaneName.H2D) == [(40, 50), (110, 120), (160, 170)]
-    assert list_copies(both, LaneName.H2D) == [(40, 65), (125, 150), (190, 200)]
+    assert list_copies(alone, StreamName.H2D) == [(40, 50), (110, 120), (160, 170)]
+    assert list_copies(both, StreamName.H2D) == [(40, 65), (125, 150), (190, 200)]
     assert (alone.waits, both.waits) == (Waits(reload_s=30), Waits(reload_s=60))
 
 
@@ -99,7 +99,7 @@ def test_the_host_waits_behind_what_has_been_submitted(host_wait, host_s, starts
     plan = make_plan({(0, "core_attn"): O, (0, "expert_fc1"): O})
     result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     assert result.waits.host_s == host_s
-    assert [start_s for start_s, _ in list_copies(result, LaneName.D2H)] == starts
+    assert [start_s for start_s, _ in list_copies(result, StreamName.D2H)] == starts
 
 
 def test_what_runs_again_takes_its_time_in_backward_and_frees_what_it_drops_until_then():
@@ -125,7 +125,7 @@ def test_the_input_of_what_runs_again_is_waited_for_before_it_runs():
     rank = make_rank(make_chunk(layer), prefetch_bytes=0, link=make_link(d2h=1000, h2d=100, duplex=100))
     result = simulate_rank(rank, make_plan({(0, "moe_act"): B}), detail=Detail.TIMELINE)
     # 12 s forward; backward of the last stretch until 14. 600 bytes are back at 20, and only then the activation runs again.
-    assert list_copies(result, LaneName.H2D) == [(14, 20)]
+    assert list_copies(result, StreamName.H2D) == [(14, 20)]
     again = next(span for span in result.timeline.spans if span.label.endswith("again"))
     assert (again.start_s, again.end_s) == (20, 21.25)
     assert result.step_s == 12 + 24 + 6 + 1.25

@@ -23,7 +23,7 @@ from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTenso
 from fgoffload.planner.ranks.rank_model import HostPace, Turn
 from fgoffload.planner.ranks.schedule import PassKind, Pipeline, list_passes
 from fgoffload.planner.simulation import chunk_compiler
-from fgoffload.planner.simulation.simulation_result import LaneName
+from fgoffload.planner.simulation.simulation_result import StreamName
 from fgoffload.planner.simulation.simulator import Detail, simulate_rank
 from fgoffload.watched import Watched, find_watched
 
@@ -252,9 +252,9 @@ def run_engine(device, rank, layers, chosen, *, loss_window_bytes):
     return copies, ledger.peak_bytes, end_s
 
 
-def list_sizes(result, lane):
+def list_sizes(result, stream):
     """Return the bytes of the copies of a timeline, in order."""
-    return [span.size_bytes for span in sorted(result.timeline.spans, key=lambda span: span.start_s) if span.lane is lane]
+    return [span.size_bytes for span in sorted(result.timeline.spans, key=lambda span: span.start_s) if span.stream is stream]
 
 
 @settings(deadline=None, max_examples=60)
@@ -295,8 +295,8 @@ def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, windo
         result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     device = ClockDevice(rank.link, pace)
     (out, back), peak_bytes, end_s = run_engine(device, rank, layers, chosen, loss_window_bytes=loss_window)
-    assert list_sizes(result, LaneName.D2H) == out
-    assert list_sizes(result, LaneName.H2D) == back
+    assert list_sizes(result, StreamName.D2H) == out
+    assert list_sizes(result, StreamName.H2D) == back
     assert result.peak_bytes - STATIC_BYTES == peak_bytes
     assert result.step_s == end_s
     assert [result.d2h_s, result.h2d_s] == list(device.busy_s.values())

@@ -1,0 +1,357 @@
+"""What is offloaded, reloaded, cancelled and released, and when: the state machine that the engine and the simulator share.
+
+It knows the groups of each microbatch by their order and by their bytes. The engine tells it of events on a device, the
+simulator of the same events in simulated time, and both execute what it decides. It asks them where the bytes are through
+`SavedBytes`. Locks, weak references and storages that several groups share are the engine's.
+
+    [Note: Events]
+    Forward reaches a site: `ScheduledLane.open`. A group ends: `ScheduledLane.close`; it is submitted, at once or where the
+    host no longer has to synchronize: `ScheduledGroup.submit`. Behind its copies compute waits while more than the window is
+    in flight: `TransferPolicy.must_wait`. Backward comes next: `ScheduledLane.list_held`, `TransferSchedule.expect_backward`.
+    Backward reaches a group: `ScheduledLane.leave` what is behind it, then `TransferSchedule.reach`. Backward has left a layer
+    of which nothing was offloaded: `TransferSchedule.prefetch`; it takes tensors there: `TransferSchedule.let_go`. Before each
+    of these but the first and the last the executor looks which copies are done.
+
+All rules count bytes, never tensors or groups: groups of one model differ in size by a hundred times.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from fgoffload.errors import ConfigError
+from fgoffload.units import GIB, MIB, check_bytes
+
+DEFAULT_WINDOW_BYTES = 1 * GIB
+"""Bytes. At 50 GB/s to host this is 21 ms of copies, the forward of one or two large MoE layers: enough that compute never
+waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/concepts/how_it_works.md."""
+
+DEFAULT_PREFETCH_BYTES = 512 * MIB
+"""Bytes. At 50 GB/s to device this is 11 ms ahead of backward, more than the largest group of the reference workloads."""
+
+STAGING_SLOTS = 2
+"""Slots through which captured modules offload: one that graphs use, and one that is copied meanwhile."""
+
+HOST_SHARE = 0.6
+"""The part of a node's host memory that all its ranks together take at most where nobody says otherwise: the engine of what is
+free at start, the planner of what the node has. The rest is for data loaders, checkpoints in the making and the page cache."""
+
+
+class HostMemory(enum.Enum):
+    """What offloaded bytes lie in on the host."""
+
+    PINNED = "pinned"  # locked: copies run at the link's rate, and beside compute
+    PAGEABLE = "pageable"  # not locked: slower, and the host waits for each copy to it, but the system may swap it
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPolicy:
+    """How far copies may run behind forward and ahead of backward."""
+
+    window_bytes: int = DEFAULT_WINDOW_BYTES
+    """The most bytes that may be on their way to the host before compute has to wait for the oldest of them."""
+    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
+    """The most bytes that may be back on the device before the group that backward is in has asked for them."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no size, and sizes below zero.
+
+        Raises:
+            ConfigError: With the flag, the value and the fix.
+        """
+        for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
+            if check_bytes(size_bytes, name=flag) < 0:
+                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB.")
+
+    def must_wait(self, *, in_flight_bytes: int) -> bool:
+        """Return whether compute has to wait for the oldest copy to the host before it goes on."""
+        return in_flight_bytes > self.window_bytes
+
+    def may_begin_prefetch(self, *, ahead_bytes: int) -> bool:
+        """Return whether it is time to look for groups to bring back.
+
+        Not while half of what may be ahead is: several groups at once cost the host less than one after the other.
+
+        Args:
+            ahead_bytes: As for `may_prefetch`.
+        """
+        return 2 * ahead_bytes <= self.prefetch_bytes
+
+    def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
+        """Return whether a group may start its way back before backward asks for it.
+
+        Where nothing is ahead one group may, however large: else it would always be waited for, and so would those behind it.
+
+        Args:
+            ahead_bytes: Bytes that are back on the device, or on the way, for groups that backward has not asked for.
+            group_bytes: Bytes of the group in question.
+        """
+        return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
+
+    def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, let_go_bytes: int) -> bool:
+        """Return whether a group may start its way back while backward is in layers of which nothing left.
+
+        It must not take more than backward has let go of there: else the device would hold more than where forward ended, and
+        that is where most steps have their peak.
+
+        Args:
+            ahead_bytes: As for `may_prefetch`.
+            group_bytes: As for `may_prefetch`.
+            let_go_bytes: Bytes that stayed on the device, and that backward is through with.
+        """
+        may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
+        return may_prefetch and ahead_bytes + group_bytes <= let_go_bytes
+
+
+class SavedState(enum.Enum):
+    """Where saved bytes are."""
+
+    RESIDENT = enum.auto()  # on the device only: not submitted, kept, or cancelled in time
+    OFFLOADING = enum.auto()  # on the device, and nobody has seen that their copy to the host is done
+    OFFLOADED = enum.auto()  # on the host only
+    RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its copy is done
+    FREED = enum.auto()  # nowhere: backward no longer wants them. In the engine nothing is left then that has a state
+
+    __hash__ = object.__hash__
+    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+
+
+class GroupState(enum.Enum):
+    """How far one execution of a site has come."""
+
+    SAVING = enum.auto()  # forward is in the site, or behind it and before its end
+    HELD = enum.auto()  # ended, and waits until the host has synchronized
+    SUBMITTED = enum.auto()  # its copies to the host were started, or done
+    SPENT = enum.auto()  # backward has left the site
+
+
+class ScheduledGroup:
+    """What one execution of a site saves for one microbatch, as far as the schedule knows it."""
+
+    __slots__ = ("ahead_bytes", "end_position", "position", "state")
+
+    def __init__(self, position: int, end_position: int | None = None) -> None:
+        self.position = position
+        """The groups of the lane before this one."""
+        self.end_position = position + 1 if end_position is None else end_position
+        """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
+        self.ahead_bytes = 0
+        """Called back before backward has come to the group."""
+        self.state = GroupState.SAVING
+
+    def submit(self) -> None:
+        """Take note that what may leave of the group starts its way to the host."""
+        self.state = GroupState.SUBMITTED
+
+    def copy(self) -> "ScheduledGroup":
+        """Return another group that is as far."""
+        other = ScheduledGroup(self.position, self.end_position)
+        other.state, other.ahead_bytes = self.state, self.ahead_bytes
+        return other
+
+    def spend(self) -> None:
+        """Take note that backward has left the site; one inside of the region, which saves on behind it, has not."""
+        if self.state is not GroupState.SAVING:
+            self.state = GroupState.SPENT
+
+
+Group = TypeVar("Group", bound=ScheduledGroup)
+Saved = TypeVar("Saved")
+"""Bytes that move together and have one state: a storage of the engine, the number of a parcel of the simulator."""
+
+
+class SavedBytes(Protocol[Saved]):
+    """What the schedule asks about the bytes of a lane."""
+
+    __slots__ = ()
+
+    def list_away(self, group: int) -> list[Saved]:
+        """Return what a group saved, backward still wants, and is `OFFLOADING` or `OFFLOADED`, in the order of saving.
+
+        Args:
+            group: Its position.
+        """
+
+    def is_offloaded(self, saved: Saved) -> bool:
+        """Return whether `saved`, which is away, is `OFFLOADED`."""
+
+    def count_bytes(self, away: Iterable[Saved]) -> int:
+        """Return the bytes that move for `away`."""
+
+
+class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
+    """The groups of one microbatch in one model chunk, in the order in which forward reached them.
+
+    Backward asks for them from the last to the first. What it does in between the lanes is the pipeline schedule's business,
+    and nothing here depends on it.
+
+    Args:
+        groups: That forward has reached already.
+    """
+
+    __slots__ = ("_leftover", "ahead_bytes", "away", "end", "groups", "let_go_bytes")
+
+    def __init__(self, groups: Iterable[Group] = ()) -> None:
+        self.groups = list(groups)
+        """In the order of forward."""
+        self.end = self.away = len(self.groups)
+        """Backward has left all groups but the first `end`; the first `away` have not been called back."""
+        self.ahead_bytes = 0
+        """Of all groups."""
+        self.let_go_bytes = 0
+        """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
+        self._leftover: list[Group] = []
+
+    def open(self, group: Group) -> None:
+        """Add `group`, whose site forward has reached."""
+        groups = self.groups
+        if self.away < len(groups):
+            for called in groups[self.away :]:
+                self.expect(called, 0)  # forward goes on, and backward comes to them last: they must not hold up those behind
+        groups.append(group)
+        self.end = self.away = len(groups)
+
+    def close(self, group: Group, *, is_held: bool) -> None:
+        """End `group`: it is submitted next, or with `is_held` when the host has synchronized."""
+        group.end_position = len(self.groups)
+        if is_held:
+            group.state = GroupState.HELD
+
+    def list_held(self) -> list[Group]:
+        """Return the groups that stay where backward comes next: submitted now, they would leave just when it asks for them."""
+        return [group for group in self.groups if group.state is GroupState.HELD]
+
+    def expect(self, group: Group, size_bytes: int) -> None:
+        """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""
+        self.ahead_bytes += size_bytes - group.ahead_bytes
+        group.ahead_bytes = size_bytes
+
+    def is_news(self, group: Group, *, is_offloaded: bool) -> bool:
+        """Return whether bytes of `group` that backward takes show that it has reached the group.
+
+        Not where it was known already. Of a group that backward has left, what is on the host only shows that another backward
+        of the same graph has begun; ops of other branches take what they want late, and nothing of it is away. A group may have
+        been called back while backward was behind all groups, or in one inside of it: what it brought back counts as ahead
+        until then, and holds up what is before it.
+
+        Args:
+            group: In this lane.
+            is_offloaded: Whether the bytes are on the host only.
+        """
+        if self.end > group.end_position or self.away > group.position:
+            return True
+        return group.position >= self.end if is_offloaded else group.ahead_bytes > 0
+
+    def leave(self, position: int) -> list[Group]:
+        """Take note that backward has left the groups from `position` on, and return those whose reloaded bytes may go.
+
+        These are the ones that it left the time before, because ops between two regions, as the rotary embedding, may share the
+        storages of the region that backward has just left. A position behind the end means that another backward of the same
+        graph has begun.
+        """
+        if position > self.end:
+            self.end = self.away = position
+        left = self.groups[position : self.end]
+        if not left:
+            return []
+        self.end = position
+        self.away = min(self.away, position)
+        for group in left:
+            group.spend()
+            if group.ahead_bytes:
+                self.expect(group, 0)
+        leftover, self._leftover = self._leftover, left
+        return leftover
+
+
+@dataclasses.dataclass(slots=True)
+class CallBack(Generic[Group, Saved]):
+    """A decision: these bytes are to be on the device again."""
+
+    lane: ScheduledLane[Group, Saved]
+    """Whose they are."""
+    cancelled: list[Saved]
+    """Still on the device: they stay there, and their copies to the host count no more."""
+    reloaded: dict[Saved, Group]
+    """On the host only: their copies to the device start, in this order, each for its group."""
+    is_late: bool
+    """Whether backward has reached their group already."""
+
+
+class TransferSchedule:
+    """Decides which bytes come back to the device, and when.
+
+    Each event returns decisions. Execute one before you ask for the next, and ask for all.
+
+    Args:
+        policy: How much may be back before backward asks for it.
+    """
+
+    def __init__(self, policy: TransferPolicy) -> None:
+        self._policy = policy
+
+    def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
+        """Forward of `lane` is over and its backward comes next: the last groups stay, as far as their copies are under way."""
+        return self._call_back_ahead(lane, self._policy.may_prefetch, is_unfinished=True)
+
+    def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[CallBack[Group, Saved]]:
+        """Backward has come to `group`, and has left those behind it: call it back if nothing did, and what comes next."""
+        lane.expect(group, 0)
+        if group.position == lane.end - 1 and lane.away == lane.end:
+            lane.away -= 1
+            yield _sort(lane, dict.fromkeys(lane.list_away(group.position), group), is_late=True)
+        if lane.away:
+            yield from self.prefetch(lane)
+
+    def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
+        """Backward has got ahead in `lane`: call back what it wants next, as far as the policy lets it."""
+        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            yield from self._call_back_ahead(lane, self._policy.may_prefetch)
+
+    def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[CallBack[Group, Saved]]:
+        """Backward takes `size_bytes` in a layer of which nothing was offloaded: call back what fits into what it let go of.
+
+        It still reads these bytes. Were nothing called back before backward comes to the first group, that one would be waited
+        for.
+        """
+        if not lane.away:
+            return
+        let_go_bytes = lane.let_go_bytes
+        lane.let_go_bytes += size_bytes
+        if self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            may_prefetch = functools.partial(self._policy.may_prefetch_early, let_go_bytes=let_go_bytes)
+            yield from self._call_back_ahead(lane, may_prefetch)
+
+    def _call_back_ahead(
+        self, lane: ScheduledLane[Group, Saved], may_prefetch: Callable[..., bool], *, is_unfinished: bool = False
+    ) -> Iterator[CallBack[Group, Saved]]:
+        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one.
+
+        Args:
+            lane: Where backward is, or comes next.
+            may_prefetch: As those of the policy.
+            is_unfinished: Whether only groups may come back that were submitted and of which no copy to the host is done.
+        """
+        coming: dict[Saved, Group] = {}  # each once, though several groups may want it
+        while lane.away > 0:
+            group = lane.groups[lane.away - 1]
+            away = [saved for saved in lane.list_away(lane.away - 1) if saved not in coming]
+            if is_unfinished and (group.state is not GroupState.SUBMITTED or any(map(lane.is_offloaded, away))):
+                break
+            group_bytes = lane.count_bytes(away)
+            if away and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
+                break
+            lane.away -= 1
+            if away:
+                lane.expect(group, group_bytes)
+                coming.update(dict.fromkeys(away, group))
+        if coming:
+            yield _sort(lane, coming, is_late=False)
+
+
+def _sort(lane: ScheduledLane[Group, Saved], coming: dict[Saved, Group], *, is_late: bool) -> CallBack[Group, Saved]:
+    """Return the decision to call `coming` back: what has not left yet stays, and the rest is reloaded."""
+    reloaded = {saved: group for saved, group in coming.items() if lane.is_offloaded(saved)}
+    return CallBack(lane, [saved for saved in coming if saved not in reloaded], reloaded, is_late)

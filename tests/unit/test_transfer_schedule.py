@@ -1,0 +1,181 @@
+"""What the schedule decides, of lanes that are nothing but states and bytes."""
+
+import pytest
+
+from fgoffload.transfer_schedule import (
+    GroupState,
+    SavedState,
+    ScheduledGroup,
+    ScheduledLane,
+    TransferPolicy,
+    TransferSchedule,
+)
+
+pytestmark = pytest.mark.quick
+
+OFFLOADING, OFFLOADED = SavedState.OFFLOADING, SavedState.OFFLOADED
+NBYTES = 100
+
+
+class ToyLane(ScheduledLane[ScheduledGroup, str]):
+    """Groups of 100 bytes for each letter of their names; equal letters are one storage."""
+
+    def __init__(self, *names, state=OFFLOADED):
+        super().__init__()
+        self.names = names
+        self.states = {letter: state for name in names for letter in name}
+        for position in range(len(names)):
+            group = ScheduledGroup(position)
+            self.open(group)
+            self.close(group, is_held=False)
+            group.submit()
+
+    def list_away(self, group):
+        return [letter for letter in self.names[group] if self.states[letter] in (OFFLOADING, OFFLOADED)]
+
+    def is_offloaded(self, saved):
+        return self.states[saved] is OFFLOADED
+
+    def count_bytes(self, away):
+        return NBYTES * len(away)
+
+    def execute(self, decisions):
+        """Return what was cancelled and what reloaded, in order, an entry for each decision."""
+        done = []
+        for decision in decisions:
+            assert decision.lane is self
+            self.states.update(dict.fromkeys(decision.cancelled, SavedState.RESIDENT))
+            self.states.update(dict.fromkeys(decision.reloaded, SavedState.RELOADED))
+            done.append(("".join(decision.cancelled), "".join(decision.reloaded)))
+        return done
+
+
+def make_schedule(*, prefetch):
+    return TransferSchedule(TransferPolicy(prefetch_bytes=prefetch))
+
+
+def reach(schedule, lane, position):
+    """Backward comes to a group: return what is decided."""
+    group = lane.groups[position]
+    lane.leave(group.end_position)
+    return lane.execute(schedule.reach(lane, group))
+
+
+def test_the_last_group_is_called_back_when_backward_reaches_it_and_those_before_it_within_prefetch():
+    lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=2 * NBYTES)
+    assert reach(schedule, lane, 3) == [("", "d"), ("", "cb")]
+    assert (lane.away, lane.ahead_bytes) == (1, 2 * NBYTES)
+    assert reach(schedule, lane, 2) == [("", "a")]
+    assert (lane.away, lane.ahead_bytes) == (0, 2 * NBYTES)
+
+
+def test_a_decision_says_for_which_group_bytes_return_and_whether_backward_is_there_already():
+    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=2 * NBYTES)
+    last = lane.groups[2]
+    late, ahead = (decision for decision in schedule.reach(lane, last) if lane.execute([decision]))
+    assert (late.is_late, late.reloaded) == (True, {"c": last})
+    assert (ahead.is_late, ahead.reloaded) == (False, {"b": lane.groups[1], "a": lane.groups[0]})
+
+
+def test_nothing_is_called_back_while_more_than_half_of_the_prefetch_is_ahead():
+    lane, schedule = ToyLane("a", "b", "c", "d", "e"), make_schedule(prefetch=3 * NBYTES)
+    assert reach(schedule, lane, 4) == [("", "e"), ("", "dcb")]
+    assert reach(schedule, lane, 3) == []  # though the first group fits
+    assert reach(schedule, lane, 2) == [("", "a")]
+
+
+@pytest.mark.parametrize("prefetch", [0, 50])
+def test_a_group_above_the_prefetch_comes_alone_and_none_where_there_is_no_prefetch(prefetch):
+    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=prefetch)
+    assert reach(schedule, lane, 2) == [("", "c"), *[("", "b")] * (prefetch > 0)]
+
+
+def test_what_is_still_on_its_way_to_the_host_is_cancelled():
+    lane, schedule = ToyLane("a", "b", "cd"), make_schedule(prefetch=2 * NBYTES)
+    lane.states.update(b=OFFLOADING, d=OFFLOADING)
+    assert reach(schedule, lane, 2) == [("d", "c"), ("b", "a")]
+
+
+def test_a_storage_that_two_groups_share_is_called_back_and_counted_once():
+    lane, schedule = ToyLane("xa", "xb", "c"), make_schedule(prefetch=3 * NBYTES)
+    assert reach(schedule, lane, 2) == [("", "c"), ("", "xba")]
+    assert [group.ahead_bytes for group in lane.groups] == [NBYTES, 2 * NBYTES, 0]
+
+
+def test_what_backward_reaches_and_what_it_leaves_no_longer_counts_as_ahead():
+    lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=3 * NBYTES)
+    reach(schedule, lane, 3)
+    assert lane.ahead_bytes == 3 * NBYTES
+    reach(schedule, lane, 1)  # nobody took what the third group saved
+    assert lane.ahead_bytes == NBYTES
+
+
+def test_what_comes_back_in_a_layer_that_stays_takes_no_more_than_backward_has_let_go_of():
+    lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=2 * NBYTES)
+    found = [lane.execute(schedule.let_go(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 0)]
+    # What is taken now is let go of when the next one is.
+    assert found == [[], [], [("", "b")], [("", "a")], []]
+    assert lane.let_go_bytes == 2 * NBYTES
+
+
+def test_where_backward_comes_next_groups_stay_as_long_as_all_of_each_is_on_its_way():
+    lane, schedule = ToyLane("a", "b", "c", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
+    lane.states["a"] = OFFLOADED
+    assert lane.execute(schedule.expect_backward(lane)) == [("cb", "")]
+    assert (lane.away, lane.ahead_bytes) == (1, 2 * NBYTES)
+
+
+def test_where_backward_comes_next_a_group_that_was_not_submitted_ends_those_that_stay():
+    lane, schedule = ToyLane("ab", "b", "c", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
+    lane.close(lane.groups[1], is_held=True)
+    assert lane.list_held() == [lane.groups[1]]
+    assert lane.execute(schedule.expect_backward(lane)) == [("c", "")]
+
+
+def test_more_forward_after_all_puts_what_was_called_back_behind_what_comes_next():
+    lane, schedule = ToyLane("a", "b", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
+    lane.execute(schedule.expect_backward(lane))
+    lane.open(ScheduledGroup(2))
+    assert (lane.end, lane.away, lane.ahead_bytes) == (3, 3, 0)
+
+
+def test_bytes_of_a_group_are_news_until_backward_has_reached_it():
+    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=NBYTES)
+    assert all(lane.is_news(group, is_offloaded=False) for group in lane.groups)
+    reach(schedule, lane, 2)
+    assert [lane.is_news(group, is_offloaded=False) for group in lane.groups] == [True, True, False]
+
+
+def test_a_group_that_ends_behind_another_one_is_reached_from_there():
+    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=0)
+    lane.close(lane.groups[1], is_held=False)  # as a norm does that ends behind attention
+    assert reach(schedule, lane, 1) == []  # what backward takes is called back one by one
+    assert (lane.end, lane.away) == (3, 3)
+    assert reach(schedule, lane, 2) == [("", "c")]
+    assert reach(schedule, lane, 0) == [("", "a")]
+
+
+def test_what_backward_left_may_go_when_it_leaves_the_next_group():
+    lane = ToyLane("a", "b", "c")
+    first, second, third = lane.groups
+    assert [lane.leave(position) for position in (3, 2, 1, 1, 0)] == [[], [], [third], [], [second]]
+    assert {group.state for group in lane.groups} == {GroupState.SPENT}
+    assert first.position == 0
+
+
+def test_a_group_whose_region_holds_a_backward_is_not_spent_by_it():
+    lane = ToyLane("a")
+    lane.open(ScheduledGroup(1))
+    lane.leave(0)
+    assert [group.state for group in lane.groups] == [GroupState.SPENT, GroupState.SAVING]
+
+
+def test_another_backward_of_the_same_graph_begins_behind_all_groups():
+    lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=0)
+    for position in (1, 0):
+        reach(schedule, lane, position)
+    lane.leave(0)
+    lane.states["b"] = OFFLOADED  # as the engine drops it
+    assert lane.is_news(lane.groups[1], is_offloaded=True)
+    assert not lane.is_news(lane.groups[1], is_offloaded=False)
+    assert reach(schedule, lane, 1) == [("", "b")]
