@@ -1,8 +1,10 @@
 """When a device stood idle, in traces made by hand: times in microseconds, and what comes out in milliseconds."""
 
 import pytest
+from support.scripts import load_script
 
-from fgoffload.benchmark.idle import WAIT_RANGE, find_idle_time
+with load_script("idle_time") as idle_time:
+    WAIT_RANGE, find_idle_time = idle_time.WAIT_RANGE, idle_time.find_idle_time
 
 SCAN = "void at_cuda_detail::cub::DeviceScanKernel<Policy<int>, int const*>(int const*, int)"
 
