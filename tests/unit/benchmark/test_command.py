@@ -22,14 +22,8 @@ REFUSED = [
     ((ARGUMENTS, "--steps", "x"), "--steps 'x' is not a whole number. Give one from 1, as in 10."),
     ((ARGUMENTS, "--warmup", "0"), "--warmup 0 is below 1. Give 1 or more."),
     ((ARGUMENTS, "--repeats"), "--repeats expected one argument. Give it after the flag, as in --repeats 2."),
-    (
-        (ARGUMENTS, "--settings", "recompute:layernorm+bogus"),
-        "--settings 'recompute:layernorm+bogus': 'bogus' is no recompute module. Give some of: layernorm mla_up_proj core_attn",
-    ),
-    (
-        (ARGUMENTS, "--settings", "megatron:expert_fc1+core"),
-        "--settings 'megatron:expert_fc1+core': 'core' is no module of Megatron-Core's engine. Give some of: layer_input",
-    ),
+    ((ARGUMENTS, "--settings", "recompute:layernorm+bogus"), "--settings 'recompute:layernorm+bogus': 'bogus' is no"),
+    ((ARGUMENTS, "--settings", "megatron:expert_fc1+core"), "--settings 'megatron:expert_fc1+core': 'core' is no module of"),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
     ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),
