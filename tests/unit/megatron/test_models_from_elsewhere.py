@@ -8,7 +8,6 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.model_shapes import read_parallelism
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import ModelShape
-from fgoffload.planner.ranks.schedule import count_in_flight, list_passes
 
 
 def make_model(**fields):
@@ -29,29 +28,6 @@ def make_model(**fields):
 
 def read_from_elsewhere(flags, **fields):
     return read_parallelism(flags.split(), source="config.json", model=make_model(**fields))
-
-
-@pytest.mark.parametrize(
-    ("flags", "microbatches", "sequences"),
-    [
-        ("", 4, 4),
-        ("--pp 2 --num-gpus 8", 8, 32),
-        ("--pp 2 --vp 2 --micro-batch-size 2", 16, 32),
-        ("--pp 2 --vp 2 --microbatch-group-size-per-virtual-pipeline-stage 3", 18, 18),
-    ],
-)
-def test_a_model_from_elsewhere_has_microbatches_that_fill_its_pipeline(flags, microbatches, sequences, caplog):
-    _, ranks = read_from_elsewhere(flags)
-    assert ranks.microbatches == microbatches
-    assert [record.message for record in caplog.records] == [
-        f"config.json: without --global-batch-size a step is taken as {microbatches} microbatches, 4 for each chunk of each "
-        f"stage: --global-batch-size {sequences}."
-    ]
-    # As many are in flight as in any longer step.
-    longer = dataclasses.replace(ranks, microbatches=4 * microbatches)
-    for rank in range(ranks.pipeline_parallel_size):
-        passes = [list_passes(one.pipeline, rank=rank) for one in (ranks, longer)]
-        assert count_in_flight(passes[0]) == count_in_flight(passes[1])
 
 
 @pytest.mark.parametrize(

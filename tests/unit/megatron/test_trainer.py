@@ -88,19 +88,6 @@ def take(flags: str, text: TextData, *, step: int = 0, count: int = 3, rank: int
     return [microbatch.tokens for microbatch in found]
 
 
-def test_steps_copies_of_the_model_and_evaluations_see_other_text(text: TextData) -> None:
-    seen = [
-        take(DENSE, text),
-        take(DENSE, text, step=1),
-        take(DENSE, text, rank=1),
-        take(DENSE, text, is_evaluation=True),
-        take(DENSE, text, is_evaluation=True, step=1),
-    ]
-    sequences = {tuple(tokens.flatten().tolist()) for part in seen for tokens in part}
-    assert len(sequences) == 5 * 3
-    assert all(torch.equal(one, other) for one, other in zip(seen[0], take(DENSE, text), strict=True))
-
-
 # Sequences that are packed, and sequences that ranks share.
 
 

@@ -10,7 +10,6 @@ from support.public_models import LLAMA_8B
 
 from fgoffload import ConfigError
 from fgoffload.planner.memory.static_memory import (
-    NO_OPTIMIZER,
     ParameterState,
     count_output_bytes,
     list_static_memory,
@@ -56,20 +55,6 @@ def test_experts_have_fewer_copies_to_share_their_optimizer():
     found = list_static_memory(MIXTRAL, parallelism, 0)
     assert found.weight_bytes == 2 * (dense + experts // 4)
     assert found.optimizer_bytes == 12 * (dense // 8 + experts // 4 // 2)
-
-
-@pytest.mark.parametrize(
-    ("state", "gradient_bytes", "optimizer_bytes"),
-    [
-        (NO_OPTIMIZER, 4, 0),
-        (ParameterState(gradient_bytes=2), 2, 12),
-        (ParameterState(main_parameter_bytes=2, moment_bytes=4), 4, 6),
-    ],
-)
-def test_gradients_and_optimizers_of_other_types(state, gradient_bytes, optimizer_bytes):
-    found = list_static_memory(LLAMA_8B, Parallelism(), 0, state=state)
-    assert found.gradient_bytes == gradient_bytes * 8_030_261_248
-    assert found.optimizer_bytes == optimizer_bytes * 8_030_261_248
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,6 @@ def test_layers_without_experts_are_those_that_the_file_names(tmp_path):
     assert read(tmp_path, document).moe_layers == (False, True, False, False, False, True)
 
 
-def test_mixtral_names_the_width_of_an_expert_as_that_of_an_mlp(tmp_path):
-    model = read(tmp_path, MIXTRAL_8X7B)
-    assert model.experts == ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=14336, imbalance=DEFAULT_IMBALANCE)
-    assert {model.get_kind(number) for number in model.numbers} == {"moe"}
-    assert (model.window_tokens, model.has_window(0)) == (None, False)
-    with_window = read(tmp_path, {**MIXTRAL_8X7B, "sliding_window": 4096})
-    assert (with_window.window_tokens, with_window.has_window(31)) == (4095, True)
-
-
 def test_the_experts_of_deepseek_are_read(tmp_path):
     model = read(tmp_path, DEEPSEEK_V3)
     assert model.experts == ExpertsShape(

@@ -4,21 +4,13 @@ Most tests have a device that is only limited by what they are about: it compute
 infinitely fast, or it moves 1e9 bytes a second and computes in no time.
 """
 
-import dataclasses
-
 import pytest
-from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, MOE, change_experts, run
+from support.layer_times import DENSE, MOE, change_experts, run
 
 from fgoffload import ConfigError
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.timing.efficiency import Efficiency, Network
-
-DENSE_STRETCHES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
-
-
-def get_forward(segments):
-    return {name: one.forward_s for name, one in segments.items()}
 
 
 def test_matrix_products_take_2mnk_operations_and_twice_that_in_backward():
@@ -45,15 +37,6 @@ def test_the_host_waits_before_tokens_leave_and_nowhere_else():
     for segments in (run(change_experts(has_fused_permutation=True)), run(MOE)):
         assert {name: one.host_wait for name, one in segments.items() if one.host_wait} == {"dispatch": HostWait.KERNEL}
     assert not any(one.host_wait for one in run(DENSE).values())
-
-
-def test_what_the_host_cannot_launch_in_time_takes_the_time_of_the_launches():
-    idle = dataclasses.replace(COMPUTING, bf16_flop_per_s=FAST)
-    segments = run(DENSE, idle, efficiency=dataclasses.replace(IDEAL, host_s_per_launch=1.0))
-    # Norm and product, attention, product and residual, norm and product, activation, product and residual.
-    assert get_forward(segments) == pytest.approx(dict(zip(DENSE_STRETCHES, (2, 1, 2, 2, 1, 2), strict=True)))
-    busy = run(DENSE, efficiency=dataclasses.replace(IDEAL, host_s_per_launch=1e-15))
-    assert get_forward(busy) == pytest.approx(get_forward(run(DENSE)))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fgoffload import ConfigError, TransferPolicy
+from fgoffload import ConfigError
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -140,17 +140,6 @@ def test_a_link_has_the_rates_of_its_largest_copies_and_the_latency_of_its_small
     assert link.compute_slowdown == 0.01  # the kernels of a step do not fill the device as the measured product does
     to_host, back = 65536 / 9.7e9 - 65536 / 50e9, 65536 / 9.7e9 - 65536 / 53e9
     assert link.copy_latency_s == pytest.approx((to_host + back) / 2, rel=1e-12)
-
-
-def test_a_rank_model_has_what_was_measured():
-    model = make_rank_model(PROFILE, rank=0, policy=TransferPolicy(window_bytes=5), host_budget_bytes=77)
-    assert " ".join(map(str, model.passes)) == "F0 F1 B0 F2 B1 F3 B2 B3"  # the first of two stages
-    assert (model.static_bytes, model.step_end_s, model.min_offloaded_numel) == (5000, 0.5, 64)
-    assert (model.policy.window_bytes, model.host_budget_bytes) == (5, 77)
-    (chunk,) = model.chunks
-    assert (chunk.saved_bytes, chunk.first[0].forward_s) == (33, 0.5)
-    assert [layer.number for layer in chunk.layers] == [0, 1]
-    assert [layer.model.forward_s for layer in chunk.layers] == [1.0, 5.0]
 
 
 def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
