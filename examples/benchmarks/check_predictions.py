@@ -11,8 +11,8 @@ against its limits. `--out` has the table as `predictions.md` and all else as `p
 """
 
 import argparse
+import csv
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +39,9 @@ HEADINGS = (
     *(f"peak by {source.value}" for source in Source),
 )
 """Of the table: step times in ms, then peaks; a prediction has its error behind it."""
+
+LIMITS = {Source.TABLE: {"step": 8.0, "peak": 5.0}, Source.PROFILE: {"step": 4.0, "peak": 2.0}}
+"""How far a prediction may be from the measurement, in percent of it."""
 
 LOG_LINES = 15
 """Of a benchmark's output, where it left nothing to compare."""
@@ -79,6 +81,33 @@ MODELS = {
 ANY_OTHER = Model(("ours:core_attn+attn_proj", "recompute:full", "recompute:core_attn"))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One setting of a model: predicted by one source beside measured."""
+
+    model: str
+    setting: str
+    source: Source
+    measured_step_s: float
+    predicted_step_s: float
+    measured_peak_bytes: int
+    """0 where nothing counted it."""
+    predicted_peak_bytes: int
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """By name: how far the prediction is above the measurement, in percent of that."""
+        errors = {"step": 100 * (self.predicted_step_s / self.measured_step_s - 1)}
+        if self.measured_peak_bytes:
+            errors["peak"] = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
+        return errors
+
+    @property
+    def badness(self) -> float:
+        """The larger of both errors in parts of its limit: above 1 where one is missed."""
+        return max(abs(error) / LIMITS[self.source][name] for name, error in self.errors.items())
+
+
 def make_command(path: Path, folder: Path, *, steps: int, warmup: int) -> list[str]:
     """Return the command that benchmarks one model."""
     model = MODELS.get(path.stem, ANY_OTHER)
@@ -104,45 +133,51 @@ def run(command: Sequence[str], log: Path, *, seconds: float) -> str:
     return f"{time.monotonic() - began:.0f} s, {end}"
 
 
-def read_run(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the comparisons that a benchmark has written, and a line for each setting that failed."""
+def read_run(folder: Path) -> tuple[list[Comparison], list[str]]:
+    """Return the comparisons of the CSV file of a benchmark, and a line for each setting that failed."""
     try:
-        document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        rows = list(csv.DictReader((folder / "results.csv").read_text(encoding="utf-8").splitlines()))
+    except OSError:
         return [], []
-    failed = [f"{folder.name}, {one['setting']}: {one['failure']}" for one in document["runs"] if one["failure"]]
-    return [{"model": folder.name, **one} for one in document["predictions"]], failed
+    failed = [f"{folder.name}, {row['setting']}: {row['failure']}" for row in rows if row["failure"]]
+    return [
+        Comparison(
+            model=folder.name,
+            setting=row["setting"],
+            source=source,
+            measured_step_s=float(row["step_p50_s"]),
+            predicted_step_s=float(row[f"{source.value}_step_s"]),
+            measured_peak_bytes=int(row["peak_allocated_bytes"] or row["activation_peak_bytes"] or 0),
+            predicted_peak_bytes=int(row[f"{source.value}_peak_bytes"]),
+        )
+        for row in rows
+        for source in Source
+        if row[f"{source.value}_step_s"]
+    ], failed
 
 
-def list_rows(comparisons: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
+def list_rows(comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
     """Return the cells of each setting of each model, under `HEADINGS`, the worst first."""
-    found: dict[tuple[str, str], dict[Source, dict[str, Any]]] = {}
+    found: dict[tuple[str, str], dict[Source, Comparison]] = {}
     for one in comparisons:
-        found.setdefault((one["model"], one["setting"]), {})[Source(one["source"])] = one
-    ordered = sorted(found.items(), key=lambda item: max(map(find_badness, item[1].values())), reverse=True)
+        found.setdefault((one.model, one.setting), {})[one.source] = one
+    ordered = sorted(found.items(), key=lambda item: max(one.badness for one in item[1].values()), reverse=True)
     return [(*names, *_list_cells(by_source)) for names, by_source in ordered]
 
 
-def find_badness(one: dict[str, Any]) -> float:
-    """Return the larger of both errors in parts of its limit."""
-    limits = Source(one["source"]).limits
-    return max(abs(one["step_error_percent"]) / limits.step, abs(one["peak_error_percent"] or 0) / limits.peak) / 100
-
-
-def describe_worst(source: Source, comparisons: Iterable[dict[str, Any]]) -> str:
+def describe_worst(source: Source, comparisons: Iterable[Comparison]) -> str:
     """Return one line: the largest errors of one source over all models, against its limits."""
-    own = [one for one in comparisons if one["source"] == source.value]
+    own = [one for one in comparisons if one.source is source]
     if not own:
-        return f"predicted {source.title}: nothing"
+        return f"predicted from the {source.value}: nothing"
     parts = []
-    for what, name, limit in (("step time", "step", source.limits.step), ("peak", "peak", source.limits.peak)):
-        known = [one for one in own if one[f"{name}_error_percent"] is not None]
+    for name, limit in LIMITS[source].items():
+        known = [one for one in own if name in one.errors]
         if known:
-            worst = max(known, key=lambda one: abs(one[f"{name}_error_percent"]))
-            error = worst[f"{name}_error_percent"]
-            kept = "within" if abs(error) <= 100 * limit else "ABOVE"
-            parts.append(f"{what} {error:+.1f}% ({worst['model']}, {worst['setting']}), {kept} {limit:.0%}")
-    return f"predicted {source.title}, {len(own)} comparisons, worst: {'; '.join(parts)}"
+            worst = max(known, key=lambda one: abs(one.errors[name]))
+            kept = "within" if abs(worst.errors[name]) <= limit else "ABOVE"
+            parts.append(f"{name} {worst.errors[name]:+.1f}% ({worst.model}, {worst.setting}), {kept} {limit:.0f}%")
+    return f"predicted from the {source.value}, {len(own)} comparisons, worst: {'; '.join(parts)}"
 
 
 def write_report(folder: Path, work: Path, rows: Sequence[tuple[str, ...]], lines: Iterable[str]) -> None:
@@ -167,7 +202,7 @@ def main() -> int:
     console = Console()
     console.width = max(console.width, 160)
     deadline = time.monotonic() + 60 * options.minutes
-    comparisons: list[dict[str, Any]] = []
+    comparisons: list[Comparison] = []
     notes: list[str] = []
     code = 0
     with tempfile.TemporaryDirectory(prefix="fgoffload-") as name:
@@ -197,18 +232,17 @@ def main() -> int:
     return code
 
 
-def _list_cells(by_source: dict[Source, dict[str, Any]]) -> list[str]:
+def _list_cells(by_source: dict[Source, Comparison]) -> list[str]:
     one = next(iter(by_source.values()))
-    peak_bytes = one["measured_peak_bytes"]
-    cells = [f"{1e3 * one['measured_step_s']:.1f}"]
+    cells = [f"{1e3 * one.measured_step_s:.1f}"]
     for source in Source:
         own = by_source.get(source)
-        cells.append("-" if own is None else f"{1e3 * own['predicted_step_s']:.1f} {own['step_error_percent']:+.1f}%")
-    cells.append("-" if peak_bytes is None else format_bytes(peak_bytes))
+        cells.append("-" if own is None else f"{1e3 * own.predicted_step_s:.1f} {own.errors['step']:+.1f}%")
+    cells.append(format_bytes(one.measured_peak_bytes) if one.measured_peak_bytes else "-")
     for source in Source:
         own = by_source.get(source)
-        is_known = own is not None and own["peak_error_percent"] is not None
-        cells.append(f"{format_bytes(own['predicted_peak_bytes'])} {own['peak_error_percent']:+.1f}%" if is_known else "-")
+        is_known = own is not None and "peak" in own.errors
+        cells.append(f"{format_bytes(own.predicted_peak_bytes)} {own.errors['peak']:+.1f}%" if is_known else "-")
     return cells
 
 

@@ -4,9 +4,8 @@
 #     bash examples/benchmarks/frontier_w2.sh [--out FOLDER] [further options of fgoffload bench, or Megatron's flags]
 #
 # Measures nothing, then a profile, from which the plans for four memory budgets are made; recompute, this package by modules and
-# by those plans, Transformer Engine's offload and PyTorch's; Megatron-Core's own engine in processes of its own, as the search for
-# its fastest flags within the budgets chooses them, and by hand. The whole list runs twice. What is typed behind the command
-# comes last, and wins: `--repeats 3` has intervals.
+# by those plans, Transformer Engine's offload and PyTorch's; Megatron-Core's own engine in a process of its own. The whole list
+# runs twice. What is typed behind the command comes last, and wins: `--repeats 3` has intervals.
 #
 # It runs from the repository's root, whatever folder it is called from: paths are relative to that, and so is --out (by default
 # bench_w2_moe). Both variables are those of the results: the first as launch scripts of Megatron have it, and with the second
@@ -16,16 +15,16 @@
 # and matplotlib for the picture. Takes about twenty minutes.
 #
 # What you should see: the name of each setting and the steps that it is at; then the table of all settings, with p20 and p80 of
-# their steps, time over nothing in each repeat, and memory; of each budget the fastest setting of each system; what the search
-# found; and what was predicted beside what was measured. The folder has the same as pages, results.csv with a row for each setting
-# and repeat, the plans, and frontier.png: peak memory against step time. docs/results/megatron.md has what came of it.
+# their steps, time over nothing in each repeat, memory, and what was predicted; and for each budget the fastest setting of each
+# system. The folder has the same as a page, results.csv with a row for each setting and repeat, the plans, and frontier.png: peak
+# memory against step time. docs/results/megatron.md has what came of it.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1 NVTE_USE_CUTLASS_GROUPED_GEMM=1
 
 fgoffload bench arguments/w2_moe.sh --no-bias-swiglu-fusion --moe-permute-fusion --rope-fusion --profile --nothing-every 5 \
-  --search-megatron --budgets 20.2GiB 18.9GiB 16.5GiB 14.6GiB --settings nothing recompute:full ours:layer_input/full \
+  --budgets 20.2GiB 18.9GiB 16.5GiB 14.6GiB --settings nothing recompute:full ours:layer_input/full \
   recompute:layernorm+moe_act recompute:layernorm+moe ours:expert_fc1 ours:qkv_linear/moe_act ours:expert_fc1/moe_act \
   ours:qkv_linear/layernorm+moe_act ours:expert_fc1/layernorm+moe_act megatron:qkv_linear/moe_act megatron:expert_fc1/moe_act \
   te-layers:2 save_on_cpu --steps 5 --warmup 2 --repeats 2 "$@"

@@ -10,7 +10,7 @@ the copy engine. Megatron's flags, as `--moe-permute-fusion`, come behind the fi
 
 What you should see: a line for each run, then a table of step times, peaks and bytes. On a GPU a second one: when no kernel ran
 in one step of the first repeat under torch's profiler, and how much of that lies at the waits of the token dispatchers
-([Note: What idle means] in `fgoffload/benchmark/idle.py`). `--out` has everything as `waits.json`, up to date after each run,
+([Note: What idle means] in `idle_time.py`). `--out` has everything as `waits.json`, up to date after each run,
 and `--trace` the traces of those steps.
 """
 
@@ -32,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from idle_time import WAIT_RANGE, IdleTime, find_idle_time
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from trace_events import read_events
 
-from fgoffload.benchmark.idle import WAIT_RANGE, IdleTime, find_idle_time
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import describe_workload, load_arguments
 from fgoffload.benchmark.measurement import find_quantiles
@@ -44,7 +45,7 @@ from fgoffload.benchmark.report import ABSENT, name_run, name_versions
 from fgoffload.benchmark.runner import Runner, quiet_collector, reset_peaks
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.surroundings import find_surroundings
-from fgoffload.benchmark.traces import read_events, write_trace
+from fgoffload.benchmark.traces import write_trace
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron.argument_files import read_argument_file
 from fgoffload.integrations.megatron.dispatchers import DISPATCHERS

@@ -17,9 +17,10 @@ import torch
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 from rich.console import Console
+from trace_events import Event, is_copy, is_kernel, read_events
 
 import fgoffload
-from fgoffload.benchmark.traces import Event, is_copy, is_kernel, read_events, write_trace
+from fgoffload.benchmark.traces import write_trace
 
 LANES = {"kernels": "#4c72b0", "copies to the host": "#dd8452", "copies to the device": "#55a868"}
 """What the picture shows, from the top, and its colors."""

@@ -8,10 +8,8 @@
 | `job`, `processes` | settings in turn, in processes of their own, on every rank |
 | `worker`, `runner` | the other end: one setting, one model, one measurement |
 | `planning` | what the planner takes the training for, and a plan for a memory budget |
-| `simulation`, `forecaster` | what a setting is predicted to take, from the hardware table and from a profile |
-| `prediction`, `prediction_report` | predicted beside measured |
-| `search`, `search_runs`, `search_report` | the fastest of Megatron-Core's own flags at each budget |
-| `frontier`, `report`, `surroundings` | table, CSV, picture, and what it ran on |
+| `forecaster`, `prediction` | predicted step time and peak, from the hardware table and from a profile |
+| `results`, `report`, `frontier`, `surroundings` | CSV, JSON, tables and picture, and what it ran on |
 
-Importing this package loads no torch; `worker`, `runner`, `loading`, `planning`, `forecaster` and `search_runs` do.
+Importing this package loads no torch; `worker`, `runner`, `loading`, `planning`, `forecaster` and `traces` do.
 """

@@ -1,54 +1,27 @@
-"""What is predicted of the settings of one benchmark, from the hardware table and from a profile. Loads torch.
-
-It works in the process that shows results, beside the ones that measure: a simulation takes a core for milliseconds.
-"""
+"""Simulates the settings of a benchmark, in the process that shows results. Loads torch."""
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.planning import build_job_ranks, build_profile_ranks
-from fgoffload.benchmark.prediction import Forecast, Prediction, Source
-from fgoffload.benchmark.settings import Setting, System
-from fgoffload.benchmark.simulation import SIMULATED, predict
+from fgoffload.benchmark.prediction import Prediction, Source
+from fgoffload.benchmark.settings import FULL, NOTHING, Setting, System
 from fgoffload.benchmark.surroundings import find_hardware
-from fgoffload.errors import ConfigError, OffloadError
-from fgoffload.integrations.megatron.training_arguments import TrainingArguments
-from fgoffload.integrations.megatron.training_policy import Update
-from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.timing.hardware import get_hardware
+from fgoffload.errors import OffloadError, PlanError
+from fgoffload.plan import OffloadPlan
+from fgoffload.planner.ranks.output_copies import copy_outputs
+from fgoffload.planner.ranks.rank_model import RankModel, Turn
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute
 from fgoffload.planner.timing.profile import Profile
+from fgoffload.tags import find_recompute_unit
 
 logger = logging.getLogger(__name__)
 
-_ANY_DEVICE = "h100"
-"""Says what a layer can run again, which is the same on all devices."""
-
-
-def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Update, source: str) -> None:
-    """Check that a profile is one of a training, measured as the benchmark measures.
-
-    Args:
-        profile: What was read.
-        arguments: The training.
-        update: What its steps do with their gradients.
-        source: Where the profile came from, for errors.
-
-    Raises:
-        ConfigError: It is not: with what differs, and what to give instead.
-    """
-    here = "Give --profile without a file, and it is measured here."
-    layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
-    if layers not in (wanted, wanted + (arguments.transformer.get("mtp_num_layers") or 0)):
-        raise ConfigError(f"{source} is of {layers} layers, and the model has {wanted}. {here}")
-    if profile.has_optimizer != (update is not Update.NONE):
-        words = ("without an optimizer", "with an optimizer")
-        raise ConfigError(
-            f"{source} was measured {words[profile.has_optimizer]}, and this benchmark runs {words[not profile.has_optimizer]} "
-            f"(--with-optimizer). {here}"
-        )
+SIMULATED = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
+"""Systems whose copies are scheduled by rules that the simulator has."""
 
 
 class Forecaster:
@@ -56,90 +29,81 @@ class Forecaster:
 
     Args:
         job: What is measured.
-        profile: A profile that was measured before, checked; None where there is none, or where the benchmark measures one.
+        profile: Measured before; None where there is none, or where the benchmark measures one.
     """
 
     def __init__(self, job: Job, *, profile: Profile | None = None) -> None:
         self._job = job
         self._profile = profile
-        self._profile_ranks: Sequence[RankModel] | None = None
-        """What that makes of the ranks; None until somebody asks."""
-        self._device: str | None = None
+        self._ranks: dict[Source, Sequence[RankModel]] = {}
 
     def meet(self, device: str) -> None:
-        """Take note of the device that the benchmark runs on."""
-        self._device = device
+        """Predict for the device that the benchmark runs on. A device that the table does not have is no fault."""
+        hardware, profile = find_hardware(device), self._profile
+        if hardware is not None:
+            self._learn(Source.TABLE, lambda: build_job_ranks(self._job, hardware))
+        if profile is not None and profile.device != device:
+            logger.warning("Nothing is predicted from the profile: it is of %s, and this is %s", profile.device, device)
+        elif profile is not None:
+            self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, profile))
 
     def read_profile(self) -> None:
-        """Take the profile that the benchmark has measured. One that cannot be read costs its predictions alone."""
-        try:
-            self._profile, self._profile_ranks = Profile.load(self._job.profile_path), None
-        except ConfigError as error:
-            logger.warning("Nothing is predicted from the profile: %s", error)
+        """Predict from the profile that the benchmark has measured too."""
+        self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, Profile.load(self._job.profile_path)))
 
-    def renew_plain_step(self, seconds: float) -> None:
-        """Let the profile that the benchmark has measured have a plain step that is known better, in its file too.
-
-        Args:
-            seconds: What that takes.
-        """
-        if self._profile is None:
-            return  # it could not be read, which was said then
-        self._profile, self._profile_ranks = dataclasses.replace(self._profile, plain_step_s=seconds), None
-        try:
-            self._profile.save(self._job.profile_path)
-        except ConfigError as error:
-            logger.warning("The profile keeps the plain step of its minute: %s", error)
-
-    def predict(self, setting: Setting) -> Forecast:
-        """Return what is predicted of a setting, and why a source has nothing to say of it."""
-        predictions: dict[Source, Prediction] = {}
-        reasons: dict[Source, str] = {}
-        if setting.system not in SIMULATED:
-            return Forecast()
-        for source in self._list_sources():
+    def predict(self, setting: Setting) -> dict[Source, Prediction]:
+        """Return what each source predicts of a setting. A fault costs the prediction and never the measurement."""
+        found: dict[Source, Prediction] = {}
+        planned = setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
+        for source, ranks in self._ranks.items() if setting.system in SIMULATED else ():
             try:
-                predictions[source] = self._predict(source, self._find_plan(setting))
-            except OffloadError as error:
-                reasons[source] = " ".join(str(error).split())
+                found[source] = predict(ranks, planned)
             except Exception as error:
-                # A fault of the planner's must not cost what is measured.
-                logger.warning("%s is not predicted %s", setting.name, source.title, exc_info=True)
-                reasons[source] = f"{type(error).__name__}: {error}"
-        return Forecast(predictions=predictions, reasons=reasons)
+                logger.warning("%s is not predicted from the %s: %s", setting.name, source.value, error, exc_info=True)
+        return found
 
-    def _list_sources(self) -> list[Source]:
-        """Return the sources that are there: a device that the table does not have is no fault."""
-        is_in_table = self._device is not None and find_hardware(self._device) is not None
-        return [*([Source.TABLE] if is_in_table else []), *([Source.PROFILE] if self._profile is not None else [])]
-
-    def _predict(self, source: Source, setting: Setting) -> Prediction:
-        if source is Source.TABLE:
-            return predict(self._table_ranks, setting)
-        return predict(self._make_profile_ranks(), setting, like=self._like)
-
-    def _find_plan(self, setting: Setting) -> Setting:
-        return setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
-
-    @functools.cached_property
-    def _table_ranks(self) -> tuple[RankModel, ...]:
-        found = None if self._device is None else find_hardware(self._device)
-        return build_job_ranks(self._job, found or get_hardware(_ANY_DEVICE))
-
-    @functools.cached_property
-    def _like(self) -> tuple[RankModel, ...] | None:
-        """The ranks as the model's shape says, or None where the planner knows no such shape: a model in fp32, for one."""
+    def _learn(self, source: Source, build_ranks: Callable[[], Sequence[RankModel]]) -> None:
         try:
-            return self._table_ranks
-        except ConfigError:
-            return None
+            self._ranks[source] = build_ranks()
+        except OffloadError as error:
+            logger.warning("Nothing is predicted from the %s: %s", source.value, error)
 
-    def _make_profile_ranks(self) -> Sequence[RankModel]:
-        profile = self._profile
-        if profile is None:
-            return ()
-        if profile.device != self._device:
-            raise ConfigError(f"the profile is of {profile.device}, and this is {self._device}. Measure one here.")
-        if self._profile_ranks is None:
-            self._profile_ranks = build_profile_ranks(self._job, profile)  # which simulates its compared steps
-        return self._profile_ranks
+
+def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
+    """Simulate a setting of a system in `SIMULATED`; one of a budget has its plan.
+
+    Raises:
+        ConfigError: A module of the setting is none that the planner knows.
+        PlanError: The plan file cannot be read, or `ranks` cannot do what the setting does.
+    """
+    plan = _make_plan(ranks, setting)
+    # Megatron's own recompute runs without this package.
+    has_engine = setting.system is not System.RECOMPUTE
+    ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks]
+    if setting.plan is None:
+        ranks = [copy_outputs(rank) for rank in ranks]
+    result, nothing = simulate(ranks, plan), simulate(ranks, _make_plan(ranks, NOTHING))
+    return Prediction(
+        step_s=result.step_s,
+        ratio=result.step_s / nothing.step_s,
+        peak_bytes=result.peak_bytes,
+        static_bytes=result.worst_rank.static_bytes,
+    )
+
+
+def _make_plan(ranks: Sequence[RankModel], setting: Setting) -> OffloadPlan:
+    if setting.plan is not None:
+        return OffloadPlan.load(setting.plan)
+    recompute: FullRecompute | SelectiveRecompute | None = None
+    if setting.recompute == (FULL,):
+        recompute = FullRecompute(method=FullMethod.UNIFORM)
+    elif setting.recompute:
+        recompute = SelectiveRecompute(modules=setting.recompute)
+    flags = MegatronFlags(offload_modules=setting.modules, activation_offload_fraction=setting.fraction, recompute=recompute)
+    plan = flags.make_plan(ranks)
+    # A profile lacks the recompute of modules whose bits were not sure to stay, and must not predict that nothing reruns.
+    units = (find_recompute_unit(site.tag) for site, action in plan.actions.items() if action.recomputes)
+    recomputed = {unit.recompute_module or FULL for unit in units if unit is not None}
+    if missing := [module for module in setting.recompute if module not in recomputed]:
+        raise PlanError(f"the recompute of {missing[0]} by itself was not measured.")
+    return plan

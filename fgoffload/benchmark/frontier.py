@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fgoffload.benchmark.measurement import Summary
-from fgoffload.benchmark.prediction import NO_FORECASTS, Forecast, Forecasts, choose_source
-from fgoffload.benchmark.settings import NOTHING, Setting, System
+from fgoffload.benchmark.settings import NOTHING, System
 from fgoffload.output_files import replacing
 from fgoffload.units import GIB, MIB
 
@@ -67,27 +66,13 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
     ]
 
 
-def list_simulated(summaries: Sequence[Summary], forecasts: Forecasts, system: System) -> list[Point]:
-    """Return what the simulator says that the plans of a system take, and `nothing`: none where it has none."""
-    found: dict[Setting, Point] = {}
-    source = choose_source(forecasts)
-    for one in summaries:
-        predicted = forecasts.get(one.setting, Forecast()).predictions.get(source)
-        if one.setting.system in (System.NOTHING, system) and one.worst is not None and predicted is not None:
-            found[one.setting] = Point(predicted.find_peak(one.worst), predicted.ratio)
-    return sorted(found.values()) if any(setting.system is system for setting in found) else []
-
-
-def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str, forecasts: Forecasts = NO_FORECASTS) -> None:
+def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     """Write a picture of peak memory against step time, with a line through the frontier of each system.
-
-    Dashed lines go through what the simulator says of plans.
 
     Args:
         path: Of the picture; its suffix says the format.
         summaries: Of all settings.
         title: What was run on what.
-        forecasts: By setting.
     """
     # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
     from matplotlib.figure import Figure
@@ -113,10 +98,6 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str,
             # Doing nothing is open to every system.
             shown = [point for point in points if point.ratio <= MOST_RATIO]
             _draw_line(axes, find_frontier([*nothing, *shown]), scale, color=color)
-    for system in (System.PLAN, System.BUDGET):
-        label, color, _ = LINES[system]
-        if simulated := list_simulated(summaries, forecasts, system):
-            _draw_line(axes, simulated, scale, color=color, linestyle="--", label=f"{label}, simulated")
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     if any(one.ratio is not None and one.ratio > MOST_RATIO for one in summaries):
         axes.set_ylim(top=MOST_RATIO)

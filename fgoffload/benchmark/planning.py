@@ -56,6 +56,30 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes
     return Planned(plan=solution.plan, peak_bytes=solution.result.peak_bytes)
 
 
+def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Update, source: str) -> None:
+    """Check that a profile is one of a training, measured as the benchmark measures.
+
+    Args:
+        profile: What was read.
+        arguments: The training.
+        update: What its steps do with their gradients.
+        source: Where the profile came from, for errors.
+
+    Raises:
+        ConfigError: It is not: with what differs, and what to give instead.
+    """
+    here = "Give --profile without a file, and it is measured here."
+    layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
+    if layers not in (wanted, wanted + (arguments.transformer.get("mtp_num_layers") or 0)):
+        raise ConfigError(f"{source} is of {layers} layers, and the model has {wanted}. {here}")
+    if profile.has_optimizer != (update is not Update.NONE):
+        words = ("without an optimizer", "with an optimizer")
+        raise ConfigError(
+            f"{source} was measured {words[profile.has_optimizer]}, and this benchmark runs {words[not profile.has_optimizer]} "
+            f"(--with-optimizer). {here}"
+        )
+
+
 def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
     """Return what each pipeline rank of a job runs, as it was measured, with the steps and the sizes of the job.
 

@@ -13,15 +13,7 @@ from rich.text import Text
 from fgoffload.benchmark.frontier import LINES, find_fastest
 from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
-from fgoffload.benchmark.prediction import (
-    NO_FORECASTS,
-    PREDICTION_COLUMNS,
-    Forecast,
-    Forecasts,
-    Prediction,
-    choose_source,
-    list_prediction_numbers,
-)
+from fgoffload.benchmark.prediction import COLUMNS, Prediction, Predictions, choose_source, list_numbers
 from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting, System
 from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
 from fgoffload.benchmark.surroundings import Surroundings
@@ -76,21 +68,20 @@ INTERVALS = "Over nothing: the geometric mean of the repeats, with its interval 
 """Said below a table that has intervals."""
 
 
-def list_rows(summaries: Sequence[Summary], workload: Workload, forecasts: Forecasts = NO_FORECASTS) -> list[tuple[str, ...]]:
+def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Predictions) -> list[tuple[str, ...]]:
     """Return the cells of each setting, under `HEADINGS`; one that failed has its reason in the second cell."""
-    source = choose_source(forecasts)
-    predictions = (forecasts.get(summary.setting, Forecast()).predictions.get(source) for summary in summaries)
-    return [_list_cells(summary, workload, simulated) for summary, simulated in zip(summaries, predictions, strict=True)]
+    source = choose_source(predictions)
+    return [_list_cells(summary, workload, predictions.get(summary.setting, {}).get(source)) for summary in summaries]
 
 
 def build_times_table(
-    summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, forecasts: Forecasts = NO_FORECASTS
+    summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, predictions: Predictions
 ) -> Table:
     """Return the table of step times and memory."""
     table = _start_table(name_run(workload, surroundings))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for summary, cells in zip(summaries, list_rows(summaries, workload, forecasts), strict=True):
+    for summary, cells in zip(summaries, list_rows(summaries, workload, predictions), strict=True):
         if summary.worst is not None:
             table.add_row(*map(Text, cells))
     legend = [INTERVALS] if has_intervals(summaries) else []
@@ -116,10 +107,10 @@ def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int
 
 
 def format_markdown(
-    summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, forecasts: Forecasts = NO_FORECASTS
+    summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, predictions: Predictions
 ) -> str:
     """Return the table of times for a page of results."""
-    lines = format_rows(HEADINGS, list_rows(summaries, workload, forecasts))
+    lines = format_rows(HEADINGS, list_rows(summaries, workload, predictions))
     legend = [INTERVALS, ""] if has_intervals(summaries) else []
     # Of what was never measured the row itself says why.
     failed = [f"- {line}" for summary in summaries if summary.worst is not None and (line := _describe_failure(summary))]
@@ -128,12 +119,12 @@ def format_markdown(
 
 
 def format_csv(
-    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload, forecasts: Forecasts = NO_FORECASTS
+    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload, predictions: Predictions
 ) -> str:
     """Return one row for each setting and repeat, in the order in which they ran, with what was predicted of it."""
     text = io.StringIO()
     measured = (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds")
-    writer = csv.DictWriter(text, [*_COLUMNS, *measured, *PREDICTION_COLUMNS, "failure"], lineterminator="\n")
+    writer = csv.DictWriter(text, [*_COLUMNS, *measured, *COLUMNS, "failure"], lineterminator="\n")
     writer.writeheader()
     for index, outcome in enumerate(outcomes):
         row: dict[str, Any] = {
@@ -148,7 +139,7 @@ def format_csv(
             row |= _list_numbers(outcome.measurement)
             if outcome.setting != PROFILE:  # whose one step is slowed by what measures it
                 row |= _list_rates(outcome.measurement, workload)
-            row |= list_prediction_numbers(outcome.measurement, forecasts.get(outcome.setting, Forecast()))
+            row |= list_numbers(outcome.measurement, predictions.get(outcome.setting, {}))
         writer.writerow(row)
     return text.getvalue()
 

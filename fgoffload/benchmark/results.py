@@ -1,11 +1,4 @@
-"""A whole benchmark: settings in turn, kind of process by kind of process, and files that are up to date after each of them.
-
-[Note: The plain step of a benchmark]
-A profile that is measured here takes the plain step from the `nothing` before it, and what it predicts is as long as that is.
-But `nothing` built anew is another one: on an H100 thirteen of one run took 546 to 583 ms, the first the least. So when all
-has run, the profile gets the median of all steps of `nothing` in processes of its kind, and everything is predicted again.
-Plans were made before; what they are made of, the times of layers and copies, stays. A profile that was given stays as it is.
-"""
+"""A whole benchmark: settings in turn, kind of process by kind of process, and files that are up to date after each of them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fgoffload.benchmark.job import Ended, Job, Message, Purpose, Ready, Run
-from fgoffload.benchmark.measurement import Outcome, Summary, find_nothing_s, summarize
-from fgoffload.benchmark.prediction import Forecast, Source, compare
+from fgoffload.benchmark.measurement import Outcome, Summary, summarize
+from fgoffload.benchmark.prediction import Prediction, Source
 from fgoffload.benchmark.processes import run_sessions
 from fgoffload.benchmark.report import Workload, format_csv, format_json
-from fgoffload.benchmark.search import SearchResult
 from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.surroundings import Surroundings, find_hardware
 from fgoffload.output_files import write_file
@@ -25,8 +17,8 @@ from fgoffload.output_files import write_file
 if TYPE_CHECKING:
     from fgoffload.benchmark.forecaster import Forecaster
 
-CSV_NAME, JSON_NAME, MARKDOWN_NAME, PICTURE_NAME = "results.csv", "run.json", "results.md", "frontier.png"
-PREDICTIONS_NAME, SEARCH_NAME, TRACES_NAME, BITS_NAME = "predictions.md", "search.md", "traces.md", "bits.md"
+CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
+MARKDOWN_NAME, BITS_NAME = "results.md", "bits.md"
 """Of the files in a benchmark's folder."""
 
 
@@ -46,11 +38,9 @@ class Results:
     """Of the whole list; None until it runs."""
     surroundings: Surroundings | None = None
     """What it runs on; None until a process has said so."""
-    search: SearchResult | None = None
-    """What a search for Megatron-Core's flags found, where there was one."""
     forecaster: "Forecaster | None" = None
     """Predicts settings, or None where bits are compared."""
-    forecasts: dict[Setting, Forecast] = dataclasses.field(default_factory=dict)
+    predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
     """By setting: those that were measured."""
 
     def add(self, outcome: Outcome, process: ProcessKind) -> None:
@@ -62,21 +52,9 @@ class Results:
             return
         if outcome.setting == PROFILE:
             self.forecaster.read_profile()
-            self._predict_again(self.forecaster)
-        elif outcome.setting not in self.forecasts:
-            self.forecasts[outcome.setting] = self.forecaster.predict(outcome.setting)
-
-    def renew_plain_step(self) -> None:
-        """Predict again from a profile that was measured here, when all has run. See [Note: The plain step of a benchmark]."""
-        if self.forecaster is None or not any(one.setting == PROFILE and one.measurement for one in self.outcomes):
-            return
-        plain_step_s = find_nothing_s(one for one in self.outcomes if self.processes[one.session] is PROFILE.process)
-        if plain_step_s is not None:
-            self.forecaster.renew_plain_step(plain_step_s)
-            self._predict_again(self.forecaster)
-
-    def _predict_again(self, forecaster: "Forecaster") -> None:
-        self.forecasts = {setting: forecaster.predict(setting) for setting in self.forecasts}
+            self.predictions = {setting: self.forecaster.predict(setting) for setting in self.predictions}
+        elif outcome.setting not in self.predictions:
+            self.predictions[outcome.setting] = self.forecaster.predict(outcome.setting)
 
     def meet(self, surroundings: Surroundings) -> None:
         """Take note of what the benchmark runs on, as its first process found it."""
@@ -95,10 +73,8 @@ class Results:
 
     def write(self, folder: Path) -> None:
         """Write the files that hold what was measured."""
-        rows = format_csv(self.outcomes, self.processes, self.workload, self.forecasts)
-        compared = [one.to_fields() for source in Source for one in compare(self.summarize(), self.forecasts, source)]
-        about = {**self.about, "predictions": compared}
-        document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, about)
+        rows = format_csv(self.outcomes, self.processes, self.workload, self.predictions)
+        document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, self.about)
         for name, text in ((CSV_NAME, rows), (JSON_NAME, document)):
             write_file(folder / name, text)
 
@@ -174,6 +150,3 @@ def collect_results(
         for outcome in run_sessions(job, runs, kind=kind, first_session=first, log_folder=folder, on_message=hear):
             results.add(outcome, kind)
             results.write(folder)
-    if not job.steps_until_replay:  # a profile has no graphs, which `nothing` has
-        results.renew_plain_step()
-    results.write(folder)

@@ -46,31 +46,26 @@ DESCRIPTION = (
 USAGE = """\
 fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...]
                        [--budgets SIZE ...] [--profile [FILE]]
-                       [--search-megatron] [--search-limit N] [--steps N]
-                       [--warmup N] [--repeats N] [--nothing-every N]
-                       [--check-bits] [--trace] [--out FOLDER]
-                       [MEGATRON FLAGS]"""
+                       [--steps N] [--warmup N] [--repeats N]
+                       [--nothing-every N] [--check-bits] [--with-optimizer]
+                       [--trace] [--out FOLDER] [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload bench arguments/tiny_moe.sh"
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--settings": "recompute:full ours:core_attn+attn_proj",
     "--plans": "plan.json",
     "--budgets": "18.9GiB",
     "--profile": "profile.json",
-    "--search-limit": "24",
     "--warmup": "3",
     "--repeats": "2",
     "--nothing-every": "1",
     "--out": "bench_w2_moe",
 }
-OWN_FLAGS = (*EXAMPLE_VALUES, "--steps", "--check-bits", "--with-optimizer", "--search-megatron", "--trace")
+OWN_FLAGS = (*EXAMPLE_VALUES, "--steps", "--check-bits", "--with-optimizer", "--trace")
 RUNS_A_SCRIPT = False
 EXIT_MEASURED, EXIT_MISSED = 0, 1
 
 STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
 """What is taken where no option says so; `BIT_STEPS` for `--steps` with `--check-bits`."""
-
-SEARCH_LIMIT = 24
-"""Of a search for Megatron-Core's flags: each module and each recompute alone, and as many sets of them again."""
 
 MEASURE_HERE = ""
 """`--profile` without a file."""
@@ -94,8 +89,6 @@ class BenchOptions:
     """A profile to predict from, measured before."""
     measures_profile: bool
     """Whether to measure one, after `nothing`."""
-    search_limit: int | None
-    """Settings of Megatron-Core's flags that a search may try; None for no search."""
     steps: int
     warmup: int
     repeats: int
@@ -124,8 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan for budgets from what `fgoffload profile` measured, and predict from that too; without FILE it is measured "
         "here, after `nothing`",
     )
-    add("--search-megatron", action="store_true", help="look for the fastest of Megatron-Core's own flags at each budget")
-    add("--search-limit", metavar="N", help=f"settings that it may try (default: {SEARCH_LIMIT})")
     add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
     add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP}; with CUDA graphs until they have replayed once)")
     add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
@@ -182,7 +173,6 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         budgets_bytes=tuple(parse_bytes(text, name="--budgets", needs_unit=True) for text in options.budgets or ()),
         profile=Path(os.path.expanduser(options.profile)) if options.profile else None,
         measures_profile=options.profile == MEASURE_HERE,
-        search_limit=_read_search_limit(options),
         **counts,
         nothing_every=_read_nothing_every(options),
         compares_bits=compares_bits,
@@ -198,22 +188,6 @@ def _read_nothing_every(options: argparse.Namespace) -> int | None:
     if options.check_bits:
         raise ConfigError("--check-bits and --nothing-every exclude each other: bits need no second time. Give one of them.")
     return read_count(options.nothing_every, flag="--nothing-every", example=1)
-
-
-def _read_search_limit(options: argparse.Namespace) -> int | None:
-    if not options.search_megatron:
-        if options.search_limit is not None:
-            raise ConfigError(f"--search-limit {options.search_limit} is for a search. Give --search-megatron too.")
-        return None
-    if not options.budgets:
-        raise ConfigError(
-            "--search-megatron looks for what is fastest at each budget. Give --budgets, as in --budgets 18.9GiB."
-        )
-    if options.check_bits:
-        raise ConfigError("--check-bits and --search-megatron exclude each other: times are searched. Give one of them.")
-    if options.search_limit is None:
-        return SEARCH_LIMIT
-    return read_count(options.search_limit, flag="--search-limit", example=SEARCH_LIMIT)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -242,15 +216,13 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     from fgoffload.integrations.megatron.imports import require_torch
 
     require_torch()
-    from fgoffload.benchmark.forecaster import Forecaster, check_profile
+    from fgoffload.benchmark.forecaster import Forecaster
     from fgoffload.benchmark.loading import check_plan_files, describe_workload, load_arguments
-    from fgoffload.integrations.megatron import megatron_engine
+    from fgoffload.benchmark.planning import check_profile
     from fgoffload.planner.timing.profile import Profile
 
     job = _make_job(checked, file_flags)
     with hold_messages():
-        if checked.search_limit is not None:
-            megatron_engine.check_machine()
         arguments = load_arguments(job)
         job = dataclasses.replace(job, world_size=arguments.world_size, steps_until_replay=arguments.steps_until_replay)
         settings = _choose_settings(checked, arguments.transformer)
@@ -263,9 +235,6 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     _make_folder(checked.folder)
     results = Results(workload=describe_workload(arguments), about=_describe(checked))
     results.forecaster = None if checked.compares_bits else Forecaster(job, profile=profile)
-    if checked.search_limit is not None:
-        settings = tuple(dict.fromkeys((*settings, *_search(checked, job, arguments.transformer, results, progress))))
-    on_message = _show_messages(job, progress)
     collect_results(
         results,
         job,
@@ -273,30 +242,9 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
         repeats=checked.repeats,
         nothing_every=checked.nothing_every,
         folder=checked.folder,
-        on_message=on_message,
+        on_message=_show_messages(job, progress),
     )
     return results
-
-
-def _search(
-    checked: BenchOptions, job: "Job", transformer: Mapping[str, Any], results: "Results", progress: "TrainingProgress"
-) -> tuple[Setting, ...]:
-    """Search Megatron-Core's flags, note in `results` what was tried, and return what is measured with all steps."""
-    from fgoffload.benchmark.search import search
-    from fgoffload.benchmark.search_report import list_candidates, to_fields
-    from fgoffload.benchmark.search_runs import SearchRuns, make_space
-
-    runs = SearchRuns(job, checked.folder / "search")
-    runs.on_message = _show_messages(runs.job, progress)
-    results.search = search(
-        make_space(transformer),
-        checked.budgets_bytes,
-        nothing=NOTHING,
-        limit=checked.search_limit or SEARCH_LIMIT,
-        measure=runs.measure,
-    )
-    results.about = {**results.about, "search": to_fields(results.search)}
-    return list_candidates(results.search)
 
 
 def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Message], None]":
@@ -384,7 +332,6 @@ def _show(checked: BenchOptions, results: "Results") -> int:
         results.surroundings,
         folder=checked.folder,
         budgets_bytes=checked.budgets_bytes,
-        has_traces=checked.writes_traces,
     )
     # One that does not run is a row of the table; where none does there is nothing beside `nothing`.
     asked = [one for one in results.outcomes if one.setting not in (NOTHING, PROFILE)]

@@ -169,22 +169,3 @@ def test_the_rule_reads_the_modules_of_every_part_and_of_no_other(package):
 @pytest.mark.parametrize("package", RULES)
 def test_the_rule_itself_goes_one_way(package):
     graphlib.TopologicalSorter({part: set(below) - {part} for part, below in RULES[package].items()}).prepare()
-
-
-@pytest.mark.parametrize(
-    ("module", "line", "name"),
-    [
-        ("fgoffload.config", "import torch", "torch"),
-        ("fgoffload.engine.group", "from ..planner import solver", "fgoffload.planner"),
-        ("fgoffload.engine.group", "import megatron.core", "megatron.core"),
-        (
-            "fgoffload.planner.ranks.schedule",
-            "from fgoffload.planner.model.parallelism import Parallelism",
-            "fgoffload.planner.model.parallelism",
-        ),
-        ("fgoffload.tags", "def f():\n    import torch", "torch"),
-    ],
-)
-def test_an_import_that_goes_the_wrong_way_is_found(module, line, name):
-    number = line[: line.index("import")].count("\n") + 1
-    assert find_violations(line, module) == [f"{module}:{number} imports {name}"]

@@ -21,9 +21,6 @@ COMPUTING = Hardware(
 )
 """It computes, and memory takes no time."""
 
-MOVING = dataclasses.replace(COMPUTING, name="moves", device_memory_bytes_per_s=1e9, bf16_flop_per_s=FAST, fp8_flop_per_s=FAST)
-"""It moves bytes, and operations take no time."""
-
 IDEAL = Efficiency(
     **dict.fromkeys(
         ("matmul", "grouped_matmul", "fp8_matmul", "grouped_fp8_matmul", "attention_forward", "attention_backward", "memory"),

@@ -47,35 +47,20 @@ ALWAYS_OF_EXPERTS = {
     "--moe-router-force-load-balancing": (),
 }
 OF_RANKS = (
-    "--tensor-model-parallel-size",
-    "--sequence-parallel",
-    "--pipeline-model-parallel-size",
-    "--pipeline-model-parallel-layout",
-    "--num-virtual-stages-per-pipeline-rank",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-    "--context-parallel-size",
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
+    *("--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"),
+    *("--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--context-parallel-size"),
+    *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
 )
 OF_OFFLOAD = (
-    "--fine-grained-activation-offloading",
-    "--offload-modules",
-    "--min-offloaded-tensor-size",
-    "--offload-window",
-    "--offload-prefetch",
+    *("--fine-grained-activation-offloading", "--offload-modules", "--min-offloaded-tensor-size", "--offload-window"),
+    *("--offload-prefetch",),
 )
 OF_GRAPHS = (
     # No CPU has them. Nor do experts that are padded to a capacity, which graphs of a whole step need, save what formulas say.
-    "--cuda-graph-impl",
-    "--cuda-graph-modules",
-    "--cuda-graph-warmup-steps",
-    "--te-rng-tracker",
-    "--delay-offload-until-cuda-graph",
-    "--fine-grained-offloading-max-inflight-offloads",
-    "--moe-expert-capacity-factor",
-    "--moe-pad-expert-input-to-capacity",
-    "--moe-token-drop-policy",
+    *("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-warmup-steps", "--te-rng-tracker"),
+    *("--delay-offload-until-cuda-graph", "--fine-grained-offloading-max-inflight-offloads"),
+    *("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy"),
 )
 OF_RECOMPUTE = ("--recompute-granularity", "--recompute-modules")
 

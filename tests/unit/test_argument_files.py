@@ -9,7 +9,6 @@ import pytest
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.argument_files import parse_argument_file, read_argument_file
 
-REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """\
 #!/bin/bash
 # A comment with $( and ` in it.
@@ -34,15 +33,6 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
     path.write_text(SCRIPT)
 
     assert list(read_argument_file(path)) == _read_with_bash(path, '"${ALL[@]}"')
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
-@pytest.mark.parametrize("name", ["tiny_moe.sh", "tiny_dense.sh"])
-def test_the_shipped_files_are_read_as_bash_reads_them(name: str) -> None:
-    path = REPOSITORY / "arguments" / name
-    arrays = '"${MODEL_ARGS[@]}" "${MOE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${OFFLOAD_ARGS[@]}"'
-
-    assert list(read_argument_file(path)) == _read_with_bash(path, arrays)
 
 
 @pytest.mark.parametrize(

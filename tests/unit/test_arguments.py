@@ -52,12 +52,6 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
     assert getattr(build(flags), field) == value
 
 
-def test_microbatches_are_shared_out_to_data_parallel_ranks() -> None:
-    arguments = parse("--pipeline-model-parallel-size 2 --global-batch-size 8 --micro-batch-size 2", world_size=4)
-
-    assert (arguments.data_parallel_size, arguments.num_microbatches) == (2, 2)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -100,13 +94,6 @@ def test_an_error_names_the_place_of_the_flags_that_it_is_about(flags: str, type
     assert str(caught.value).startswith(f"{place}: ")
 
 
-def test_typed_flags_win_and_leave_the_others_as_they_are() -> None:
-    arguments = parse_arguments([*BASE, "--lr", "0.5", "--swiglu"], source="x.sh", typed=["--num-layers", "2"])
-
-    assert (arguments.transformer["num_layers"], arguments.lr) == (2, 0.5)
-    assert arguments.transformer["gated_linear_unit"] is True
-
-
 @pytest.mark.parametrize(
     "flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"]
 )
@@ -115,24 +102,6 @@ def test_a_missing_flag_is_named(flag: str) -> None:
 
     with pytest.raises(ConfigError, match=rf"x\.sh: {flag} is missing. Give it, as in {flag} \d+"):
         parse("", base=BASE[:at] + BASE[at + 2 :])
-
-
-def test_processes_that_hold_no_whole_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one copy of the model takes 2 processes .* and there are 3"):
-        parse("--pipeline-model-parallel-size 2", world_size=3)
-
-
-def test_offload_flags_become_an_offload_config() -> None:
-    offload = parse(
-        "--fine-grained-activation-offloading --offload-modules core_attn attn_proj --min-offloaded-tensor-size 7 "
-        "--activation-offload-fraction 0.5 --offload-window 1MiB --offload-prefetch 2MiB --offload-host-budget 3GiB"
-    ).offload
-
-    assert offload is not None
-    assert offload.offload_modules == ("core_attn", "attn_proj")
-    assert (offload.min_offloaded_tensor_size, offload.activation_offload_fraction) == (7, 0.5)
-    assert (offload.offload_window_bytes, offload.offload_prefetch_bytes) == (2**20, 2**21)
-    assert offload.offload_host_budget_bytes == 3 * 2**30
 
 
 def test_megatron_gets_the_offload_flags_that_it_knows() -> None:

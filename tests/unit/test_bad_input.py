@@ -47,7 +47,7 @@ def refuse(capsys, *words):
         (("train", "--stesp", "3"), "--steps"),
         (("doctor", "--jsn"), "--json"),
         (("profile", "--jsn=x"), "--json"),
-        (("bench", "--search-megatrn"), "--search-megatron"),
+        (("bench", "--chek-bits"), "--check-bits"),
         (("run", "--hepl"), "--help"),
     ],
 )

@@ -78,33 +78,11 @@ def test_with_them_it_computes_the_same_bits_and_one_line_says_what_was_applied(
 
 
 # The model of the other parser, by flags that it has defaults for.
-REAL_PARSER = [
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "8",
-    "--max-position-embeddings",
-    "8",
-    "--micro-batch-size",
-    "1",
-    "--lr",
-    "0.01",
-    "--train-iters",
-    "2",
-    "--vocab-size",
-    "32",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--transformer-impl",
-    "local",
-    "--no-masked-softmax-fusion",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--distributed-backend",
-    "gloo",
-]
+REAL_PARSER = (
+    "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --lr 0.01 "
+    "--train-iters 2 --vocab-size 32 --tokenizer-type NullTokenizer --transformer-impl local --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --distributed-backend gloo"
+)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +97,7 @@ def test_a_script_with_megatrons_own_parser_computes_the_same_bits(place, reason
     if place != "a wheel":
         (tmp_path / "megatron").mkdir()
         (tmp_path / "megatron" / "training").symlink_to(installed)
-    ended = start(script, *MODEL, *REAL_PARSER, *ON, *OURS, "--result", str(tmp_path / "result"))
+    ended = start(script, *MODEL, *REAL_PARSER.split(), *ON, *OURS, "--result", str(tmp_path / "result"))
     assert ended.returncode == 0, ended.stderr
     assert f"the script does not get its flags, since {reason}" in list_lines(ended)[0]
     assert compute_of(read(tmp_path / "result")) == compute_of(plain[1])

@@ -1,5 +1,3 @@
-import pytest
-
 from fgoffload.benchmark.steps import Difference, StepRecord
 from fgoffload.cli.comparison import (
     Comparison,
@@ -68,21 +66,3 @@ def test_all_ranks_together_have_every_result_and_the_worst_of_memory_and_time()
     assert (merged.activation_peak_bytes, merged.samples) == (30, (MemorySample(0, 30),))
     assert merged.activation_peak_place == "layers.1.core_attn mb=0 of rank 1"
     assert (merged.allocator_peak_bytes, merged.transfers, merged.ranks) == (7, None, 3)
-
-
-@pytest.mark.parametrize(
-    ("losses", "digests", "loss_difference", "gradient_difference"),
-    [
-        ((1.0, 2.5), {"a": "1"}, Difference(step=1, what="microbatch 2 of rank 1"), None),
-        ((1.0, 2.0), {"a": "x"}, None, Difference(step=1, what="a of rank 1")),
-    ],
-)
-def test_a_difference_on_any_rank_is_found_and_says_on_which(losses, digests, loss_difference, gradient_difference):
-    first = make_rank((), {"a": "1"}, peak_bytes=1)
-    comparison = Comparison(
-        without=merge_ranks([first, make_rank((1.0, 2.0), {"a": "1"}, peak_bytes=1)]),
-        with_offload=merge_ranks([first, make_rank(losses, digests, peak_bytes=1)]),
-    )
-    assert comparison.find_loss_difference() == loss_difference
-    assert comparison.find_gradient_difference() == gradient_difference
-    assert not comparison.is_equal

@@ -111,13 +111,6 @@ def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
     )
 
 
-def test_a_plan_file_that_does_not_exist_is_refused_with_its_flag(tmp_path):
-    path = tmp_path / "none.json"
-    with pytest.raises(PlanError) as caught:
-        OffloadPlan.load(path)
-    assert str(caught.value) == f"--offload-plan {path}: No such file or directory. Give the path of a plan file."
-
-
 def test_a_site_that_is_named_twice_is_refused():
     row = {"chunk": 0, "layer": 3, "tag": "core_attn", "action": "offload"}
     text = json.dumps({"format": FORMAT, "sites": [row, {**row, "action": "keep"}]})

@@ -96,10 +96,7 @@ def test_words_before_two_dashes_are_torchruns(script):
     ("words", "message"),
     [
         ([], "SCRIPT.py is missing. Give it before its flags"),
-        (
-            ["--nproc-per-node", "2", "x.py"],
-            "--nproc-per-node stands where the script should. Options for torchrun end with --",
-        ),
+        (["--nproc-per-node", "2", "x.py"], "--nproc-per-node stands where the script should. Options for torchrun end with"),
         (["none.py", "--lr", "1"], "script 'none.py' does not exist. Give the Python file that trains"),
     ],
 )

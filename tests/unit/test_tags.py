@@ -1,7 +1,6 @@
 import re
 
 import pytest
-from support.versions import find_graph_field
 
 from fgoffload.errors import ConfigError
 from fgoffload.tags import RECOMPUTE_UNITS, Tag, default_tags, find_recompute_unit
@@ -45,27 +44,3 @@ def test_every_unit_of_recompute_covers_tags_or_units_that_exist():
     assert {name for unit in RECOMPUTE_UNITS for name in (*unit.covers, *unit.excludes)} <= known
     assert find_recompute_unit("layer") is RECOMPUTE_UNITS[0]
     assert find_recompute_unit("attn_proj") is None
-
-
-def test_megatron_takes_its_own_modules_and_refuses_the_others():
-    config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
-
-    def make(names):
-        return config(
-            num_layers=1,
-            hidden_size=8,
-            num_attention_heads=1,
-            fine_grained_activation_offloading=True,
-            offload_modules=list(names),
-            **{find_graph_field(): []},
-        )
-
-    make(tag.name for tag in default_tags() if tag.is_in_megatron)
-    for tag in default_tags():
-        if not tag.is_in_megatron:
-            # Since 0.19 Megatron takes fused_group_mlp too, and only with its op fuser.
-            with pytest.raises(
-                (AssertionError, ValueError),
-                match=f"Invalid choices for offload_modules: .*{tag.name}|{tag.name} requires use_transformer_engine_op_fuser",
-            ):
-                make([tag.name])

@@ -74,42 +74,20 @@ def choose_fraction(config: Any, fraction: float) -> None:
         )
 
 
-def has_fraction() -> bool:
-    """Return whether this version's engine can offload a part of its groups."""
-    return _has_field("activation_offload_fraction")
-
-
 def _has_field(name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(load_module(CONFIG_MODULE).TransformerConfig))
 
 
-def check_machine() -> None:
-    """Refuse a machine on which no process can run Megatron-Core's own engine.
-
-    Raises:
-        IntegrationError: It has no GPU or no Transformer Engine.
-    """
-    _refuse(_find_faults_of_machine())
-
-
 def _check_process() -> None:
-    check_machine()
-    _refuse(_find_faults_of_process())
-
-
-def _refuse(faults: Iterator[str]) -> None:
-    for fault in faults:
+    for fault in _find_faults():
         raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
 
 
-def _find_faults_of_machine() -> Iterator[str]:
+def _find_faults() -> Iterator[str]:
     if needs_cpu_support():
         yield "needs a GPU, and there is none. Run it on one"
     if not has_transformer_engine():
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
-
-
-def _find_faults_of_process() -> Iterator[str]:
     if is_replaced():
         yield "is replaced in this process by ours. Call `remove` on what `apply` returned first"
     # Absent before 2.10, where there is nothing to switch.

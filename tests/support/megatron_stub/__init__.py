@@ -7,6 +7,7 @@ calls it: `transformer_layer.py`, `attention.py`, `moe/experts.py`, `gpt_model.p
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,136 +59,51 @@ def _reach(*args: Any, **kwargs: Any) -> Any:
     raise ReachedError(args, kwargs)
 
 
-class _Development:
-    def __init__(self, offload, tensor, name):
-        _reach(offload, tensor, name)
-
-    def __enter__(self):
-        _reach()
-
-    def __exit__(self, *args):
-        _reach(args)
-
-    @staticmethod
-    def cuda_graph_stream():
-        _reach()
-
-    @staticmethod
-    def cuda_graph_event():
-        _reach()
-
-    @staticmethod
-    def init_chunk_handler(
-        pp_rank,
-        vp_size,
-        vp_stage,
-        min_offloaded_tensor_size,
-        delta_offload_bytes_across_pp_ranks,
-        activation_offload_fraction,
-        max_inflight_offloads=None,
-    ):
-        _reach()
-
-    @staticmethod
-    def get_context(flag):
-        _reach(flag)
-
-    def group_offload(self, tensor, forced_released_tensors=None, delay_offload=None):
-        _reach(tensor)
-
-    @staticmethod
-    def mark_not_offload(tensor):
-        _reach(tensor)
-
-    @staticmethod
-    def forward_record():
-        _reach()
-
-    @staticmethod
-    def backward_record(tensor):
-        _reach(tensor)
-
-    @staticmethod
-    def reset(process_group=None):
-        _reach(process_group)
-
-    @staticmethod
-    def reset_instance():
-        _reach()
-
-    @staticmethod
-    def flush_delayed_groups():
-        _reach()
-
-    @staticmethod
-    def disable_offload():
-        _reach()
-
-    @staticmethod
-    def enable_offload():
-        _reach()
-
-    @staticmethod
-    def enter_replay():
-        _reach()
-
-    @staticmethod
-    def exit_replay():
-        _reach()
+_CONTEXT = ("__init__(self, offload, tensor, name)", "__enter__(self)", "__exit__(self, *args)")
+_DEVELOPMENT = (
+    *_CONTEXT,
+    "cuda_graph_stream()",
+    "cuda_graph_event()",
+    "init_chunk_handler(pp_rank, vp_size, vp_stage, min_offloaded_tensor_size, delta_offload_bytes_across_pp_ranks, "
+    "activation_offload_fraction, max_inflight_offloads=None)",
+    "get_context(flag)",
+    "group_offload(self, tensor, forced_released_tensors=None, delay_offload=None)",
+    "mark_not_offload(tensor)",
+    "forward_record()",
+    "backward_record(tensor)",
+    "reset(process_group=None)",
+    *(f"{name}()" for name in ("reset_instance", "flush_delayed_groups", "disable_offload", "enable_offload")),
+    *(f"{name}()" for name in ("enter_replay", "exit_replay")),
+)
+_RELEASED = (
+    *_CONTEXT,
+    "init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, max_inflight_offloads=None)",
+    "get_context(flag)",
+    "group_commit(tensor, name, forced_released_tensors=None, delay_offload=None)",
+    "mark_not_offloadable(tensor)",
+    "forward_record(event)",
+    "reset()",
+    "reset_instance()",
+)
 
 
-class _Released:
-    def __init__(self, offload, tensor, name):
-        _reach(offload, tensor, name)
-
-    def __enter__(self):
-        _reach()
-
-    def __exit__(self, *args):
-        _reach(args)
-
-    @staticmethod
-    def init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, max_inflight_offloads=None):
-        _reach()
-
-    @staticmethod
-    def get_context(flag):
-        _reach(flag)
-
-    @staticmethod
-    def group_commit(tensor, name, forced_released_tensors=None, delay_offload=None):
-        _reach(tensor, name)
-
-    @staticmethod
-    def mark_not_offloadable(tensor):
-        _reach(tensor)
-
-    @staticmethod
-    def forward_record(event):
-        _reach(event)
-
-    @staticmethod
-    def reset():
-        _reach()
-
-    @staticmethod
-    def reset_instance():
-        _reach()
-
-
-def _copy(template: type) -> type:
-    namespace = {name: value for name, value in vars(template).items() if name not in ("__dict__", "__weakref__")}
-    return type(CLASS, (), namespace)
+def _make_interface(signatures: tuple[str, ...]) -> type:
+    """Return a class with methods of these signatures, static ones where there is no `self`; all raise when they are called."""
+    methods: dict[str, Any] = {}
+    for signature in signatures:
+        exec(f"def {signature}: _reach()", {"_reach": _reach}, methods)
+    is_static = {name: "self" not in inspect.signature(method).parameters for name, method in methods.items()}
+    return type(CLASS, (), {name: staticmethod(one) if is_static[name] else one for name, one in methods.items()})
 
 
 def make_development_interface() -> type:
     """Return a new class with the methods and parameters of the development branch's."""
-    return _copy(_Development)
+    return _make_interface(_DEVELOPMENT)
 
 
 def make_released_interface() -> type:
     """Return a new class with the methods and parameters that 0.18 has; 0.16.1 lacks `max_inflight_offloads`."""
-    return _copy(_Released)
+    return _make_interface(_RELEASED)
 
 
 class WithoutOffload:

@@ -62,8 +62,6 @@ class Experts(torch.nn.Module):
         self.delays_offload = False
 
     def forward(self, tokens):
-        if "fused_group_mlp" in self.tags:
-            return self.run_fused(tokens)
         fc1_manager = off_interface("expert_fc1" in self.tags, tokens, "expert_fc1")
         with fc1_manager as tokens:
             intermediate = self.fc1(tokens)
@@ -75,12 +73,6 @@ class Experts(torch.nn.Module):
             activated = torch.nn.functional.gelu(intermediate)
         output = self.fc2(activated)
         return act_manager.group_offload(output, forced_released_tensors=[intermediate], delay_offload=self.delays_offload)
-
-    def run_fused(self, tokens):
-        manager = off_interface(offload=True, tensor=tokens, name="fused_group_mlp")
-        with manager as tokens:
-            output = self.fc2(torch.nn.functional.gelu(self.fc1(tokens)))
-        return manager.group_offload(output, forced_released_tensors=[tokens])
 
 
 class Layer(torch.nn.Module):

@@ -3,8 +3,6 @@
 import csv
 import json
 
-import pytest
-
 from fgoffload.benchmark import results as results_module
 from fgoffload.benchmark.job import Ended, Job, Purpose, Ready, Stepped
 from fgoffload.benchmark.measurement import Measurement, Outcome
@@ -29,17 +27,6 @@ def test_nothing_begins_every_repeat_and_settings_keep_their_order():
 
 def make_surroundings(device):
     return Surroundings(device=device, driver=None, python="3.11", packages={}, cuda=None, cpus=1, variables={})
-
-
-@pytest.mark.parametrize(("steps_until_replay", "is_renewed"), [(0, True), (4, False)])
-def test_a_profile_gets_no_plain_step_from_steps_that_replay_graphs(steps_until_replay, is_renewed, tmp_path, monkeypatch):
-    monkeypatch.setattr(results_module, "run_sessions", lambda *args, **options: ())
-    renewed = []
-    monkeypatch.setattr(Results, "renew_plain_step", lambda self: renewed.append(self))
-    results = Results(workload=WORKLOAD, about={})
-    job = Job(source="x.sh", file_flags=(), warmup=1, steps=1, plan_folder=tmp_path, steps_until_replay=steps_until_replay)
-    collect_results(results, job, (FULL,), repeats=1, folder=tmp_path, on_message=lambda message: None)
-    assert bool(renewed) is is_renewed
 
 
 def test_files_are_up_to_date_after_every_run_and_sessions_are_numbered_over_all_kinds(tmp_path, monkeypatch):

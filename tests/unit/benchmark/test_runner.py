@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.trainings import EXPERTS, SHAPE
 
-from fgoffload import ConfigError
+from fgoffload import ConfigError, IntegrationError
 from fgoffload.benchmark.job import Job, Purpose, Run
 from fgoffload.benchmark.loading import load_arguments
 from fgoffload.benchmark.runner import Runner
@@ -61,6 +61,11 @@ def test_a_setting_that_recomputes_has_a_lower_peak():
     runner = Runner(make_job(), lambda loss: None)
     nothing, full = (runner.measure_times(Run(setting=parse_setting(name), repeat=0)) for name in ("nothing", "recompute:full"))
     assert 0 < full.activation_peak_bytes < nothing.activation_peak_bytes
+
+
+def test_megatrons_engine_is_refused_without_a_gpu():
+    with pytest.raises(IntegrationError, match="own offload engine needs a GPU"):
+        Runner(make_job(), lambda loss: None).measure_times(Run(setting=parse_setting("megatron:core_attn"), repeat=0))
 
 
 # Loading.

@@ -7,8 +7,6 @@ import sys
 import pytest
 from support.scripts import BENCHMARKS, load_script
 
-from fgoffload.benchmark.idle import WAIT_RANGE
-from fgoffload.benchmark.traces import read_events
 from fgoffload.cli import bench
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.megatron.training import Trainer
@@ -73,8 +71,10 @@ def test_what_waits_cost_has_a_row_and_a_trace_for_each_setting(run, tmp_path):
     assert run("measure_waits", *MODEL, *words)[:2] == (0, ["no offload", "before", "after"])
     moved = {one["remedies"]: one["d2h_bytes"] for one in json.loads((tmp_path / "waits.json").read_text())["runs"]}
     assert moved["no offload"] == 0 < moved["before"] == moved["after"]
-    for path in (tmp_path / "traces").iterdir():  # one wait in each layer and microbatch
-        assert sum(event["name"] == WAIT_RANGE for event in read_events(path)) == 4
+    with load_script("idle_time") as idle_time, load_script("trace_events") as trace_events:
+        for path in (tmp_path / "traces").iterdir():  # one wait in each layer and microbatch
+            events = trace_events.read_events(path)
+            assert sum(event["name"] == idle_time.WAIT_RANGE for event in events) == 4
 
 
 def test_the_work_of_the_host_beside_copies_has_a_row_for_each_direction(run):

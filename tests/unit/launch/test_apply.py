@@ -1,5 +1,4 @@
 import argparse
-from importlib.metadata import version
 
 import pytest
 import torch
@@ -43,15 +42,3 @@ def test_an_error_on_the_way_leaves_nothing_applied(monkeypatch):
     with pytest.raises(ConfigError, match="exclude each other"):
         apply_to_script(CONFIG, (), {})
     assert not is_replaced()
-
-
-def test_the_script_gets_its_words_and_the_description_names_the_megatron_core():
-    applied = apply_to_script(CONFIG, ("--seed", "1"), {})
-    try:
-        assert applied.words == ("--seed", "1")  # the wheel has no parser to ask
-        assert (
-            f"since its parser cannot be asked for them. Megatron-Core {version('megatron-core')} is that of "
-            in applied.describe()
-        )
-    finally:
-        applied.offload.remove()

@@ -98,12 +98,6 @@ def test_without_a_parser_to_ask_the_config_alone_says_it():
     assert (found.switch, found.reason) == (Switch.CONFIG, "since its parser cannot be asked for them")
 
 
-def test_words_that_the_parser_refuses_are_left_for_the_script_to_refuse(capsys):
-    found = find(words=("--num-layers", "two"))
-    assert found.switch is Switch.FLAGS
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_value_that_the_parser_cannot_stand_is_left_for_the_script_too():
     parser = make_parser()
     parser.add_argument("--backend", type={"flash": 1}.__getitem__)  # raises KeyError, which argparse lets through

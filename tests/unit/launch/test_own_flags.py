@@ -25,10 +25,6 @@ def test_what_follows_two_dashes_is_the_scripts():
     assert own.script_words == ("--seed", "1", "--", *ON, "--", "x")
 
 
-def test_flags_of_ours_after_two_dashes_are_not_said_to_have_no_effect():
-    assert take_own_flags(["--seed", "1", "--", "--offload-modules", "core_attn"]).remarks == ()
-
-
 def test_without_our_flags_offload_is_off_and_nothing_is_taken():
     own = take_own_flags(["--seed", "1", "--offload-module", "x"])
     assert (own.offload, own.script_words, own.remarks) == (None, ("--seed", "1", "--offload-module", "x"), ())
@@ -39,11 +35,6 @@ def test_flags_without_the_switch_are_off_and_said_to_have_no_effect():
     assert (own.offload, own.script_words) == (None, ("--seed", "1"))
     (remark,) = own.remarks
     assert remark.startswith("--offload-modules --offload-window without --fine-grained-activation-offloading has no effect")
-
-
-def test_the_switch_turned_off_is_off_and_no_oversight():
-    own = take_own_flags([*ON, "--no-fine-grained-activation-offloading"])
-    assert (own.offload, own.script_words, own.remarks) == (None, (), ())
 
 
 def test_a_fraction_that_keeps_all_is_said():

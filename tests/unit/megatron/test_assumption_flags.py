@@ -7,8 +7,6 @@ from fgoffload.integrations.megatron.model_shapes import read_assumptions
 from fgoffload.planner.memory.static_memory import ADAM
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.operations.ops import Execution
-from fgoffload.transfer_schedule import TransferPolicy
-from fgoffload.units import MIB
 
 AWARE = "--bf16 --use-precision-aware-optimizer"
 
@@ -73,12 +71,6 @@ def test_another_optimizer_is_counted_as_adam_and_that_is_said(caplog):
     assert [record.message for record in caplog.records] == [
         "--optimizer muon is counted with the states of adam: what it keeps is not known here."
     ]
-
-
-def test_what_offload_moves_and_how_far_ahead_is_passed_on():
-    assert read(typed="--min-offloaded-tensor-size 1000").min_offloaded_numel == 1000
-    found = read("--bf16 --offload-window 64MiB", typed="--offload-prefetch 32MiB")
-    assert found.policy == TransferPolicy(window_bytes=64 * MIB, prefetch_bytes=32 * MIB)
 
 
 def test_kernels_that_are_not_fused_are_passed_on():

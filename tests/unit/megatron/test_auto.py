@@ -327,10 +327,7 @@ def test_the_faster_of_two_plans_is_kept(run_beside_host, second_s, stays):
     ("options", "says"),
     [
         ({"beyond": (0, 10**9)}, "a step by the plan of step 6 took"),
-        (
-            {"second": ValueError("bounds cross")},
-            "the plan of the first step stays: .*could not plan: ValueError: bounds cross",
-        ),
+        ({"second": ValueError("bounds cross")}, "the plan of the first step stays: .*could not plan: ValueError: bounds"),
     ],
     ids=["above the budget", "no plan"],
 )

@@ -6,29 +6,7 @@ from types import SimpleNamespace
 import pytest
 from support.trainings import MOE, make_config, make_trainer
 
-from fgoffload import Site
 from fgoffload.integrations.megatron import offload as offload_module
-from fgoffload.integrations.megatron.balance import choose_kept
-
-SIZES = {
-    Site(chunk=0, layer=layer, tag=tag): size
-    for layer in range(2)
-    for tag, size in (("core_attn", 30), ("attn_proj", 0), ("moe_act", 10))
-}
-
-
-@pytest.mark.parametrize(
-    ("less_bytes", "kept"),
-    [
-        (0, []),
-        (1, ["1.moe_act"]),
-        (10, ["1.moe_act"]),
-        (11, ["1.moe_act", "1.attn_proj", "1.core_attn"]),
-        (41, ["1.moe_act", "1.attn_proj", "1.core_attn", "0.moe_act"]),
-    ],
-)
-def test_the_last_sites_stay(less_bytes, kept):
-    assert [f"{site.layer}.{site.tag}" for site in choose_kept(SIZES, less_bytes=less_bytes)] == kept
 
 
 @pytest.mark.usefixtures("parallel")

@@ -20,7 +20,6 @@ random = pytest.importorskip("megatron.core.tensor_parallel.random")
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
-MEGATRONS_OWN = f"{MIXED} --recompute-granularity selective --recompute-modules layernorm"
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
 RUNS = 2 * 2
 """Layers times microbatches: how often each norm of a layer runs in the forwards of a step."""
@@ -67,14 +66,6 @@ def test_the_input_of_a_norm_that_runs_again_is_gone_after_forward_where_it_leav
     assert {tag: numbers.d2h_bytes for tag, numbers in stats.items()} == dict.fromkeys(tags, RUNS * HIDDEN_BYTES)
     assert {tag: numbers.held_elsewhere_bytes for tag, numbers in stats.items()} == dict.fromkeys(tags, 0)
     assert {tag: gone[tag] for tag in tags} == {tag: [True] * RUNS for tag in tags}
-
-
-def test_so_it_is_where_megatrons_own_flag_lets_norms_run_again():
-    expected, _ = train(MEGATRONS_OWN, steps=1)
-    found, stats, gone = train_and_look(MEGATRONS_OWN, make_config(*NORMS))
-    assert found == expected
-    assert {tag: numbers.held_elsewhere_bytes for tag, numbers in stats.items()} == dict.fromkeys(NORMS, 0)
-    assert gone == {tag: [True] * RUNS for tag in NORMS}
 
 
 class Saved0161(torch.autograd.Function):

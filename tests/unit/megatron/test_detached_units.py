@@ -12,7 +12,6 @@ from support.trainings import DENSE, SHARED, make_config, make_trainer, write_pl
 
 from fgoffload import Action, StateError
 from fgoffload.engine import region
-from fgoffload.engine.identity import StorageRef
 from fgoffload.integrations.megatron import reruns, training
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
 from fgoffload.integrations.megatron.recompute import find_units
@@ -109,32 +108,6 @@ def test_nothing_is_copied_and_bits_are_the_same(name, actions, count, compute_e
         moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
     assert all(moved[tag] for tag, action in actions.items() if action is O)
     assert given_back == [False] * count * MICROBATCHES
-
-
-USERS = {
-    "attn_norm": ("dense", "self_attention.linear_qkv"),
-    "qkv_linear": ("dense", "self_attention.core_attention"),
-    "mlp_norm": ("dense", "mlp.linear_fc1"),
-    "mlp_fc1": ("dense", "mlp.linear_fc2"),
-    "dispatch": ("grouped", "mlp.experts.linear_fc1"),
-    "expert_fc1": ("grouped", "mlp.experts.linear_fc2"),
-    "moe_act": ("grouped", "mlp.experts.linear_fc2"),
-    "mla_up_proj": ("latent", "self_attention.core_attention"),
-}
-"""By unit: a model, and the module that uses the unit's output."""
-
-
-@pytest.mark.parametrize("unit", USERS)
-def test_the_output_is_gone_after_forward_in_the_layers_of_the_plan_alone(unit, tmp_path):
-    name, user = USERS[unit]
-    with make_planned_trainer(name, {unit: R}, tmp_path) as trainer:
-        model = trainer.chunks[0]
-        given, gone = [], []
-        for layer in model.decoder.layers:
-            layer.get_submodule(user).register_forward_pre_hook(lambda _, args: given.append(StorageRef(args[0])))
-        model.output_layer.register_forward_pre_hook(lambda *_: gone.append([one.is_freed for one in given[-2:]]))
-        trainer.run_step()
-    assert gone == [[True, False]] * MICROBATCHES
 
 
 # Tokens that are permuted again.

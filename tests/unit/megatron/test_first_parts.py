@@ -7,35 +7,15 @@ import types
 import pytest
 import torch
 from support.tensors import assert_same_bits
-from support.trainings import DENSE, HIDDEN_BYTES, MIXED, make_config, make_trainer, train, write_plan
+from support.trainings import MIXED, make_trainer
 
-from fgoffload import Action, StateError
+from fgoffload import StateError
 from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.first_parts import FirstPart, find_first_parts, run_again
 from fgoffload.integrations.megatron.handing_on import OpenReruns
 from fgoffload.integrations.megatron.patches import Patches
 
 pytestmark = pytest.mark.usefixtures("parallel")
-
-R, B = Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD
-UNITS = {"qkv_linear": ("self_attention", "linear_qkv", "core_attention"), "mlp_fc1": ("mlp", "linear_fc1", "linear_fc2")}
-
-
-def make_planned_trainer(flags, plan, tmp_path):
-    tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
-    return make_trainer(flags, make_config(*tags, offload_plan=write_plan(tmp_path / "plan.json", plan)))
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_the_input_of_the_first_part_is_all_that_leaves(unit, tmp_path):
-    expected, _ = train(DENSE, steps=1)
-    with make_planned_trainer(DENSE, {(0, unit): B, (1, unit): R}, tmp_path) as trainer:
-        result = trainer.run_step()
-        tags = trainer.integration.last_step.tags
-    assert [(result.losses, result.gradient_digests)] == expected
-    assert {tag: numbers.d2h_bytes for tag, numbers in tags.items()} == {unit: 2 * HIDDEN_BYTES}
-    # And it is gone: nobody else holds it, not even what is to run again.
-    assert tags[unit].held_elsewhere_bytes == 0
 
 
 NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())

@@ -1,7 +1,5 @@
 """Each kind of layer trains to the same bits with offload of every tag that its model has, in one process."""
 
-import dataclasses
-
 import pytest
 import torch
 from support.attention import reference_attention
@@ -56,15 +54,6 @@ def test_one_process_computes_the_same_bits(name, text):
     if name == "batch_that_ramps_up":
         # START 1, INCREMENT 1, SAMPLES 3 up to 4: a sequence more for each that was seen, and all of them past the third.
         assert [len(losses) for losses in without.losses] == [1, 2, 4, 4]
-
-
-def test_evaluation_changes_no_bit_of_the_training(text):
-    with_evaluation = ROWS["evaluations"]
-    alone = dataclasses.replace(with_evaluation, evaluates_before=())
-    expected, found = (train(row.list_trainings()[0], text=text) for row in (alone, with_evaluation))
-    assert (found.losses, found.gradient_digests) == (expected.losses, expected.gradient_digests)
-    assert [len(losses) for losses in found.evaluations] == [4, 4, 4]
-    assert sum(found.evaluations[2]) < sum(found.evaluations[0])  # the model has learned something by then
 
 
 def test_sequences_packed_into_one_do_not_see_each_other(text):

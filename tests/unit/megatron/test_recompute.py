@@ -29,7 +29,7 @@ from support.neighbours import (
     list_rows,
     make_layer,
 )
-from support.trainings import HIDDEN_BYTES, MIXED, MOE, SHARED, make_config, make_trainer, train, write_plan
+from support.trainings import MIXED, MOE, SHARED, make_config, make_trainer, train, write_plan
 
 from fgoffload import IntegrationError, PlanError
 from fgoffload.engine.identity import StorageRef
@@ -126,14 +126,6 @@ def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons
     expected = train(MOE, steps=1)[0]
     assert train_with_plan(MOE, plan, tmp_path)[0] == expected
     assert train(f"{MOE} {SELECTIVE} layernorm core_attn", steps=1)[0] != expected
-
-
-def test_a_layer_that_runs_again_keeps_its_input_alone(tmp_path):
-    # One layer of two: the other saves as always. What the recomputed layer keeps is its input, which may leave.
-    path = write_plan(tmp_path / "plan.json", {(1, "layer"): R, (1, "layer_input"): O})
-    flags = MIXED.replace("--position-embedding-type rope", "")
-    _, moved = train(flags, make_config(offload_plan=path, min_offloaded_tensor_size=2048))
-    assert moved == {"layer_input": HIDDEN_BYTES * 2}
 
 
 @pytest.mark.parametrize(("unit", "dispatcher"), [("layer", "allgather"), ("moe", "alltoall")])

@@ -1,24 +1,11 @@
 """Layers of which nothing leaves cost the host nothing, and say that backward is on its way."""
 
 import pytest
-from support.trainings import DENSE, MOE, SHARED, make_config, make_trainer, train, write_plan
+from support.trainings import DENSE, MOE, SHARED, make_config, make_trainer, write_plan
 
 from fgoffload import Action
-from fgoffload.engine import OffloadEngine
 
 pytestmark = pytest.mark.usefixtures("parallel")
-
-
-def test_a_plan_that_offloads_nothing_calls_the_engine_for_nothing(monkeypatch, tmp_path):
-    before, _ = train(MOE)  # whose dispatcher lets the host wait
-    called = []
-    for method in ("announce_backward", "poll", "keep_recomputed", "flush", "watch", "follow"):
-        monkeypatch.setattr(OffloadEngine, method, lambda *_, method=method, **__: called.append(method))
-    units = ("attn_norm", "mlp_norm", "core_attn")
-    plan = {(layer, unit): Action.RECOMPUTE for layer in (0, 1) for unit in units}
-    after, _ = train(MOE, make_config(offload_plan=write_plan(tmp_path / "plan.json", plan)))
-    assert after == before
-    assert called == []
 
 
 def test_what_left_is_let_go_of_in_the_layers_behind_it(tmp_path):

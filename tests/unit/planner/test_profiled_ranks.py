@@ -42,12 +42,6 @@ def test_a_pipeline_that_keeps_all_takes_its_plain_step():
     assert count_step_s(make_profile(plain_step_s=20.0)) == 20.0
 
 
-def test_another_number_of_microbatches_is_late_by_as_much_in_each():
-    # Five forwards one after the other were 4.5 s late together, and nine are 8.1.
-    found = count_step_s(make_profile(plain_step_s=STEP_S + END_S + 4.5), microbatches=8)
-    assert found == pytest.approx(8 * 3 + 3 + END_S + 8.1, rel=1e-12)
-
-
 def test_a_profile_of_the_link_alone_is_refused():
     with pytest.raises(ConfigError, match="rank 0 is not in the profile, which has the link alone"):
         make_rank_models(dataclasses.replace(make_profile(), ranks=()))

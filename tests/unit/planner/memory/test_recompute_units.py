@@ -6,7 +6,6 @@ import pytest
 from support.layer_times import COMPUTING, DENSE, IDEAL, MLA, MOE, change_experts
 
 from fgoffload.planner.timing.op_times import make_layer_model
-from fgoffload.tags import RECOMPUTE_UNITS
 
 # 128 tokens of 32 channels, 4 heads of 8 in 2 groups.
 HIDDEN, ROWS = 2 * 128 * 32, 4 * 128
@@ -106,22 +105,12 @@ def test_a_layer_has_the_units_of_its_modules_in_the_order_of_the_registry(shape
     assert list(make_found(shape)) == names
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        # The sort by expert reads and writes what was permuted: twice the tokens here, with two experts of each.
-        ({}, 2 * 2 / (2 * 2 + 2 * 2)),
-        ({"has_fused_permutation": True}, (1 + 2) / (1 + 2 + 2 * 2)),
-        ({"num_experts": 1, "topk": 1}, 1),
-    ],
-)
-def test_the_sort_by_expert_does_not_run_again(changes, part):
-    shape = dataclasses.replace(MIXTURE, experts=dataclasses.replace(MIXTURE.experts, **changes))
-    parts = {unit.name: unit.forward_part for unit in make_found(shape).values()}
-    assert parts.pop("dispatch") == pytest.approx(part)
-    assert set(parts.values()) == {1}
+def test_attention_of_views_of_one_storage_keeps_no_copy_of_its_own():
+    unit = make_found(dataclasses.replace(DENSE, num_query_groups=4))["core_attn"]
+    assert (unit.keeps, unit.extra_bytes) == ((), 0)
 
 
-def test_every_unit_of_the_registry_is_one_of_some_layer():
-    found = {name for shape in (DENSE, MIXTURE, MLA) for name in make_found(shape)}
-    assert found == {unit.name for unit in RECOMPUTE_UNITS}
+def test_ranks_that_share_latent_attention_keep_what_lies_between_the_rotary_channels_of_tokens():
+    (unit,) = (one for one in make_layer(dataclasses.replace(MLA, tensor_parallel_size=2)).units if one.name == "mla_up_proj")
+    kept = {one.name: one.size_bytes for one in unit.keeps}
+    assert kept["rotary channels between the compressed"] == 2 * 4 * (64 - 1)  # of the 64 tokens of a rank

@@ -139,44 +139,6 @@ UNEQUAL_EXPERTS = ExpertsShape(num_experts=12, topk=5, ffn_hidden_size=14, share
 PART, PART_ROWS, PERMUTED = (24, 3, 40, "bf16"), (72, "fp32"), 72 * 5
 
 
-def test_ranks_of_a_dense_layer_keep_parts_of_each_sequence_and_of_the_heads():
-    shape = LayerShape(**UNEQUAL, ffn_hidden_size=26)
-    output = (48, 3, 4, 10, "bf16")
-    tensors = {
-        "layer_input": (PART, (48, 6, "fp32")),
-        "qkv_linear": (PART, PART, PART_ROWS),
-        "core_attn": (
-            (48, 3, 4, 6, "bf16"),  # of 4 heads a rank
-            (48, 3, 2, 6, "bf16"),  # of 2 groups a rank
-            (48, 3, 2, 10, "bf16"),
-            output,
-            (3, 4, 48, "fp32"),
-            (4, "int32"),
-            (2, "int64"),
-        ),
-        "attn_proj": (output,),
-        "mlp_fc1": (PART, PART, PART_ROWS),
-        "mlp_act": ((48, 3, 26, "bf16"),),  # gate and up of 13
-        "mlp_fc2": ((48, 3, 13, "bf16"),),
-    }
-    assert count_tag_bytes(shape) == {tag: sum_bytes(*found) for tag, found in tensors.items()}
-
-
-def test_ranks_of_a_layer_with_experts_keep_the_tokens_of_their_part_of_each_sequence():
-    shape = LayerShape(**UNEQUAL, experts=UNEQUAL_EXPERTS)
-    tensors = {
-        "mlp_norm": (PART, PART_ROWS),
-        "shared_expert": (PART, (48, 3, 22, "bf16"), (48, 3, 11, "bf16")),
-        "router": (PART, (72, 5, "int64"), (72, 5, "fp32")),
-        "expert_fc1": ((PERMUTED, 40, "bf16"),),
-        "moe_act": ((PERMUTED, 28, "bf16"), (PERMUTED, "bf16")),
-        "expert_fc2": ((PERMUTED, 14, "bf16"),),
-        "moe_combine": ((PERMUTED, "int64"),),
-    }
-    found = count_tag_bytes(shape)
-    assert {tag: found[tag] for tag in tensors} == {tag: sum_bytes(*saved) for tag, saved in tensors.items()}
-
-
 def test_ranks_of_latent_attention_share_heads_and_not_the_rotary_tables():
     latent = LatentShape(q_lora_rank=18, kv_lora_rank=20, qk_pos_emb_head_dim=2)
     shape = LayerShape(**UNEQUAL | {"num_query_groups": 8}, ffn_hidden_size=26, latent=latent)
@@ -340,25 +302,13 @@ def test_a_tag_that_nobody_knows_is_refused():
         ({"hidden_size": 2.5}, "hidden_size 2.5 is no whole number. Give an int."),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide seq_length 256."),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size 0 without experts: a layer is dense or a mixture."),
-        (
-            {"latent": MLA.latent, "num_query_groups": 2},
-            "num_query_groups 2 differs from num_attention_heads 4, and latent attention has no groups. Give num_query_groups",
-        ),
+        ({"latent": MLA.latent, "num_query_groups": 2}, "num_query_groups 2 differs from num_attention_heads 4, and latent"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ConfigError) as refused:
         dataclasses.replace(DENSE, **fields)
     assert str(refused.value).startswith(message)
-
-
-def test_ranks_that_share_no_sequence_share_heads_and_channels_alone():
-    alone, shared = count_tag_bytes(DENSE), count_tag_bytes(dataclasses.replace(DENSE, tensor_parallel_size=2))
-    whole = count_tag_bytes(dataclasses.replace(DENSE, tensor_parallel_size=2, has_sequence_parallel=False))
-    ends = {tag for tag in whole if whole[tag] == alone[tag]}
-    assert ends == {"layer_input", "qkv_linear", "mlp_fc1"}  # the norms are fused
-    assert {tag: whole[tag] for tag in whole.keys() - ends} == {tag: shared[tag] for tag in whole.keys() - ends}
-    assert all(shared[tag] < alone[tag] for tag in shared)
 
 
 @pytest.mark.parametrize(

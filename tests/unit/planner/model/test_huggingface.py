@@ -7,115 +7,45 @@ import pytest
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.huggingface import read_huggingface_config
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
-from fgoffload.planner.model.model_shape import LatentAttention
 from fgoffload.planner.model.parameters import count_parameters
 
-LLAMA3_8B = {
-    "model_type": "llama",
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-QWEN2_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 28,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-MIXTRAL_8X7B = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-GPT_OSS_120B = {
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "num_local_experts": 128,
-    "quantization_config": {"quant_method": "mxfp4"},
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
+LLAMA3_8B = json.loads("""{
+  "model_type": "llama", "attention_bias": false, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+  "max_position_embeddings": 8192, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 128256
+}""")
+QWEN2_7B = json.loads("""{
+  "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
+  "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window":
+  131072, "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 152064
+}""")
+QWEN3_30B_A3B = json.loads("""{
+  "model_type": "qwen3_moe", "attention_bias": false, "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+  "intermediate_size": 6144, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": true,
+  "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads":
+  4, "sliding_window": null, "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936
+}""")
+MIXTRAL_8X7B = json.loads("""{
+  "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+  "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "sliding_window":
+  null, "tie_word_embeddings": false, "vocab_size": 32000
+}""")
+DEEPSEEK_V3 = json.loads("""{
+  "model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
+  "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_routed_experts": 256, "n_shared_experts": 1,
+  "norm_topk_prob": true, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+  "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "scoring_func":
+  "sigmoid", "tie_word_embeddings": false, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280
+}""")
+GPT_OSS_120B = json.loads("""{
+  "model_type": "gpt_oss", "attention_bias": true, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
+  "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 64,
+  "num_experts_per_tok": 4, "num_hidden_layers": 36, "num_key_value_heads": 8, "num_local_experts": 128,
+  "quantization_config": {"quant_method": "mxfp4"}, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings":
+  false, "vocab_size": 201088
+}""")
+GPT_OSS_120B["layer_types"] *= 18
 PUBLISHED = {
     # In billions. That of DeepSeek-V3 as its file has it: 671 and 11.6 of a layer that predicts.
     "llama3_8b": (LLAMA3_8B, 8.03),
@@ -139,57 +69,10 @@ def test_a_model_has_as_many_parameters_as_its_maker_says(tmp_path, name):
     assert count_parameters(read(tmp_path, document)) / 1e9 == pytest.approx(billions, rel=5e-4)
 
 
-def test_a_dense_model_is_read(tmp_path):
-    model = read(tmp_path, LLAMA3_8B)
-    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) == (32, 4096, 14336, 128256)
-    assert (model.num_attention_heads, model.num_query_groups, model.kv_channels) == (32, 8, 128)
-    assert (model.experts, model.latent, model.has_qkv_bias, model.has_qk_norm) == (None, None, False, False)
-    assert (model.is_gated, model.normalization, model.activation_dtype_bytes) == (True, "RMSNorm", 2)
-    assert not model.has_tied_embeddings
-    assert not model.has_hidden_dropout
-
-
-def test_the_name_is_that_of_the_folder_or_of_the_file(tmp_path):
-    folder = tmp_path / "Llama-3-8B"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA3_8B), encoding="utf-8")
-    (folder / "mine.json").write_text(json.dumps(LLAMA3_8B), encoding="utf-8")
-    assert read_huggingface_config(folder / "config.json").name == "Llama-3-8B"
-    assert read_huggingface_config(folder).name == "Llama-3-8B"
-    assert read_huggingface_config(folder / "mine.json").name == "mine"
-
-
-def test_qwen2_has_biases_in_its_attention_alone(tmp_path):
-    model = read(tmp_path, QWEN2_7B)
-    assert (model.has_qkv_bias, model.has_linear_bias, model.has_qk_norm, model.kv_channels) == (True, False, False, 128)
-
-
-def test_a_mixture_is_read(tmp_path):
-    model = read(tmp_path, QWEN3_30B_A3B)
-    assert model.experts == ExpertsShape(num_experts=128, topk=8, ffn_hidden_size=768, imbalance=DEFAULT_IMBALANCE)
-    assert (model.moe_layers, model.kv_channels, model.has_qk_norm) == ((True,) * 48, 128, True)
-    assert read(tmp_path, {**QWEN3_30B_A3B, "norm_topk_prob": False}).experts.router.has_pre_softmax
-
-
 def test_layers_without_experts_are_those_that_the_file_names(tmp_path):
     document = {**QWEN3_30B_A3B, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     # Every second layer has experts, from the second on, and the fourth is named.
     assert read(tmp_path, document).moe_layers == (False, True, False, False, False, True)
-
-
-def test_mixtral_names_the_width_of_an_expert_as_that_of_an_mlp(tmp_path):
-    model = read(tmp_path, MIXTRAL_8X7B)
-    assert model.experts == ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=14336, imbalance=DEFAULT_IMBALANCE)
-    assert {model.get_kind(number) for number in model.numbers} == {"moe"}
-    assert (model.window_tokens, model.has_window(0)) == (None, False)
-    with_window = read(tmp_path, {**MIXTRAL_8X7B, "sliding_window": 4096})
-    assert (with_window.window_tokens, with_window.has_window(31)) == (4095, True)
-
-
-def test_latent_attention_is_read(tmp_path):
-    model = read(tmp_path, DEEPSEEK_V3)
-    expected = LatentAttention(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
-    assert (model.latent, model.has_qk_norm, model.kv_channels) == (expected, True, 0)
 
 
 def test_the_experts_of_deepseek_are_read(tmp_path):
@@ -236,10 +119,6 @@ def test_a_field_that_is_left_out_is_what_transformers_takes(tmp_path, document,
     assert {name: getattr(model, name) for name in expected} == expected
 
 
-def test_a_byte_order_mark_does_not_matter(tmp_path):
-    assert read(tmp_path, "\ufeff" + json.dumps(LLAMA3_8B)) == read(tmp_path, LLAMA3_8B)
-
-
 def test_null_is_not_the_same_as_left_out(tmp_path):
     assert read(tmp_path, {**MIXTRAL_8X7B, "num_key_value_heads": None}).num_query_groups == 32
     assert read(tmp_path, {**GPT_OSS_120B, "hidden_size": 3072, "head_dim": None}).kv_channels == 48
@@ -255,15 +134,9 @@ def test_null_is_not_the_same_as_left_out(tmp_path):
         ({**LLAMA3_8B, "num_hidden_layers": None}, "num_hidden_layers is missing. Add it"),
         ({**LLAMA3_8B, "hidden_size": "4096"}, "hidden_size '4096' is no whole number"),
         ({**QWEN3_30B_A3B, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is above 1000, .* Give 1000 or less"),
-        (
-            {**LLAMA3_8B, "hidden_size": 4097},
-            "hidden_size 4097 is not a multiple of num_attention_heads 32, and head_dim is mis",
-        ),
+        ({**LLAMA3_8B, "hidden_size": 4097}, "hidden_size 4097 is not a multiple of num_attention_heads 32, and head_dim is"),
         ({**QWEN3_30B_A3B, "mlp_only_layers": [99, -1]}, "mlp_only_layers has 99, and layers are from 0 to 47. Give some"),
-        (
-            {**LLAMA3_8B, "hidden_act": "gelu"},
-            "hidden_act 'gelu' is not known here: .* gated silu. Give silu, or plan from an arg",
-        ),
+        ({**LLAMA3_8B, "hidden_act": "gelu"}, "hidden_act 'gelu' is not known here: .* gated silu. Give silu, or plan from"),
         ({**MIXTRAL_8X7B, "num_experts_per_tok": 9}, "num_experts_per_tok 9 is above num_local_experts 8. Give 8 or less"),
         ({**LLAMA3_8B, "head_dim": 7}, "head_dim 7 of .* is not a multiple of 8, .* Measure it: give an argument"),
         ({**DEEPSEEK_V3, "num_key_value_heads": 8}, "num_key_value_heads 8 differs from num_attention_heads 128, .* Give 128"),

@@ -1,7 +1,6 @@
 """How layers are shared out, against what Megatron-Core builds on each rank and chunk."""
 
 import dataclasses
-import doctest
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +9,6 @@ from hypothesis import strategies as st
 from support.versions import find_graph_field
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.model import parallelism as module
-from fgoffload.planner.model import pipeline_layout
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
@@ -27,11 +24,6 @@ def make_model(num_layers, *, mtp_num_layers=0, **fields):
 
 def list_numbers(chunks):
     return [[chunk.layers for chunk in rank] for rank in chunks]
-
-
-@pytest.mark.parametrize("part", [module, pipeline_layout])
-def test_the_example_of_the_module_runs(part):
-    assert doctest.testmod(part).failed == 0
 
 
 @pytest.mark.parametrize(
@@ -58,10 +50,7 @@ def test_a_layout_that_is_not_of_the_model_is_refused(layout, message):
         ({"virtual_pipeline_size": 2, "microbatches": 4}, "virtual_pipeline_size 2 with pipeline_parallel_size 1"),
         ({"virtual_pipeline_size": 2, "pipeline_parallel_size": 4}, "microbatches 1 is below pipeline_parallel_size 4"),
         ({"expert_parallel_size": 4, "data_parallel_size": 6}, "do not divide the 6 ranks of a pipeline stage"),
-        (
-            {"pipeline_layout": "EtL", "account_for_loss_in_pipeline_split": True},
-            "^pipeline_layout and account_for_loss_in_pipeline_split are different ways to say how many layers a stage has",
-        ),
+        ({"pipeline_layout": "EtL", "account_for_loss_in_pipeline_split": True}, "^pipeline_layout and"),
     ],
 )
 def test_ranks_that_no_training_has_are_refused(fields, message):
@@ -73,16 +62,8 @@ def test_ranks_that_no_training_has_are_refused(fields, message):
     ("model", "fields", "message"),
     [
         ({}, {"pipeline_parallel_size": 4}, "num_layers 6 of model .* are not a multiple of pipeline_parallel_size 4"),
-        (
-            {},
-            {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2},
-            "the 3 layers of pipeline rank 0 of model are not a multiple of virtual_pipeline_size 2",
-        ),
-        (
-            {},
-            {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6},
-            "stage 6 leave nothing of num_layers 6 of model to the 1 other stage. Give 5 or less",
-        ),
+        ({}, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2}, "the 3 layers of pipeline rank 0"),
+        ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "stage 6 leave nothing of num_layers 6"),
         ({"seq_length": 62}, {"context_parallel_size": 2}, "seq_length 62 of model is not a multiple of 4"),
         ({"num_query_groups": 2}, {"tensor_parallel_size": 4}, "size 4 is more than the 2 num_query_groups .* Give 2 or less"),
         ({}, {"tensor_parallel_size": 16}, "tensor_parallel_size 16 does not divide num_attention_heads 8 of model."),
@@ -97,19 +78,6 @@ def test_ranks_that_no_training_has_are_refused(fields, message):
 def test_a_model_that_ranks_cannot_share_is_refused(model, fields, message):
     with pytest.raises(ConfigError, match=message):
         list_chunks(make_model(6, **model), Parallelism(**fields))
-
-
-def test_ranks_are_counted():
-    parallelism = Parallelism(
-        tensor_parallel_size=2,
-        pipeline_parallel_size=3,
-        context_parallel_size=2,
-        data_parallel_size=4,
-        expert_parallel_size=8,
-    )
-    assert parallelism.world_size == 48
-    assert parallelism.model_parallel_size == 12
-    assert parallelism.expert_data_parallel_size == 2  # 16 ranks of a stage, 8 for each copy of the experts
 
 
 def read_megatron(model, parallelism):

@@ -1,11 +1,8 @@
 """Megatron's flags as plans, the settings to compare with, and the flags that come nearest to a plan."""
 
-import doctest
-
 import pytest
 
 from fgoffload import ConfigError
-from fgoffload.planner.solving import megatron_flags
 from fgoffload.planner.solving.megatron_flags import (
     FullMethod,
     FullRecompute,
@@ -47,7 +44,3 @@ def test_flags_are_the_words_that_megatron_takes(flags, words):
 def test_what_flags_cannot_say_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-def test_the_example_runs():
-    assert doctest.testmod(megatron_flags).failed == 0

@@ -9,12 +9,6 @@ from fgoffload.planner.timing.hardware import Link, get_hardware
 from fgoffload.planner.timing.link_rates import make_link_model
 
 
-def test_rates_that_were_measured_count_as_they_are():
-    link = make_link_model(get_hardware("h100"))
-    assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s) == (54e9, 52e9, 42e9)
-    assert (link.copy_latency_s, link.compute_slowdown) == (5e-6, 0.01)
-
-
 def test_both_ways_at_once_are_a_part_of_the_slower_way_where_nobody_measured_them():
     # Of the 47 GB/s of one H100 33.5 were left.
     measured = get_hardware("h200")

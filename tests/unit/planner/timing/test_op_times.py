@@ -4,27 +4,13 @@ Most tests have a device that is only limited by what they are about: it compute
 infinitely fast, or it moves 1e9 bytes a second and computes in no time.
 """
 
-import dataclasses
-import doctest
-
 import pytest
-from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, MLA, MOE, MOVING, change_experts, run
+from support.layer_times import DENSE, MOE, change_experts, run
 
 from fgoffload import ConfigError
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import HostWait
-from fgoffload.planner.timing import op_times
 from fgoffload.planner.timing.efficiency import Efficiency, Network
-
-DENSE_STRETCHES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
-
-
-def get_forward(segments):
-    return {name: one.forward_s for name, one in segments.items()}
-
-
-def test_the_example_in_the_module_holds():
-    assert doctest.testmod(op_times).failed == 0
 
 
 def test_matrix_products_take_2mnk_operations_and_twice_that_in_backward():
@@ -47,59 +33,10 @@ def test_causal_attention_computes_half_of_all_pairs_and_two_and_a_half_times_th
     assert core.backward_s == pytest.approx(2.5 * core.forward_s)
 
 
-def test_heads_of_latent_attention_have_products_of_two_sizes():
-    core = run(MLA)["core_attn"]
-    pair_flop = 2 * 64 * 64 / 2 * 2 * 4
-    assert core.forward_s == pytest.approx(pair_flop * (12 + 8) / 1e12)
-    # Scores again, and the gradients of query and key over 12 channels; those of scores and values over 8.
-    assert core.backward_s == pytest.approx(pair_flop * (3 * 12 + 2 * 8) / 1e12)
-
-
-def test_experts_compute_the_rows_that_they_get():
-    segments = run(MOE)
-    # 256 rows, to gate and up of 16 and back.
-    assert segments["expert_fc1"].forward_s == pytest.approx(2 * 256 * 32 * 32 / 1e12)
-    assert segments["expert_fc2"].forward_s == pytest.approx(2 * 256 * 16 * 32 / 1e12)
-    spread = run(change_experts(expert_parallel_size=4))
-    assert spread["expert_fc1"].forward_s == pytest.approx(segments["expert_fc1"].forward_s)
-    uneven = run(change_experts(expert_parallel_size=4, imbalance=1.5))
-    assert uneven["expert_fc1"].forward_s == pytest.approx(1.5 * segments["expert_fc1"].forward_s)
-    shared = run(change_experts(shared_ffn_hidden_size=24))
-    assert shared["shared_expert"].forward_s == pytest.approx(2 * 128 * (32 * 48 + 24 * 32) / 1e12)
-
-
-def test_each_kind_of_kernel_reaches_its_own_share_of_the_peaks():
-    # A power of two for each, so that no two can be mixed up.
-    shares = {
-        "matmul": 1 / 2,
-        "grouped_matmul": 1 / 4,
-        "attention_forward": 1 / 8,
-        "attention_backward": 1 / 16,
-        "memory": 1 / 32,
-    }
-    efficiency = dataclasses.replace(IDEAL, **shares)
-    plain, found = run(MOE), run(MOE, efficiency=efficiency)
-    assert found["attn_proj"].forward_s == pytest.approx(2 * plain["attn_proj"].forward_s)
-    assert found["expert_fc1"].backward_s == pytest.approx(4 * plain["expert_fc1"].backward_s)
-    assert found["core_attn"].forward_s == pytest.approx(8 * plain["core_attn"].forward_s)
-    assert found["core_attn"].backward_s == pytest.approx(16 * plain["core_attn"].backward_s)
-    plain, found = run(MOE, MOVING), run(MOE, MOVING, efficiency=efficiency)
-    assert found["moe_act"].forward_s == pytest.approx(32 * plain["moe_act"].forward_s)
-
-
 def test_the_host_waits_before_tokens_leave_and_nowhere_else():
     for segments in (run(change_experts(has_fused_permutation=True)), run(MOE)):
         assert {name: one.host_wait for name, one in segments.items() if one.host_wait} == {"dispatch": HostWait.KERNEL}
     assert not any(one.host_wait for one in run(DENSE).values())
-
-
-def test_what_the_host_cannot_launch_in_time_takes_the_time_of_the_launches():
-    idle = dataclasses.replace(COMPUTING, bf16_flop_per_s=FAST)
-    segments = run(DENSE, idle, efficiency=dataclasses.replace(IDEAL, host_s_per_launch=1.0))
-    # Norm and product, attention, product and residual, norm and product, activation, product and residual.
-    assert get_forward(segments) == pytest.approx(dict(zip(DENSE_STRETCHES, (2, 1, 2, 2, 1, 2), strict=True)))
-    busy = run(DENSE, efficiency=dataclasses.replace(IDEAL, host_s_per_launch=1e-15))
-    assert get_forward(busy) == pytest.approx(get_forward(run(DENSE)))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
-from support.layer_times import COMPUTING, DENSE, FAST, change_experts, run
+from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, run
 
 from fgoffload.planner.operations.ops import Execution
+from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Network
 
 
@@ -30,17 +31,14 @@ def test_tensor_parallel_ranks_gather_and_scatter_beside_what_they_share():
     assert segments["core_attn"].forward_s == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "seconds"),
-    [
-        (4, 3 / 4 * 16384 / 1e9),  # all within the node: three quarters leave the rank
-        (8, 7 / 8 * 16384 / 1e9),
-        (16, 8 / 16 * 16384 / 1e6),  # 8 of 16 ranks are in the other node, behind the slower network
-    ],
-)
-def test_tokens_are_exchanged_within_the_node_and_beyond_it(ranks, seconds):
-    network = Network(nvlink_bytes_per_s=1e9, network_bytes_per_s=1e6)
-    fast = dataclasses.replace(COMPUTING, bf16_flop_per_s=FAST)
-    segments = run(change_experts(num_experts=16, expert_parallel_size=ranks), fast, network=network)
-    for name in ("dispatch", "moe_combine"):
-        assert (segments[name].forward_s, segments[name].backward_s) == pytest.approx((seconds, seconds))
+def test_ranks_share_the_vocabulary_and_send_hidden_states():
+    shared = EdgeShape(tokens=128, hidden_size=32, vocab_size=1000, tensor_parallel_size=2)
+    # All tokens, and half of the vocabulary.
+    alone = make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=FAST))[1]
+    assert alone.forward_s == pytest.approx(2 * 128 * 32 * 500 / 1e12)
+    sent = make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))[1]
+    assert sent.forward_s - alone.forward_s == pytest.approx(2 * 64 * 32 / 1e6)
+    # Gathered again, and its gradient scattered, while the matrix products run.
+    assert sent.backward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6)
+    (embedding,) = make_first_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))
+    assert embedding.forward_s == pytest.approx(2 * 64 * 32 / 1e6)

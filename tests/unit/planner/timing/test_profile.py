@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fgoffload import ConfigError, TransferPolicy
+from fgoffload import ConfigError
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -14,7 +14,6 @@ from fgoffload.planner.timing.profile import (
     Profile,
     RankProfile,
     make_rank_model,
-    merge_alike,
 )
 
 LINK = LinkProfile(
@@ -81,15 +80,6 @@ def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path):
     assert Profile.load(path) == PROFILE
 
 
-def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
-    profile = dataclasses.replace(PROFILE, ranks=())
-    assert Profile.from_json(profile.to_json(), source="text") == profile
-    with pytest.raises(ConfigError, match=r"rank 0 is not in the profile, which has the link alone\. Measure a model"):
-        make_rank_model(profile, rank=0)
-    with pytest.raises(ConfigError, match=r"rank 1 is not in the profile\. It has: 0\."):
-        make_rank_model(PROFILE, rank=1)
-
-
 def change(*path, to):
     """Return the profile's document with another value at `path`; `...` takes the field away."""
     document = json.loads(PROFILE.to_json())
@@ -120,18 +110,10 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
             change(*LAYER, "segments", 1, "host_wait", to="never"),
             "p.json: ranks[0].chunks[0].layers[0].model.segments[1].host_wait is 'never'. Give one of: kernel, hold, copy.",
         ),
-        (
-            change("link", "copies", 0, "size_bytes", to=2**28),
-            "p.json: link: copies are of [268435456, 268435456] bytes. Give each size once, from the smallest to the largest.",
-        ),
-        (
-            change("plain_step_s", to=1e308),
-            "p.json: plain_step_s is 1e+308, above 1e+06, which nothing measured comes to. Meas",
-        ),
-        (
-            change("link", "copies", 0, "d2h_bytes_per_s", to=1e-300),
-            "p.json: link.copies[0]: d2h_bytes_per_s 1e-300 is not from 1e+06 to 1e+21 a second, as rates of devices are.",
-        ),
+        (change("link", "copies", 0, "size_bytes", to=2**28), "p.json: link: copies are of [268435456, 268435456] bytes."),
+        (change("plain_step_s", to=0.0), "p.json: the document: plain_step_s 0.0 is no time of a step. Give"),
+        (change("plain_step_s", to=1e308), "p.json: plain_step_s is 1e+308, above 1e+06, which nothing measured comes to."),
+        (change("link", "copies", 0, "d2h_bytes_per_s", to=1e-300), "p.json: link.copies[0]: d2h_bytes_per_s 1e-300 is not"),
     ],
 )
 def test_a_fault_in_a_profile_is_named_with_its_place(text, message):
@@ -160,31 +142,10 @@ def test_a_link_has_the_rates_of_its_largest_copies_and_the_latency_of_its_small
     assert link.copy_latency_s == pytest.approx((to_host + back) / 2, rel=1e-12)
 
 
-def test_a_rank_model_has_what_was_measured():
-    model = make_rank_model(PROFILE, rank=0, policy=TransferPolicy(window_bytes=5), host_budget_bytes=77)
-    assert " ".join(map(str, model.passes)) == "F0 F1 B0 F2 B1 F3 B2 B3"  # the first of two stages
-    assert (model.static_bytes, model.step_end_s, model.min_offloaded_numel) == (5000, 0.5, 64)
-    assert (model.policy.window_bytes, model.host_budget_bytes) == (5, 77)
-    (chunk,) = model.chunks
-    assert (chunk.saved_bytes, chunk.first[0].forward_s) == (33, 0.5)
-    assert [layer.number for layer in chunk.layers] == [0, 1]
-    assert [layer.model.forward_s for layer in chunk.layers] == [1.0, 5.0]
-
-
-def test_layers_that_are_alike_become_one_kind_with_their_least_forward_mean_backward_and_most_bytes():
-    layers = [
-        make_layer("a", forward_s=1.30, backward_s=2.0, size_bytes=1000),
-        make_layer("b", forward_s=1.08, backward_s=2.1, size_bytes=1060),
-        make_layer("c", backward_s=2.6),
-        make_layer("d", size_bytes=1200),
-        make_layer("e", wait=HostWait.KERNEL),
-    ]
-    kinds = merge_alike(layers, tolerance=0.1)
-    assert {name: model.kind for name, model in kinds.items()} == {"a": "a", "b": "a", "c": "c", "d": "d", "e": "e"}
-    merged = kinds["b"]
-    assert merged is kinds["a"]
-    assert merged.forward_s == pytest.approx(1.08)  # the host delays launches, and nothing makes a device faster
-    assert merged.backward_s == pytest.approx(2.05)
-    assert merged.tensors[0].size_bytes == 1060
-    assert merged.units[0].keeps[0].size_bytes == 530
-    assert kinds["c"] == layers[2]
+def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
+    profile = dataclasses.replace(PROFILE, ranks=())
+    assert Profile.from_json(profile.to_json(), source="text") == profile
+    with pytest.raises(ConfigError, match=r"rank 0 is not in the profile, which has the link alone\. Measure a model"):
+        make_rank_model(profile, rank=0)
+    with pytest.raises(ConfigError, match=r"rank 1 is not in the profile\. It has: 0\."):
+        make_rank_model(PROFILE, rank=1)

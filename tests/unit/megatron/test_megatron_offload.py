@@ -3,88 +3,38 @@
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
 from support.sites import has_hooks
+from support.trainings import ATTENTION_TAGS, EXPERTS, HIDDEN_BYTES, make_config, make_trainer, train
+from support.trainings import DENSE as ONE_DENSE
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site, Tag, default_tags
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.arguments import parse_arguments
 from fgoffload.integrations.megatron.data import Batches, TextData
 from fgoffload.integrations.megatron.imports import ignore_expected_warnings
-from fgoffload.integrations.megatron.training import StepResult, Trainer
 
-SHAPE = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 6 "
-    "--swiglu --disable-bias-linear --lr 1e-2 --position-embedding-type rope --normalization RMSNorm"
-)
-DENSE = SHAPE
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2"
-MOE = f"{SHAPE} {EXPERTS} --moe-layer-freq [0]*1+[1]*3"
-HIDDEN_BYTES = 32 * 2 * 32 * 4
-"""Of hidden states, [s, b, h] in fp32."""
-DENSE_TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
-MOE_TAGS = (*DENSE_TAGS, "expert_fc1", "moe_act")
+pytestmark = pytest.mark.usefixtures("parallel")
 
-
-@pytest.fixture(scope="module")
-def text() -> TextData:
-    return TextData.load()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _parallel() -> Iterator[None]:
-    Trainer.initialize_parallel(parse_arguments(DENSE.split(), source="test"))
-    yield
-    Trainer.destroy_parallel()
-
-
-def make_config(*tags: str, **options) -> OffloadConfig:
-    options.setdefault("min_offloaded_tensor_size", 64)
-    options.setdefault("offload_prefetch_bytes", 64 * 1024)
-    return OffloadConfig(offload_modules=tags, **options)
-
-
-def make_trainer(flags: str, text: TextData, offload: OffloadConfig | None) -> contextlib.closing[Trainer]:
-    return contextlib.closing(Trainer(parse_arguments(flags.split(), source="test"), text, offload=offload))
-
-
-def train(
-    flags: str, text: TextData, offload: OffloadConfig | None = None, *, steps: int = 2
-) -> tuple[list[object], dict[str, int]]:
-    """Return the bits of all steps, and the bytes that left in the last one by tag."""
-    with make_trainer(flags, text, offload) as trainer:
-        results: list[StepResult] = [trainer.run_step() for _ in range(steps)]
-        stats = trainer.integration.last_step.tags if offload else {}
-        return [(r.losses, r.gradient_digests) for r in results], {tag: numbers.d2h_bytes for tag, numbers in stats.items()}
-
-
-def test_layernorm_recompute_keeps_its_storages_and_moves_what_it_reads(text):
-    flags = f"{MOE} --recompute-granularity selective --recompute-modules layernorm"
-    tags = ("attn_norm", "qkv_linear")
-    _, moved = train(MOE, text, make_config(*tags))
-    _, with_recompute = train(flags, text, make_config(*tags))
-    scale_bytes = 32 * 2 * 4  # [s, b, 1]
-    groups = 4 * 3  # layers and microbatches
-    # Without recompute the norm saves its input, the normalized input and the scale, and the linear after it the norm's output.
-    # That output belongs to the recompute where there is one, and stays.
-    assert moved == {"attn_norm": (2 * HIDDEN_BYTES + scale_bytes) * groups, "qkv_linear": HIDDEN_BYTES * groups}
-    assert with_recompute == {"attn_norm": HIDDEN_BYTES * groups, "qkv_linear": 0}
+DENSE = ONE_DENSE.replace("--num-layers 2", "--num-layers 4").replace("--global-batch-size 4", "--global-batch-size 6")
+MOE = f"{DENSE} {EXPERTS} --moe-layer-freq [0]*1+[1]*3"
+MOE_TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
 
 
 @pytest.mark.parametrize(
     ("flags", "tags", "gathered_bytes"),
     [(MOE, MOE_TAGS, 4 * 2 * HIDDEN_BYTES)],
 )
-def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flags, tags, gathered_bytes, text):
+def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flags, tags, gathered_bytes):
     resident, moved, held = [], 0, 0
     for offload in (None, make_config(*tags, min_offloaded_tensor_size=0)):
-        with make_trainer(flags, text, offload) as trainer:
+        with make_trainer(flags, offload) as trainer:
             trainer.run_step()
-            batch = next(text.iterate_microbatches(Batches(seq_length=32, micro_batch_size=2, seed=1), step=0, count=1))
+            batch = next(
+                TextData.load().iterate_microbatches(Batches(seq_length=32, micro_batch_size=2, seed=1), step=0, count=1)
+            )
             ledger = ActivationLedger(parameters=trainer.parameters())
             with contextlib.ExitStack() as stack:
                 if offload:
@@ -106,10 +56,10 @@ def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flag
 
 
 @pytest.mark.quick
-def test_microbatches_may_become_more_and_fewer_from_step_to_step(text):
+def test_microbatches_may_become_more_and_fewer_from_step_to_step():
     def run(offload: OffloadConfig | None) -> tuple[list[object], list[int]]:
         bits, moved = [], []
-        with make_trainer(MOE, text, offload) as trainer:
+        with make_trainer(MOE, offload) as trainer:
             for count in (2, 4, 3):
                 trainer.arguments = dataclasses.replace(trainer.arguments, global_batch_size=2 * count)
                 result = trainer.run_step()
@@ -124,39 +74,12 @@ def test_microbatches_may_become_more_and_fewer_from_step_to_step(text):
     assert 2 * moved[2] == 3 * moved[0]
 
 
-def test_forward_without_grad_before_and_between_steps_touches_nothing(text):
-    expected, _ = train(MOE, text)
-    bits = []
-    with make_trainer(MOE, text, make_config(*MOE_TAGS)) as trainer:
-        batch = next(text.iterate_microbatches(Batches(seq_length=32, micro_batch_size=2, seed=1), step=0, count=1))
-        for _ in range(2):
-            state = torch.get_rng_state()
-            with torch.no_grad(), ignore_expected_warnings():
-                trainer.chunks[0](batch.tokens, batch.position_ids, None, labels=batch.labels)
-            torch.set_rng_state(state)
-            assert trainer.integration.engine.finish_step().tags == {}
-            result = trainer.run_step()
-            bits.append((result.losses, result.gradient_digests))
-    assert bits == expected
-
-
-@pytest.mark.parametrize(("fraction", "offloaded"), [(0.8, 8)])
-def test_a_fraction_keeps_the_last_sites_and_changes_no_bit(fraction, offloaded, text):
-    flags = DENSE.replace("--num-layers 4", "--num-layers 2")
-    expected, _ = train(flags, text)
-    with make_trainer(flags, text, make_config(*DENSE_TAGS, activation_offload_fraction=fraction)) as trainer:
-        results = [trainer.run_step() for _ in range(2)]
-        groups = {tag: numbers.groups for tag, numbers in trainer.integration.last_step.tags.items()}
-    assert [(r.losses, r.gradient_digests) for r in results] == expected
-    assert sum(groups.values()) == 3 * offloaded  # three microbatches
-
-
-def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp_path, text):
+def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp_path):
     path = tmp_path / "plan.json"
     sites = (Site(chunk=0, layer=1, tag="core_attn"), Site(chunk=0, layer=9, tag="core_attn"))
     path.write_text(OffloadPlan(actions=dict.fromkeys(sites, Action.OFFLOAD)).to_json())
     with (
-        make_trainer(MOE, text, make_config("core_attn", offload_plan=path)) as trainer,
+        make_trainer(MOE, make_config("core_attn", offload_plan=path)) as trainer,
         pytest.raises(PlanError, match=r"names layers\.9\.core_attn in chunk 0, and no rank has such a site") as caught,
     ):
         trainer.run_step()
@@ -188,14 +111,14 @@ def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
     megatron.remove(offload)  # does no harm
 
 
-def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right(text):
+def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right():
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     def fail(module, args):
         raise ValueError("the user's own")
 
-    expected, _ = train(MOE, text)
-    with make_trainer(MOE, text, make_config(*MOE_TAGS)) as trainer:
+    expected, _ = train(MOE)
+    with make_trainer(MOE, make_config(*MOE_TAGS)) as trainer:
         experts = next(module for module in trainer.chunks[0].modules() if isinstance(module, SequentialMLP))
         state = torch.get_rng_state()
         # Ahead of our own hook on the same module: inside of the activation's region, which is still open then.
@@ -214,7 +137,7 @@ def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right(text
     assert [(r.losses, r.gradient_digests) for r in results] == expected
 
 
-def test_a_users_own_site_with_a_tag_of_their_own_moves(text):
+def test_a_users_own_site_with_a_tag_of_their_own_moves():
     config = make_config("loss_head", tags=default_tags().with_tag(Tag(name="loss_head", saves="the final hidden states")))
     offload = megatron.apply(config)
     try:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fgoffload.benchmark.traces import Event, is_copy, is_kernel
+from trace_events import Event, is_copy, is_kernel
 
 WAIT_RANGE = "fgoffload: the host may wait"
 """The name of a profiler range around what waits. What the host waits for by itself, as at a step's end, is no wait here."""
