@@ -157,6 +157,12 @@ ROWS = (
     Row("dense", DENSE, DENSE_TAGS),
     Row("MoE, all-to-all", MOE, MOE_TAGS),
     Row("MoE, all-gather", MOE.replace("alltoall", "allgather"), MOE_TAGS),
+    Row(
+        "MoE, op fuser",
+        f"{MOE} --use-transformer-engine-op-fuser",
+        f"{ATTENTION_TAGS} mlp_norm router fused_group_mlp moe_combine",
+        refused=tuple((version, "its experts have no op fuser") for version in ("0.16", "0.17", "0.18")),
+    ),
     Row("half of the sites", MOE, MOE_TAGS, options=(("activation_offload_fraction", 0.5),)),
     Row("MoE, fused permutation", f"{MOE} --moe-permute-fusion", MOE_TAGS.replace(" moe_combine", "")),
     Row("mixed dense and MoE, shared experts", MIXED, MIXED_TAGS),
@@ -332,3 +338,17 @@ ROWS = (
         gpus=4,
     ),
 )
+
+SHORT = (
+    "dense",
+    "MoE, all-to-all",
+    "MoE, op fuser",
+    "mixed dense and MoE, shared experts",
+    "grouped-query attention",
+    "MTP",
+    "MLA",
+    "packed sequences (THD)",
+    *(f"FP8, {recipe}" for recipe in ("delayed", "tensorwise", "blockwise")),
+    "plan: keep, recompute, offload",
+)
+"""The rows of `--short`: each kind of model once, both ways that experts run, and each recipe of FP8."""

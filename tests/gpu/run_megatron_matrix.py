@@ -1,6 +1,6 @@
 """The GPU column of the support matrix: each row trains without offload twice and with offload, and compares every bit.
 
-    python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS] [--out FOLDER] [--megatron CHECKOUT]
+    python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS | --short] [--out FOLDER] [--megatron CHECKOUT]
 
 Each row is a process of its own, or one for each GPU that it needs, since Transformer Engine and Megatron keep state for a
 whole process. A row whose training without offload does not reproduce itself says nothing about offload, and is shown as such.
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_results import Line, format_table, is_failure, judge_row, make_line, summarize
-from megatron_rows import ROWS, Row
+from megatron_rows import ROWS, SHORT, Row
 
 STEPS = 2
 TIMEOUT_SECONDS = 240
@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=6, help="rows at a time")
     parser.add_argument("--gpus", type=int, default=1, help="rows that need so many GPUs")
     parser.add_argument("--only", default="", help="rows whose name has one of these, separated by commas")
+    parser.add_argument("--short", action="store_true", help="a few rows, one of each kind: under four minutes on one GPU")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="where results and logs go")
     parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="folder of the Megatron-LM that runs")
     parser.add_argument("--worker", nargs=3, metavar=("ROW", "RANK", "FOLDER"), help="for internal use")
@@ -49,7 +50,8 @@ def main() -> int:
     version, devices = ask_workers(environment)
     say(f"Megatron-Core {version}, {devices} GPUs")
     words = [word for word in arguments.only.split(",") if word]
-    rows = [row for row in ROWS if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
+    chosen = [row for row in ROWS if row.name in SHORT] if arguments.short else ROWS
+    rows = [row for row in chosen if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         lines = list(
             pool.map(
@@ -146,6 +148,8 @@ def run_worker(row: Row, rank: int, folder: Path) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("NCCL_ALGO", "^NVLS")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # Megatron asks for it before it takes the op fuser; Transformer Engine has its fused kernel for Blackwell alone.
+    os.environ.setdefault("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
     try:
         found = compare(row, rank, folder)
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says it

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from gpu.megatron_rows import IMPOSSIBLE, METHODS, MODULES, ROWS
+from gpu.megatron_rows import IMPOSSIBLE, METHODS, MODULES, ROWS, SHORT
 from packaging.version import Version
 
 from fgoffload import Action, ConfigError, OffloadConfig, OffloadPlan, Site, default_tags
@@ -31,17 +31,23 @@ def parse(row):
 
 def test_megatron_accepts_every_row(transformer_engine):
     assert len({row.name for row in ROWS}) == len(ROWS)
-    for row in ROWS:
+    installed = load_module("megatron.core").__version__
+    for row in (row for row in ROWS if row.find_refusal(installed) is None):
         arguments = parse(row)
         assert arguments.uses_transformer_engine
         assert bool(row.plan) != bool(row.tags)
-        assert row.find_refusal("0.16.1") is None
+        assert row.find_refusal("0.19.2") is None
         leaving = [tag for _, tag, action in row.plan if action.endswith("offload") and tag in TAGS]
         offload = OffloadConfig(offload_modules=tuple(row.tags.split() or dict.fromkeys(leaving)), **dict(row.options))
         if row.tags:
             offload.check_recompute(arguments.transformer.get("recompute_modules", ()))
         for config in (None, offload):
             assert build_transformer_config(arguments, offload=config).num_layers == arguments.transformer["num_layers"]
+
+
+def test_the_short_run_has_rows_of_one_gpu():
+    chosen = [row for row in ROWS if row.name in SHORT]
+    assert [row.gpus for row in chosen] == [1] * len(SHORT)
 
 
 def test_the_plan_of_a_row_has_an_action_in_every_layer():
