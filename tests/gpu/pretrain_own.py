@@ -1,0 +1,58 @@
+"""A GPT script on the entry points of `megatron.training`, as wheels of megatron-core have it: they have no pretrain_gpt.py.
+
+    fgoffload run -- tests/gpu/pretrain_own.py FLAGS
+
+Its flags are Megatron's, parsed by its own parser, and its tokens are random. What you should see: our line that says what was
+applied, and Megatron's log with a loss for each step.
+"""
+
+import torch
+from megatron.core.datasets import utils
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+
+class RandomTokens(torch.utils.data.Dataset):
+    """Sequences of random tokens, each the same whenever it is asked for."""
+
+    def __init__(self, count: int, seq_length: int, vocab_size: int) -> None:
+        self._count, self._seq_length, self._vocab_size = count, seq_length, vocab_size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(self._vocab_size, (self._seq_length + 1,), generator=generator)
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+def make_datasets(counts):
+    """Return the datasets for training, validation and tests, of which the last two are not there."""
+    arguments = get_args()
+    return RandomTokens(counts[0], arguments.seq_length, arguments.vocab_size), None, None
+
+
+def run_forward(batches, model):
+    """Run one forward, and return its output and what makes a loss of it."""
+    batch = next(batches)
+    tokens, labels = batch["tokens"].cuda(), batch["labels"].cuda()
+    positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+    # No mask: attention makes the causal one itself.
+    return model(tokens, positions, None, labels=labels), compute_loss
+
+
+def compute_loss(output):
+    """Return the mean loss of a microbatch, and what Megatron logs of it."""
+    loss = output.float().mean()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+if __name__ == "__main__":
+    # A wheel has the helpers of datasets compiled, and not the Makefile by which Megatron would compile them at every start.
+    utils.compile_helpers = lambda: None
+    parsed = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    container = pretrain_cfg_container_from_args(parsed, gpt_config_from_args(parsed))
+    pretrain(container, make_datasets, ModelType.encoder_or_decoder, run_forward)
