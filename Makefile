@@ -15,7 +15,8 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SMOKE := $(addprefix tests/unit/,launch megatron_interface megatron/test_sites.py megatron/test_waits.py)
+SMOKE := $(addprefix tests/unit/,launch megatron_interface megatron/test_sites.py megatron/test_waits.py \
+	megatron/test_training_graphs.py megatron/test_graph_flags.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test quick slow smoke older versions check

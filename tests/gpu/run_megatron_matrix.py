@@ -6,7 +6,7 @@ Each row is a process of its own, or one for each GPU that it needs, since Trans
 whole process. A row whose training without offload does not reproduce itself says nothing about offload, and is shown as such.
 With `--megatron` the Megatron-Core of a checkout runs in place of the installed one; rows that it cannot take are shown with
 the reason, and are no failures. What you should see: a line for each row as it ends, and a table at the end, which is in
-`matrix_1gpu_0.16.1.md` too; exit code 0 where every row that ran is equal.
+`matrix_1gpu_0.19.2.md` too; exit code 0 where every row that ran is equal.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import pytest
 from support.trainings import DENSE, make_trainer, train
+from support.versions import is_installed
 
 from fgoffload.cli.measurement import TrainingSource, load_training, measure_training
 from fgoffload.errors import ConfigError, IntegrationError
@@ -18,6 +19,11 @@ pytestmark = pytest.mark.usefixtures("parallel", "_gpu")
 LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
 TE = f"{DENSE} --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2"
 FULL = f"{DENSE} --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 9"
+
+_NEEDS_NO_STATE = pytest.mark.skipif(
+    not is_installed("0.17"),
+    reason="megatron-core 0.16 wants random states of a GPU to build layers for a graph of the whole step",
+)
 
 
 @pytest.fixture
@@ -101,6 +107,7 @@ def test_a_training_whose_layers_are_not_captured_ends_before_the_step_that_shou
     assert calls == ["capture for 2 microbatches"]
 
 
+@_NEEDS_NO_STATE
 def test_a_graph_of_the_whole_step_is_fed_what_the_schedule_is_and_the_bits_stay():
     expected, _ = train(DENSE, steps=3)
     found, _ = train(FULL, steps=3)
@@ -109,6 +116,7 @@ def test_a_graph_of_the_whole_step_is_fed_what_the_schedule_is_and_the_bits_stay
     assert again == expected
 
 
+@_NEEDS_NO_STATE
 def test_nothing_of_a_graph_of_the_whole_step_is_left_for_the_next_trainer(monkeypatch):
     module = load_module("megatron.core.full_cuda_graph")
     monkeypatch.setattr(module, "_shared_graph_pool", "a pool", raising=False)
