@@ -51,6 +51,10 @@ def test_each_term_of_a_latent_model_is_counted():
     predicting = dataclasses.replace(DEEPSEEK_V3, mtp_num_layers=1)
     added = attention + norms + mixture + 3 * 7168 + 2 * 7168 * 7168
     assert count_parameters(predicting) == count_parameters(DEEPSEEK_V3) + added
+    # A query in one go has a norm of the hidden states.
+    whole = dataclasses.replace(DEEPSEEK_V3, latent=dataclasses.replace(DEEPSEEK_V3.latent, q_lora_rank=None))
+    added = 7168 * 128 * 192 + 7168 - (7168 * 1536 + 1536 * 128 * 192 + 1536)
+    assert count_parameters(whole) == count_parameters(DEEPSEEK_V3) + 61 * added
 
 
 # What a rank holds.

@@ -1,5 +1,7 @@
 """Device bytes that are there while a stretch runs, added up by hand, tensor by tensor."""
 
+import dataclasses
+
 from support.layer_times import DENSE, MLA, change_experts, run
 
 
@@ -62,6 +64,11 @@ def test_temporaries_of_latent_attention():
     assert segments["qkv_down"].backward_extra_bytes == 3 * hidden + 2 * compressed
     assert segments["qkv_linear"].forward_extra_bytes == hidden + compressed + 2 * query_key_value
     assert segments["qkv_linear"].backward_extra_bytes == hidden + 2 * query_key_value + compressed
+    # A query in one go has a norm of the hidden states.
+    whole = dataclasses.replace(MLA, latent=dataclasses.replace(MLA.latent, q_lora_rank=None, has_qk_norm=True))
+    compressed = 2 * 128 * (6 + 4)
+    found = run(whole)["qkv_linear"].forward_extra_bytes
+    assert found == hidden + compressed + (compressed + hidden) + 2 * query_key_value
 
 
 def test_ranks_that_share_experts_hold_what_they_gathered():
