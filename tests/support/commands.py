@@ -6,6 +6,7 @@ packages that transformers imports wherever they are installed.
 As a module: `run_commands`. As a script: the process whose copies run the commands.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -59,6 +60,7 @@ def _run_all(folder: Path, commands: Sequence[Sequence[str]], imports: Sequence[
     sys.modules.update(dict.fromkeys(without))
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()  # a collection of a copy would write to all pages, which copies share until one of them does
     codes = []
     for number, words in enumerate(commands):
         sys.stdout.flush()
