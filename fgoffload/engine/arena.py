@@ -9,7 +9,7 @@ for. A copy to the host that is still writing the range needs no event: all thos
 Locked memory grows in slabs, since locking it all at once would stop a step for as long as it takes. A block cannot lie across
 two of them. Where the shapes of a mixture of experts change with the routing, what is left at the end of each slab is lost to
 a block that is a little larger: of what blocks in one piece reserve over thousands of steps a fifth to a half is never needed
-(tests/unit/engine/test_fragmentation.py). So a block that fits into no free range takes several, the largest first, and only
+(simulated). So a block that fits into no free range takes several, the largest first, and only
 what is missing then is reserved. The price is one queued copy for each part.
 
 [Note: A block that comes back]
