@@ -286,15 +286,16 @@ class TransferSchedule:
     Each event returns decisions. Execute one before you ask for the next, and ask for all.
 
     Args:
-        policy: How much may be back before backward asks for it.
+        policy: How much may be in flight, and back before backward asks for it.
     """
 
     def __init__(self, policy: TransferPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
+        """As `policy`; it may change between any two events."""
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
         """Forward of `lane` is over and its backward comes next: the last groups stay, as far as their copies are under way."""
-        return self._call_back_ahead(lane, self._policy.may_prefetch, is_unfinished=True)
+        return self._call_back_ahead(lane, self.policy.may_prefetch, is_unfinished=True)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[CallBack[Group, Saved]]:
         """Backward has come to `group`, and has left those behind it: call it back if nothing did, and what comes next."""
@@ -307,8 +308,8 @@ class TransferSchedule:
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
         """Backward has got ahead in `lane`: call back what it wants next, as far as the policy lets it."""
-        if lane.away and self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            yield from self._call_back_ahead(lane, self._policy.may_prefetch)
+        if lane.away and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            yield from self._call_back_ahead(lane, self.policy.may_prefetch)
 
     def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[CallBack[Group, Saved]]:
         """Backward takes `size_bytes` in a layer of which nothing was offloaded: call back what fits into what it let go of.
@@ -320,8 +321,8 @@ class TransferSchedule:
             return
         let_go_bytes = lane.let_go_bytes
         lane.let_go_bytes += size_bytes
-        if self._policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            may_prefetch = functools.partial(self._policy.may_prefetch_early, let_go_bytes=let_go_bytes)
+        if self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            may_prefetch = functools.partial(self.policy.may_prefetch_early, let_go_bytes=let_go_bytes)
             yield from self._call_back_ahead(lane, may_prefetch)
 
     def _call_back_ahead(

@@ -5,7 +5,7 @@ from fgoffload.engine.capture import Capture, CapturedRegion
 from fgoffload.engine.delayed import DelayedCpuDevice
 from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSlab, find_device
 from fgoffload.engine.engine import OffloadEngine
-from fgoffload.engine.group import Group, GroupState, Lane
+from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
 from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
@@ -22,7 +22,6 @@ __all__ = [
     "DelayedCpuDevice",
     "Device",
     "Group",
-    "GroupState",
     "Hazard",
     "HostArena",
     "HostBlock",

@@ -2,7 +2,7 @@
 
 It knows tensors, groups, lanes and a device, and no framework. An integration constructs an engine, holds it, and tells it
 where regions are; autograd calls it through the hooks of those regions. What stays for what it is, `keep_rules.py` says; what
-comes back when, `reloads.py`; how bytes move and what waits for what, `transfers.py`.
+comes back when, `fgoffload.transfer_schedule`; how bytes move and what waits for what, `transfers.py`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from fgoffload.engine.arena import MIN_PART_BYTES, HostArena, HostBlock
 from fgoffload.engine.capture import Capture
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view
-from fgoffload.engine.group import Group, GroupState, Lane
+from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.handles import (
     FollowedHandle,
     Handle,
@@ -35,7 +35,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.region import Following, Region, Saving, add_mark, is_engine_hook, is_in_backward, is_inert
 from fgoffload.engine.reloads import Reloads
 from fgoffload.engine.rewrites import Rewrites
-from fgoffload.engine.saved import SavedState, SavedStorage
+from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.staging import Staging
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.staying import HeldSpots, Spot, StayingStorages
@@ -44,7 +44,7 @@ from fgoffload.engine.torch_internals import wrap_internals
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
-from fgoffload.transfer_schedule import TransferPolicy
+from fgoffload.transfer_schedule import GroupState, SavedState, TransferPolicy, TransferSchedule
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class OffloadEngine:
     ) -> None:
         wrap_internals(is_engine_hook)
         self.device = device
-        self._policy = policy or TransferPolicy()
+        self._schedule = TransferSchedule(policy or TransferPolicy())
         self.most_in_flight: int | None = None
         """How many groups of each tag may be on their way to the host before compute waits, beside the window; None for any."""
         self._rules = KeepRules(
@@ -108,7 +108,7 @@ class OffloadEngine:
         self._rewrites = Rewrites(device, self._transfers)
         self._held_spots = HeldSpots()
         self._reloads = Reloads(
-            self._transfers, self._policy, staying=self._staying, held_spots=self._held_spots, observers=self.observers
+            self._transfers, self._schedule, staying=self._staying, held_spots=self._held_spots, observers=self.observers
         )
         self._counters = Counters()
         self._captures_step = False
@@ -119,7 +119,7 @@ class OffloadEngine:
     def set_policy(self, policy: TransferPolicy) -> None:
         """Let copies run as far as `policy` says from here on."""
         with self._lock:
-            self._policy = self._reloads.policy = policy
+            self._schedule.policy = policy
 
     # Regions: what an integration calls in forward.
 
@@ -181,7 +181,7 @@ class OffloadEngine:
         """Backward has passed a stretch of which nothing left: bring back what comes next."""
         with self._lock:
             self._transfers.poll()
-            self._reloads.prefetch(lane)
+            self._reloads.execute(self._schedule.prefetch(lane))
 
     def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
         """Forward of `lane` is over and its backward comes next: the last groups stay, where they are still on their way.
@@ -202,15 +202,10 @@ class OffloadEngine:
             self._transfers.poll()
             while window_bytes is not None and self._transfers.in_flight_bytes > window_bytes:
                 self._transfers.release_oldest()
-            self._keep_held(lane)
-            self._reloads.call_back_unfinished(lane)
-
-    def _keep_held(self, lane: Lane) -> None:
-        """Let the groups of `lane` that are held stay: they would leave just when backward asks for them."""
-        for group in lane.groups:
-            if group.state is GroupState.HELD:
-                for saved in group.submit():
+            for group in lane.list_held():
+                for saved in group.submit_living():
                     group.stats.recalled_bytes += saved.size_bytes
+            self._reloads.execute(self._schedule.expect_backward(lane))
 
     def capture(self, place: Place) -> Capture:
         """Return a context for the forward of a layer that a graph captures, or that warms up for it."""
@@ -244,13 +239,12 @@ class OffloadEngine:
         with self._lock:
             if group.state is not GroupState.SAVING:
                 raise StateError(f"{group.place} was ended twice. End each region once.")
-            group.end_position = len(lane.groups)
+            lane.close(group, is_held=is_held)
             group.stats.saved_tensors += group.passed_tensors
             if group.passed_bytes:
                 group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
             self._most_groups = max(self._most_groups, len(lane.groups))
             if is_held:
-                group.state = GroupState.HELD
                 self._held.append(weakref.ref(group))
             else:
                 self._submit(group)
@@ -358,7 +352,7 @@ class OffloadEngine:
         """Backward takes a storage of `size_bytes` in a stretch that is followed."""
         with self._lock:
             if lane.away and is_in_backward():
-                self._reloads.prefetch_early(lane, size_bytes)
+                self._reloads.execute(self._schedule.let_go(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return what `view` saw when it was saved.
@@ -378,8 +372,8 @@ class OffloadEngine:
                 if lane.away and is_in_backward():
                     is_let_go = not saved.is_let_go and saved.state is SavedState.RESIDENT
                     saved.is_let_go = saved.is_let_go or is_let_go
-                    self._reloads.prefetch_early(lane, saved.size_bytes if is_let_go else 0)
-            elif is_in_backward() and lane.is_news(group, is_away=saved.state is SavedState.OFFLOADED):
+                    self._reloads.execute(self._schedule.let_go(lane, saved.size_bytes if is_let_go else 0))
+            elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
                 self._reloads.approach(lane, group)
             if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
                 # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
@@ -401,7 +395,7 @@ class OffloadEngine:
         """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
         with self._lock:
             self._reloads.leave(lane, group.position)
-            self._reloads.prefetch(lane)
+            self._reloads.execute(self._schedule.prefetch(lane))
 
     # Graphs of whole steps.
 
@@ -544,7 +538,7 @@ class OffloadEngine:
         self._transfers.poll()  # ahead of copies that cannot be done yet: to ask for them costs as much as to queue a wait
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
-        for saved in group.submit():
+        for saved in group.submit_living():
             block = self._find_block(saved, group)
             if block is not None:
                 saved.stats = stats
@@ -564,7 +558,7 @@ class OffloadEngine:
 
     def _must_wait(self, stats: TagStats) -> bool:
         """Return whether compute has to wait for the oldest copy to the host, behind a group of the tag that `stats` are of."""
-        if self._policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
+        if self._schedule.policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
             return True
         return self.most_in_flight is not None and self._transfers.count_in_flight(stats) > self.most_in_flight
 

@@ -13,7 +13,6 @@ at in another way on the way. Else the stretch moves as bytes; so do bools, sinc
 not 0. Where the saves cover less than half of the stretch, they are gathered, and that moves.
 """
 
-import enum
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -26,19 +25,11 @@ from fgoffload.engine.identity import Contents, StorageRef, get_version
 from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError
+from fgoffload.transfer_schedule import SavedState
 
 if TYPE_CHECKING:
     from fgoffload.engine.staying import Spot
     from fgoffload.engine.transfers import Transfers
-
-
-class SavedState(enum.Enum):
-    """Where the bytes of a saved storage are."""
-
-    RESIDENT = enum.auto()  # on the device only: not submitted, or kept
-    OFFLOADING = enum.auto()  # on the device, and the copy to the host is queued
-    OFFLOADED = enum.auto()  # on the host only
-    RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its event has passed
 
 
 _ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)

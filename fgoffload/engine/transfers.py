@@ -18,10 +18,11 @@ from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_version
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
-from fgoffload.engine.saved import Reload, SavedState, SavedStorage
+from fgoffload.engine.saved import Reload, SavedStorage
 from fgoffload.engine.stats import TagStats, TimeKind
 from fgoffload.engine.timing import StopWatch
 from fgoffload.errors import InternalError, StateError
+from fgoffload.transfer_schedule import SavedState
 
 
 class _InFlight(NamedTuple):

@@ -12,7 +12,6 @@ from fgoffload.engine.device import Event, Stream
 from fgoffload.engine.handles import Handle, KeptHandle, WrappedHandle
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
-from fgoffload.engine.saved import SavedState
 from fgoffload.errors import ConfigError, InternalError
 from fgoffload.integrations.pytorch.block import SavedTensors
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
@@ -20,6 +19,7 @@ from fgoffload.integrations.pytorch.model import ModelOffload
 from fgoffload.integrations.pytorch.patterns import Patterns, check_model, find_sites
 from fgoffload.integrations.pytorch.tensors import check_config
 from fgoffload.transfer_config import TransferConfig
+from fgoffload.transfer_schedule import SavedState
 from fgoffload.units import format_bytes
 
 OUTSIDE = "saved outside of every region"

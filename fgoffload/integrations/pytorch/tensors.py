@@ -5,11 +5,11 @@ import torch
 from fgoffload.engine import Group, Lane, OffloadEngine
 from fgoffload.engine.geometry import round_up
 from fgoffload.engine.handles import Packed, hold
-from fgoffload.engine.saved import SavedState
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.plan import Site
 from fgoffload.transfer_config import TransferConfig
+from fgoffload.transfer_schedule import SavedState
 
 TAG = "by_hand"
 """The tag under which the statistics count such tensors."""

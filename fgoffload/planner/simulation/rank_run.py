@@ -104,7 +104,6 @@ class RankRun:
         self.clock_s = 0.0
         """Compute has come so far."""
         self._rank = rank
-        self._policy = rank.policy
         self._schedule = TransferSchedule(rank.policy)
         self._programs = programs
         self._recorder = recorder
@@ -340,7 +339,7 @@ class RankRun:
         if leaving and self._rank.late_group_s:
             # Ahead of the window, for which the device waits and the host does not.
             self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
-        while self._policy.must_wait(in_flight_bytes=self._in_flight_bytes):
+        while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_copy(self._in_flight[0].copy, Cause.WINDOW)
             self._release_oldest()
 
