@@ -112,10 +112,16 @@ def test_what_backward_reaches_and_what_it_leaves_no_longer_counts_as_ahead():
 
 def test_what_comes_back_in_a_layer_that_stays_takes_no_more_than_backward_has_let_go_of():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=2 * NBYTES)
-    found = [lane.execute(schedule.let_go(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 0)]
+    found = [lane.execute(schedule.let_go(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 7)]
     # What is taken now is let go of when the next one is.
     assert found == [[], [], [("", "b")], [("", "a")], []]
     assert lane.let_go_bytes == 2 * NBYTES
+
+
+def test_in_a_layer_that_stays_nothing_comes_back_while_more_than_half_of_the_prefetch_is_ahead():
+    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=3 * NBYTES)
+    found = [lane.execute(schedule.let_go(lane, size)) for size in (2 * NBYTES, NBYTES, 0)]
+    assert found == [[], [("", "cb")], []]  # though the first group fits
 
 
 def test_where_backward_comes_next_groups_stay_as_long_as_all_of_each_is_on_its_way():
@@ -144,6 +150,33 @@ def test_bytes_of_a_group_are_news_until_backward_has_reached_it():
     assert all(lane.is_news(group, is_offloaded=False) for group in lane.groups)
     reach(schedule, lane, 2)
     assert [lane.is_news(group, is_offloaded=False) for group in lane.groups] == [True, True, False]
+
+
+def test_a_group_is_news_though_all_that_it_wants_came_back_for_another_one():
+    lane, schedule = ToyLane("x", "x", "c"), make_schedule(prefetch=NBYTES)
+    reach(schedule, lane, 2)
+    assert (lane.away, lane.groups[0].ahead_bytes) == (0, 0)
+    assert lane.is_news(lane.groups[0], is_offloaded=False)
+
+
+def test_a_group_that_came_back_while_backward_was_inside_of_it_is_news():
+    lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=NBYTES)
+    lane.close(lane.groups[0], is_held=False)
+    reach(schedule, lane, 1)
+    assert (lane.end, lane.away) == (lane.groups[0].end_position, 0)
+    assert lane.is_news(lane.groups[0], is_offloaded=False)
+    reach(schedule, lane, 0)
+    assert not lane.is_news(lane.groups[0], is_offloaded=False)
+
+
+def test_a_copied_group_is_as_far_and_goes_its_own_way():
+    lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=NBYTES)
+    reach(schedule, lane, 1)
+    first, other = lane.groups[0], lane.groups[0].copy()
+    assert (other.position, other.end_position, other.state) == (0, 1, GroupState.SUBMITTED)
+    lane.leave(0)
+    assert (first.ahead_bytes, other.ahead_bytes) == (0, NBYTES)
+    assert (first.state, other.state) == (GroupState.SPENT, GroupState.SUBMITTED)
 
 
 def test_a_group_that_ends_behind_another_one_is_reached_from_there():
