@@ -30,14 +30,6 @@ def test_one_group_comes_back_ahead_however_large_it_is(prefetch_bytes, group_by
     assert TransferPolicy(prefetch_bytes=prefetch_bytes).may_prefetch(ahead_bytes=0, group_bytes=group_bytes)
 
 
-@given(ahead_bytes=SIZES, group_bytes=SIZES)
-def test_before_backward_comes_to_a_group_no_more_comes_back_than_it_let_go_of(ahead_bytes, group_bytes):
-    policy = TransferPolicy(prefetch_bytes=2**51)
-    for let_go_bytes, may in ((ahead_bytes + group_bytes, True), (ahead_bytes + group_bytes - 1, False)):
-        found = policy.may_prefetch_early(ahead_bytes=ahead_bytes, group_bytes=group_bytes, let_go_bytes=let_go_bytes)
-        assert found is may
-
-
 @pytest.mark.parametrize(("field", "flag"), [("window_bytes", "--offload-window"), ("prefetch_bytes", "--offload-prefetch")])
 def test_a_size_below_zero_is_refused_with_its_flag(field, flag):
     with pytest.raises(ConfigError) as caught:
