@@ -1,16 +1,13 @@
 """What is offloaded, reloaded, cancelled and released, and when: the state machine that the engine and the simulator share.
 
-It knows the groups of each microbatch by their order and by their bytes. The engine tells it of events on a device, the
-simulator of the same events in simulated time, and both execute what it decides. It asks them where the bytes are through
-`SavedBytes`. Locks, weak references and storages that several groups share are the engine's.
+It knows groups by their order and bytes. The engine reports events on a device, the simulator in simulated time; both execute
+what it decides, and answer where bytes are (`SavedBytes`). Locks, weak references and shared storages are the engine's.
 
     [Note: Events]
-    Forward reaches a site: `ScheduledLane.open`. A group ends: `ScheduledLane.close`; it is submitted, at once or where the
-    host no longer has to synchronize: `ScheduledGroup.submit`. Behind its copies compute waits while more than the window is
-    in flight: `TransferPolicy.must_wait`. Backward comes next: `ScheduledLane.list_held`, `TransferSchedule.expect_backward`.
-    Backward reaches a group: `ScheduledLane.leave` what is behind it, then `TransferSchedule.reach`. Backward has left a layer
-    of which nothing was offloaded: `TransferSchedule.prefetch`; it takes tensors there: `TransferSchedule.let_go`. Before each
-    of these but the first and the last the executor looks which copies are done.
+    Forward reaches a site: `open`; a group ends: `close`, `submit`, and compute waits as `must_wait` says; backward comes next:
+    `list_held`, `expect_backward`. Backward reaches a group: `leave`, `reach`; has left a layer of which nothing was offloaded:
+    `prefetch`; takes tensors there: `let_go`. Before `submit`, `list_held`, `reach` and `prefetch` the executor releases what
+    finished copies no longer need.
 
 All rules count bytes, never tensors or groups: groups of one model differ in size by a hundred times.
 """
@@ -168,11 +165,7 @@ class SavedBytes(Protocol[Saved]):
     __slots__ = ()
 
     def list_away(self, group: int) -> list[Saved]:
-        """Return what a group saved, backward still wants, and is `OFFLOADING` or `OFFLOADED`, in the order of saving.
-
-        Args:
-            group: Its position.
-        """
+        """Return what the group at a position saved, is still wanted, and is `OFFLOADING` or `OFFLOADED`, in order."""
 
     def is_offloaded(self, saved: Saved) -> bool:
         """Return whether `saved`, which is away, is `OFFLOADED`."""
@@ -229,16 +222,12 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
         group.ahead_bytes = size_bytes
 
     def is_news(self, group: Group, *, is_offloaded: bool) -> bool:
-        """Return whether bytes of `group` that backward takes show that it has reached the group.
+        """Return whether bytes of `group` that backward takes, on the host only or not, show that it has reached the group.
 
         Not where it was known already. Of a group that backward has left, what is on the host only shows that another backward
         of the same graph has begun; ops of other branches take what they want late, and nothing of it is away. A group may have
         been called back while backward was behind all groups, or in one inside of it: what it brought back counts as ahead
         until then, and holds up what is before it.
-
-        Args:
-            group: In this lane.
-            is_offloaded: Whether the bytes are on the host only.
         """
         if self.end > group.end_position or self.away > group.position:
             return True
@@ -314,8 +303,7 @@ class TransferSchedule:
     def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[CallBack[Group, Saved]]:
         """Backward takes `size_bytes` in a layer of which nothing was offloaded: call back what fits into what it let go of.
 
-        It still reads these bytes. Were nothing called back before backward comes to the first group, that one would be waited
-        for.
+        It still reads these bytes. Without this the first group that it comes to would always be waited for.
         """
         if not lane.away:
             return
@@ -328,12 +316,9 @@ class TransferSchedule:
     def _call_back_ahead(
         self, lane: ScheduledLane[Group, Saved], may_prefetch: Callable[..., bool], *, is_unfinished: bool = False
     ) -> Iterator[CallBack[Group, Saved]]:
-        """Call back the groups before those that were called back, as long as `may_prefetch` lets the next one.
+        """Call back the groups before those that were called back, as long as `may_prefetch`, of the policy, lets the next one.
 
-        Args:
-            lane: Where backward is, or comes next.
-            may_prefetch: As those of the policy.
-            is_unfinished: Whether only groups may come back that were submitted and of which no copy to the host is done.
+        With `is_unfinished` a group that was not submitted, or of which a copy to the host is done, ends it too.
         """
         coming: dict[Saved, Group] = {}  # each once, though several groups may want it
         while lane.away > 0:

@@ -65,20 +65,16 @@ class Reloads:
                 saved.stats.recalled_bytes += saved.moved_bytes
                 saved.recall()
             away = decision.reloaded
+            if decision.is_late and away:
+                next(iter(away.values())).stats.prefetch_misses += len(away)
+            if logger.isEnabledFor(logging.DEBUG):
+                for group in dict.fromkeys(away.values()):
+                    logger.debug("reloading group %d of %d: %s", group.position + 1, len(decision.lane.groups), group.place)
             if away:
-                if decision.is_late:
-                    next(iter(away.values())).stats.prefetch_misses += len(away)
-                if logger.isEnabledFor(logging.DEBUG):
-                    for group in dict.fromkeys(away.values()):
-                        logger.debug("reloading group %d of %d: %s", group.position + 1, len(decision.lane.groups), group.place)
                 self.reload({saved: group.place for saved, group in away.items()})
 
     def reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Bring back `away`, which is on the host only.
-
-        Args:
-            away: In the order in which it comes back, each with the place of the group that it comes back for.
-        """
+        """Bring back `away`, which is on the host only, in this order, each for the group at its place."""
         for saved in away:
             saved.stats.h2d_bytes += saved.moved_bytes
             is_held = not saved.storage.is_freed

@@ -237,7 +237,8 @@ class KnownPasses:
         count = len(self._numbers)
         number = self._numbers.setdefault((chunk, lane.describe()), count + 1)
         if number > count:
-            self.there.append(lane.copy())
+            self.there.append(SimulatedLane.make_bare(lane.program, number))
+            self.there[-1].become(lane)
         return number
 
     def get_situation(

@@ -37,13 +37,7 @@ from fgoffload.planner.simulation.link_queue import Copy, Direction, LinkQueue
 from fgoffload.planner.simulation.simulated_lane import SimulatedLane
 from fgoffload.planner.simulation.simulation_result import RankResult, StreamName, StretchKey
 from fgoffload.planner.simulation.tallies import Cause, Recorder, Tallies
-from fgoffload.transfer_schedule import (
-    STAGING_SLOTS,
-    CallBack,
-    SavedState,
-    ScheduledGroup,
-    TransferSchedule,
-)
+from fgoffload.transfer_schedule import STAGING_SLOTS, CallBack, SavedState, ScheduledGroup, TransferSchedule
 
 _ROUNDING_S = 1e-9
 """Seconds: far less than any copy takes."""
@@ -368,7 +362,7 @@ class RankRun:
         if self._abandoned:
             self._poll()
 
-    def _poll(self) -> None:
+    def _poll(self, *_: object) -> None:
         """Let go of what copies that are done no longer need. See [Note: Where the engine looks]."""
         if not self._in_flight or self._rank.host_pace is _STEP_AHEAD:
             return
@@ -442,9 +436,6 @@ class RankRun:
     def _pass_layer(self, _: PassedStep, lane: SimulatedLane) -> None:
         self._poll()
         self._execute(self._schedule.prefetch(lane))
-
-    def _look(self, _: PollStep, __: SimulatedLane) -> None:
-        self._poll()
 
     def _turn(self, step: TurnStep, lane: SimulatedLane) -> None:
         """Backward comes next. `OffloadEngine.expect_backward`, in numbers."""
@@ -521,7 +512,7 @@ class RankRun:
         LetGoStep: _let_go,
         FreeStep: _free,
         PassedStep: _pass_layer,
-        PollStep: _look,
+        PollStep: _poll,
         TurnStep: _turn,
         HoldStep: _hold,
         DispatchStep: _dispatch,

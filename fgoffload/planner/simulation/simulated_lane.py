@@ -43,13 +43,6 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         lane.program, lane.number, lane.is_bare = program, number, True
         return lane
 
-    def copy(self) -> "SimulatedLane":
-        """Return another microbatch that is as far as this one, where none of its parcels is on its way back."""
-        other = SimulatedLane.__new__(SimulatedLane)
-        other.program, other.number = self.program, self.number
-        other.become(self)
-        return other
-
     def become(self, other: "SimulatedLane") -> None:
         """Be as far as `other`, a microbatch in a chunk that does the same, where none of its parcels is on its way back."""
         self.groups = [group.copy() for group in other.groups]
