@@ -289,6 +289,8 @@ class OffloadEngine:
             key, contents = identify(tensor)
             view = get_view(tensor)
             saved = self._find_saved(key, contents, view)
+            if saved is not None and not saved.counts_changes_of(tensor, view):
+                saved = None
             if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
                 # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
                 # its running statistics: a copy from before must not serve, and moving it again would free nothing.

@@ -24,6 +24,7 @@ from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, choose_gathered, ge
 from fgoffload.engine.identity import Contents, StorageRef, get_version
 from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
+from fgoffload.engine.torch_internals import share_counter
 from fgoffload.errors import StateError
 from fgoffload.transfer_schedule import SavedState
 
@@ -67,6 +68,7 @@ class SavedStorage:
     __slots__ = (
         "__weakref__",
         "_aliases",
+        "_bases",
         "_copied_views",
         "_transfers",
         "block",
@@ -100,6 +102,8 @@ class SavedStorage:
         self._transfers = transfers
         self._aliases: dict[View, torch.Tensor] = {}
         """By view, what was saved, while the storage is there."""
+        self._bases: dict[View, int] = {}
+        """By view, the object that the saved tensor is a view of, or is."""
         self._copied_views: tuple[View, ...] = ()
         """The views, once it is not."""
         self.place = place
@@ -179,11 +183,17 @@ class SavedStorage:
         if self.state not in _ON_DEVICE or view in self._aliases:
             return
         self._aliases[view] = tensor.detach() if tensor.requires_grad else tensor
+        self._bases[view] = _find_base(tensor)
         if view.start < self.start:
             self.start = view.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if view.end > self.end:
             self.end = view.end
         self.covered_bytes += view.covered_bytes
+
+    def counts_changes_of(self, tensor: torch.Tensor, view: View) -> bool:
+        """Return whether what was saved as `view` tells of changes of `tensor`, which looks at the same bytes."""
+        alias = self._aliases.get(view)
+        return alias is None or self._bases[view] == _find_base(tensor) or share_counter(alias, tensor)
 
     def get_alias(self, view: View) -> torch.Tensor:
         """Return the tensor that was saved as `view`, while its storage is still there."""
@@ -281,6 +291,11 @@ class SavedStorage:
         if self.reload is not None and not self.reload.is_ordered:
             self._transfers.abandoned.append(self.reload)
         self._transfers.dropped.append((self.storage, self.has_left))
+
+
+def _find_base(tensor: torch.Tensor) -> int:
+    base = tensor._base  # noqa: SLF001 - no public name
+    return id(tensor if base is None else base)
 
 
 def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place: Place, act: str) -> str | None:

@@ -38,6 +38,16 @@ push_hooks: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_h
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
 """Ends what `push_hooks` began last."""
 
+
+def share_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether changes in place of one tensor count for the other: not for pieces of `torch.unsafe_chunk`, for one."""
+    before, of_other = one._version, other._version  # noqa: SLF001 - the only name
+    torch.autograd.graph.increment_version(one)
+    shared = other._version != of_other  # noqa: SLF001 - the only name
+    _autograd._unsafe_set_version_counter((one,), (before,))  # noqa: SLF001
+    return shared
+
+
 _IS_WRAPPED = "_fgoffload_is_wrapped"
 
 
