@@ -263,9 +263,3 @@ def test_a_capture_takes_no_host_memory():
         stats = engine.finish_step()
     assert stats.d2h_bytes == stats.host_reserved_bytes == 0
     assert list(stats.tags["core_attn"].kept_bytes) == ["the host budget is used up"]
-
-
-def test_a_graph_that_the_engine_was_not_told_of_is_one_error():
-    engine, weights = make_engine(GraphDevice()), make_weights()
-    with engine.device.capturing(), pytest.raises(StateError, match="A CUDA graph is being captured"):
-        run_step(engine, weights, make_inputs(1))
