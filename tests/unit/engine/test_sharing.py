@@ -150,9 +150,8 @@ def test_pieces_that_count_their_changes_apart_are_not_taken_for_views_of_the_wh
     sites = Sites(make_engine(host_budget_bytes=0))  # all stays, and is looked at when backward takes it
     leaf = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
     h = leaf * 1
-    kept = sites(torch.sin, h[:2])  # so that what it saved lives
+    _kept = sites(torch.sin, h[:2])  # so that what it saved lives
     output = sites(torch.cos, torch.unsafe_chunk(h, 2)[0])
     h.relu_()  # which the view counts, and no backward wants; the piece does not count it, and plain torch takes what is there
     output.sum().backward()
-    del kept
     assert torch.equal(leaf.grad[:2], -h[:2].sin().detach())
