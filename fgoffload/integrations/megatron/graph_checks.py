@@ -67,12 +67,8 @@ def _list_faults(
             "with fgoffload plan, or name the modules."
         )
     has_experts = bool(values.get("num_moe_experts"))
-    is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
-    if impl == FULL_ITERATION and has_experts and not (is_padded or values.get("moe_paged_stash")):
-        yield (
-            f"{flag}: dropless routing has the host wait for the token counts, which no capture can hold. Give "
-            "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
-        )
+    if not values.get("moe_paged_stash"):
+        yield from list_dropless_faults(impl, values)
     kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=_has_shared_overlap(values))
     if has_experts and has_dense_layers(values):  # which may still have the tag
         kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
@@ -100,6 +96,21 @@ def read_graphs(values: Mapping[str, Any]) -> Graphs:
 
 def _has_shared_overlap(values: Mapping[str, Any]) -> bool:
     return bool(values.get("moe_shared_expert_overlap"))
+
+
+def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why experts without a fixed capacity cannot be in a graph of a full iteration, where they are to be.
+
+    Args:
+        impl: Of `--cuda-graph-impl`.
+        values: As for `check_graphs`.
+    """
+    is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
+    if impl == FULL_ITERATION and values.get("num_moe_experts") and not is_padded:
+        yield (
+            f"--cuda-graph-impl {impl}: dropless routing has the host wait for the token counts, which no capture can hold. "
+            "Give --moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
+        )
 
 
 def has_dense_layers(values: Mapping[str, Any]) -> bool:

@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterator
 
 from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-from fgoffload.integrations.megatron.graph_flags import FULL_ITERATION, TRANSFORMER_ENGINE
+from fgoffload.integrations.megatron.graph_checks import list_dropless_faults
+from fgoffload.integrations.megatron.graph_flags import TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.training_arguments import TrainingArguments
 
@@ -96,12 +97,7 @@ def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
     ):
         if is_given:
             yield f"{flag} and {other} exclude each other: {reason}. Leave one of them out."
-    is_padded = given.get("moe_expert_capacity_factor") is not None and given.get("moe_pad_expert_input_to_capacity")
-    if impl == FULL_ITERATION and given.get("num_moe_experts") and not is_padded:
-        yield (
-            f"{flag}: dropless routing has the host wait for the token counts, which no capture can hold. Give "
-            "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
-        )
+    yield from list_dropless_faults(impl, given)
 
 
 def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:
