@@ -89,7 +89,7 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
     is_edge = not {"attn", "moe_router"}.isdisjoint(modules) if is_moe else len({"attn", "mlp"}.intersection(modules)) == 1
     if impl == TRANSFORMER_ENGINE and is_edge:
         kept["mlp_norm"] = "it saves the input or an output of a graph, which stays at its address"
-    return kept | {"layer_input": "no layer that a graph captures runs again"}
+    return kept | {"layer_input": "no captured layer is recomputed as a whole"}
 
 
 def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[str]:

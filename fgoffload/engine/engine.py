@@ -212,7 +212,7 @@ class OffloadEngine:
         return Capture(self, place)
 
     def keep_static(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never move the outputs of a captured graph, which holds them: they count as held elsewhere."""
+        """Never offload the outputs of a captured graph: the graph still references them."""
         self._mark(tensors, KeptReason.HELD)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:

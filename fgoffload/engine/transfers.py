@@ -231,7 +231,7 @@ class Transfers:
             self._order(reload)
 
     def join(self) -> None:
-        """End the copies of a captured graph in the graph, and let go of all that they use.
+        """End the copies of a captured graph inside the graph, and release what they use.
 
         Streams:
             The current stream waits for all copies queued since `forget_streams`. The host does not block.

@@ -36,10 +36,10 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
 
 
 def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
-    """Refuse a plan that lets a module run again that a graph captures.
+    """Refuse a plan that recomputes a captured module.
 
     Args:
-        units: What runs again in a layer by the plan.
+        units: What the plan recomputes in a layer.
         values: As for `check_graphs`.
         layer: Its number.
         is_moe: Whether it has experts.
