@@ -32,7 +32,7 @@ from fgoffload.integrations.megatron.site_actions import SiteActions
 GRAPHABLE = "megatron.core.transformer.module:GraphableMegatronModule"
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _CAPTURE, _REPLAY = "_te_cuda_graph_capture", "_te_cuda_graph_replay"
-FULL_ITERATION = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
+_STEP_WRAPPER = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
 _TRAINING = "training"
 _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
@@ -191,7 +191,7 @@ def follow_graphs(patches: Patches, get_offload: Callable[[], Any], wrap_layer: 
         wrap_symbol(patches, owner, _CAPTURE, functools.partial(_wrap_capture, get_offload))
     wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_wrap_graph, get_offload))
     wrap_symbol(patches, LAYER, _REPLAY, lambda original: _wrap_replay(get_offload, wrap_layer(original)))
-    wrap_symbol(patches, FULL_ITERATION, "__call__", functools.partial(_wrap_full_iteration, get_offload))
+    wrap_symbol(patches, _STEP_WRAPPER, "__call__", functools.partial(_wrap_full_iteration, get_offload))
     module_name, _, class_name = _RUNNER.partition(":")
     if hasattr(getattr(load_module(module_name), class_name, None), "replay_graph_capture"):
         wrap_symbol(patches, _RUNNER, "replay_graph_capture", functools.partial(_wrap_local_graph, get_offload))

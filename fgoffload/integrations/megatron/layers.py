@@ -12,7 +12,7 @@ from fgoffload.engine import is_inert
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron import recompute
 from fgoffload.integrations.megatron.graph_checks import check_graphs, check_recompute
-from fgoffload.integrations.megatron.graphs import follow_graphs, is_capturing
+from fgoffload.integrations.megatron.graphs import LAYER, follow_graphs, is_capturing
 from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.layer_inputs import LayerInputs
@@ -35,7 +35,6 @@ from fgoffload.integrations.megatron.sites import (
 from fgoffload.integrations.megatron.tag_checks import check_paged_stash, check_selective
 from fgoffload.integrations.megatron.waits import has_held_wait, has_wait
 
-LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
