@@ -19,7 +19,7 @@ SMOKE := $(addprefix tests/unit/,launch megatron_interface megatron/test_sites.p
 	megatron/test_training_graphs.py megatron/test_graph_flags.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test quick slow smoke older versions check
+.PHONY: help install train test quick slow smoke older versions check package
 
 help:  ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ check: $(STAMP)  ## Check format, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+package: $(BIN)/python  ## Build wheel and sdist into dist/, and try the wheel in an empty environment
+	@.ci/package $(BIN)/python
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "Python 3.10 to 3.13 is needed, this is %d.%d. Give one, as in: make PYTHON=python3.12" % sys.version_info[:2])'

@@ -1,11 +1,11 @@
-# deepseek_v2_lite: DeepSeek-V2-Lite, a small mixture of experts with multi-latent attention, on one node.
+# deepseek_v2_lite: DeepSeek-V2-Lite, 16B MoE with MLA, 8 GPUs
 #
 # Size:    27 layers, of which 1 is dense, hidden 2048, 16 heads; 64 experts of width 1408 and two shared ones, of which each
 #          token takes 6. 15.7 billion parameters, 2.4 billion a token.
 # Model:   config.json of deepseek-ai/DeepSeek-V2-Lite. Queries are projected in one go: there is no --q-lora-rank.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and
 #          model_configs/benchmarking/DeepSeek-V2-Lite.yaml: EP 8, microbatch 1 and 512 sequences a step on one node of 8 GPUs.
-# See:     fgoffload plan arguments/deepseek_v2_lite.sh --gpu h100 --offload-memory-budget 60GiB
+# See:     fgoffload plan deepseek_v2_lite --gpu h100 --offload-memory-budget 60GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

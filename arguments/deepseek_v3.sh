@@ -1,4 +1,4 @@
-# deepseek_v3: DeepSeek-V3, a mixture of experts with multi-latent attention, on 1024 GPUs.
+# deepseek_v3: DeepSeek-V3, 671B MoE with MLA, 1024 GPUs
 #
 # Size:    61 layers, of which 3 are dense, hidden 7168, 128 heads; 256 experts of width 2048 and a shared one, of which each
 #          token takes 8. 671 billion parameters, 37 billion a token, and 11.6 billion in a layer that predicts a second token.
@@ -6,7 +6,7 @@
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/deepseek-v3/run_deepseek_v3_h100.sh: TP 2, PP 8, VP 4, EP 64, microbatch 1 and
 #          8192 sequences a step on 128 nodes of 8 H100. It runs in FP8, recomputes mla_up_proj and mlp and overlaps the
 #          experts' communication; here it is bf16, and what to recompute is for the plan.
-# See:     fgoffload plan arguments/deepseek_v3.sh --gpu h100 --offload-memory-budget 76GiB
+# See:     fgoffload plan deepseek_v3 --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

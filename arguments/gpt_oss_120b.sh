@@ -1,4 +1,4 @@
-# gpt_oss_120b: gpt-oss-120b, a mixture of experts with sliding windows and attention sinks, on 64 GPUs.
+# gpt_oss_120b: gpt-oss-120b, 117B MoE with sliding windows, 64 GPUs
 #
 # Size:    36 layers, hidden 2880, 64 heads in 8 groups, a window of 128 tokens in every other layer; 128 experts of width 2880,
 #          of which each token takes 4. 116.8 billion parameters, 5.1 billion a token.
@@ -9,7 +9,7 @@
 #          gpt_oss_120b_pretrain_64gpu_h100_bf16_config, and
 #          src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py: PP 4, EP 8, microbatch 1 and 1280 sequences a step on 64
 #          H100. It recomputes layernorm and moe_act; here what to recompute is for the plan.
-# See:     fgoffload plan arguments/gpt_oss_120b.sh --gpu h100 --offload-memory-budget 76GiB
+# See:     fgoffload plan gpt_oss_120b --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

@@ -1,4 +1,4 @@
-# kimi_k2: Kimi K2, a mixture of a trillion parameters with multi-latent attention, on 1024 GPUs.
+# kimi_k2: Kimi K2, 1T MoE with MLA, 1024 GPUs
 #
 # Size:    61 layers, of which 1 is dense, hidden 7168, 64 heads; 384 experts of width 2048 and a shared one, of which each
 #          token takes 8. 1.03 trillion parameters, 32.9 billion a token: the report, arXiv 2507.20534, says 1.04 and 32.6.
@@ -6,7 +6,7 @@
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/kimi/h100/kimi_k2.py, kimi_k2_pretrain_1024gpu_h100_bf16_config:
 #          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences a step on 1024 H100. It recomputes mla_up_proj and mlp;
 #          here what to recompute is for the plan.
-# See:     fgoffload plan arguments/kimi_k2.sh --gpu h100 --offload-memory-budget 76GiB
+# See:     fgoffload plan kimi_k2 --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

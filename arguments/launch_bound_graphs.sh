@@ -1,10 +1,10 @@
-# launch_bound_graphs: launch_bound_moe.sh with CUDA graphs of all that its layers do before the experts.
+# launch_bound_graphs: launch_bound_moe with CUDA graphs of each layer
 #
 # Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts of which each token takes 4; 2.0 billion parameters.
 #          Transformer Engine captures attention, the router and the dispatcher's preprocessing after 3 eager steps.
 # Purpose: offload beside graphs. Without them steps take as long as the host takes to launch kernels.
 # Needs:   one GPU of 40 GB or more, and Transformer Engine.
-# See:     fgoffload bench arguments/launch_bound_graphs.sh --steps 20 --repeats 5 \
+# See:     fgoffload bench launch_bound_graphs --steps 20 --repeats 5 \
 #            --settings megatron:expert_fc1 ours:expert_fc1 megatron:expert_fc1~delay ours:expert_fc1~delay
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...

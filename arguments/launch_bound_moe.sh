@@ -1,11 +1,11 @@
-# launch_bound_moe: a mixture-of-experts GPT of small operators, whose steps are as long as the host takes to launch them.
+# launch_bound_moe: MoE with small ops and launch-bound steps, one GPU
 #
 # Size:    12 layers, hidden 2048, 16 heads, 16 experts of width 1408 of which each token takes 4; 2.0 billion parameters.
 #          Sequences of 2048 tokens, 4 microbatches of 2 sequences a step, bf16.
 # Purpose: what an offload engine costs the host, which nothing hides here. The host's noise is 5 to 10%, so compare many short
 #          repeats: each has its own measurement of nothing.
 # Needs:   one GPU of 40 GB or more, and Transformer Engine.
-# See:     fgoffload bench arguments/launch_bound_moe.sh --settings megatron ours --repeats 5
+# See:     fgoffload bench launch_bound_moe --settings megatron ours --repeats 5
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 

@@ -1,10 +1,10 @@
-# llama3_8b: Llama 3 8B, a dense model, on one node.
+# llama3_8b: Llama 3 8B, dense, 8 GPUs
 #
 # Size:    32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336. 8.03 billion parameters.
 # Model:   config.json of meta-llama/Meta-Llama-3-8B.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/llama/h100/llama3.py, llama3_8b_pretrain_8gpu_h100_bf16_config:
 #          CP 2, microbatch 1 and 128 sequences a step on 8 H100.
-# See:     fgoffload plan arguments/llama3_8b.sh --gpu h100 --offload-memory-budget 60GiB
+# See:     fgoffload plan llama3_8b --gpu h100 --offload-memory-budget 60GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

@@ -1,4 +1,4 @@
-# llama3_8b_layers: most of the layers of Llama 3 8B, or all of them, as they train on one GPU of 80 GB with everything kept.
+# llama3_8b_layers: Llama 3 8B with as many layers as fit one 80 GB GPU
 #
 # Size:    28 of 32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336, vocabulary of 128256; 7.2 billion parameters.
 #          Sequences of 8192 tokens, 2 microbatches of 1 sequence a step, bf16, without an optimizer. Weights and gradients take
@@ -7,7 +7,7 @@
 # Purpose: settings side by side in a dense model. LAYERS=32 takes the whole model, which fits with 70.3 GiB; 28 leave room for what
 #          takes more than nothing does, as recompute of core_attn.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
-# See:     fgoffload bench arguments/llama3_8b_layers.sh
+# See:     fgoffload bench llama3_8b_layers
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 

@@ -1,11 +1,11 @@
-# mixtral_8x7b: Mixtral 8x7B, a mixture of few large experts, on 64 GPUs.
+# mixtral_8x7b: Mixtral 8x7B, 47B MoE with few large experts, 64 GPUs
 #
 # Size:    32 layers, hidden 4096, 32 heads in 8 groups; 8 experts of width 14336, of which each token takes 2.
 #          46.7 billion parameters, 12.9 billion a token.
 # Model:   config.json of mistralai/Mixtral-8x7B-v0.1.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and model_configs/benchmarking/Mixtral-8x7B.yaml:
 #          PP 4, VP 8, EP 8, microbatch 1 and 256 sequences a step on 8 nodes of 8 GPUs.
-# See:     fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 60GiB
+# See:     fgoffload plan mixtral_8x7b --gpu h100 --offload-memory-budget 60GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

@@ -1,4 +1,4 @@
-# mla_moe: six layers with multi-latent attention, routed and shared experts, as one rank of DeepSeek-V2 has them, on one GPU.
+# mla_moe: six MoE layers with MLA, as in DeepSeek-V2, one GPU
 #
 # Size:    6 layers, hidden 5120, 32 heads, latent attention with ranks of 1536 and 512, 16 experts of width 1536 of which each
 #          token takes 6, two shared experts; 3.2 billion parameters. Sequences of 4096 tokens, 4 microbatches of 2 sequences a
@@ -9,7 +9,7 @@
 # Purpose: predicted beside measured where attention saves most, and can be recomputed from its low ranks (mla_up_proj). Each
 #          expert gets 3072 tokens, so that operators are large, and the device says how long a step takes rather than the host.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
-# See:     fgoffload bench arguments/mla_moe.sh
+# See:     fgoffload bench mla_moe
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 

@@ -1,10 +1,10 @@
-# moe_full_iteration: launch_bound_moe.sh with forward and backward of all microbatches as one CUDA graph.
+# moe_full_iteration: launch_bound_moe, the whole iteration in one CUDA graph
 #
 # Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts of which each token takes 4; 2.0 billion parameters.
 #          Each expert takes the same number of tokens, its capacity: more are dropped, and what is missing is padded.
 # Purpose: offload inside of a graph of the whole step in a model with experts.
 # Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
-# See:     fgoffload bench arguments/moe_full_iteration.sh --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
+# See:     fgoffload bench moe_full_iteration --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
 #
 # Which flags keep the host from waiting: padding to capacity fixes all sizes before the router has run, so the dispatcher
 # copies no counts to the host and never synchronizes (`_maybe_dtoh_and_synchronize`, token_dispatcher.py of megatron-core

@@ -1,4 +1,4 @@
-# qwen3_235b_a22b: Qwen3-235B-A22B, a deep mixture of experts, on 256 GPUs.
+# qwen3_235b_a22b: Qwen3-235B-A22B, deep MoE, 256 GPUs
 #
 # Size:    94 layers, hidden 4096, 64 heads in 4 groups; 128 experts of width 1536, of which each token takes 8.
 #          235 billion parameters, 22 billion a token.
@@ -7,7 +7,7 @@
 #          TP 2, PP 8, VP 4, EP 32, microbatch 1 and 2048 sequences a step on 32 nodes of 8 H100. Embedding and loss count as a
 #          layer each: 96 for 32 stages. It recomputes moe_act and layernorm and overlaps the experts' communication; here what
 #          to recompute is for the plan. 1187 is a prime factor of the vocabulary, which so needs no padding.
-# See:     fgoffload plan arguments/qwen3_235b_a22b.sh --gpu h100 --offload-memory-budget 76GiB
+# See:     fgoffload plan qwen3_235b_a22b --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

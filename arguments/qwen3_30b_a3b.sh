@@ -1,11 +1,11 @@
-# qwen3_30b_a3b: Qwen3-30B-A3B, a mixture of many small experts, on 32 GPUs.
+# qwen3_30b_a3b: Qwen3-30B-A3B, MoE with many small experts, 32 GPUs
 #
 # Size:    48 layers, hidden 2048, 32 heads in 4 groups; 128 experts of width 768, of which each token takes 8.
 #          30.5 billion parameters, 3.3 billion a token.
 # Model:   config.json of Qwen/Qwen3-30B-A3B.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and model_configs/benchmarking/Qwen3-30B-A3B.yaml:
 #          EP 8, microbatch 1 and 256 sequences a step on 4 nodes of 8 GPUs.
-# See:     fgoffload plan arguments/qwen3_30b_a3b.sh --gpu h100 --offload-memory-budget 60GiB
+# See:     fgoffload plan qwen3_30b_a3b --gpu h100 --offload-memory-budget 60GiB
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 

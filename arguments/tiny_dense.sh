@@ -1,9 +1,9 @@
-# tiny_dense: a GPT without experts that trains on a laptop, without a GPU.
+# tiny_dense: tiny dense GPT, trains on a laptop without a GPU
 #
 # Size:    4 layers, hidden 128, 8 heads, MLP of width 512; 1.1 million parameters. Sequences of 256 bytes, 4 microbatches
 #          of 1 sequence a step; a step takes 0.3 s on two cores.
 # Purpose: the plain counterpart of tiny_moe.sh: offload where no expert is.
-# See:     fgoffload train arguments/tiny_dense.sh
+# See:     fgoffload train tiny_dense
 #          The loss falls from 5.5 to about 3.2 in 20 steps. With offload losses and gradients are equal to the bit and about
 #          half of the activation bytes at peak are gone: what the dense MLP saves has no tag yet and stays.
 #

@@ -1,4 +1,4 @@
-# w2_moe: six layers of a mixture-of-experts GPT at full width, on one GPU: the reference workload of the benchmark.
+# w2_moe: six wide MoE layers, one GPU, the benchmark's workload
 #
 # Size:    6 layers, hidden 4096, 32 heads, 16 experts of width 2048 of which each token takes 4; 3.1 billion parameters.
 #          Sequences of 4096 tokens, 4 microbatches of 2 sequences a step, bf16. Weights and gradients take 11.5 GiB; what a

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         saved_tensors,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Action",
@@ -81,5 +81,10 @@ _NEEDS_TORCH = frozenset(
 def __getattr__(name: str) -> Any:
     # Importing the package must not import torch: these names are looked up when somebody asks for them.
     if name in _NEEDS_TORCH:
-        return getattr(importlib.import_module("fgoffload.integrations.pytorch"), name)
+        try:
+            return getattr(importlib.import_module("fgoffload.integrations.pytorch"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(f"fgoffload.{name} needs torch: pip install 'fgoffload[torch]'", name="torch") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

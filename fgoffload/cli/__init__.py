@@ -8,14 +8,16 @@ import argparse
 import contextlib
 import errno
 import gc
+import importlib.metadata
 import os
+import platform
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import fgoffload
-from fgoffload.cli import bench, doctor, plan, profile, run, train
+from fgoffload.cli import bench, completion, doctor, plan, profile, run, train
 from fgoffload.cli.command import Command
 from fgoffload.cli.errors import show_error, show_line
 from fgoffload.cli.interrupt import end_soon_after_interrupt
@@ -27,12 +29,15 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
+"""Shown by `--version`: an integration depends on their versions."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-COMMANDS: tuple[Command, ...] = (train, run, plan, profile, bench, doctor)
+COMMANDS: tuple[Command, ...] = (train, run, plan, profile, bench, doctor, completion)
 """In the order of the help."""
 
-__all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "main"]
+__all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "format_helps", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +90,9 @@ def _run(words: Sequence[str], log: LibraryLog, *, ends_process: bool) -> int:
 
 def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[str]]:
     """Return the command that `words` name, its options, and the words that are not among those."""
-    parser = _build_parser()
+    parser, _ = _build_parsers()
+    if list(words[:1]) == ["help"]:
+        words = [*words[1:], "--help"]
     for command in COMMANDS:
         # argparse would look for options of ours among the script's own words.
         if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
@@ -132,22 +139,50 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 
-def _build_parser() -> argparse.ArgumentParser:
+class _ShowVersions(argparse.Action):
+    """`--version`: prints one line for each package, for bug reports."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
+        print(f"fgoffload {fgoffload.__version__}")
+        print(f"Python {platform.python_version()}")
+        for distribution in _PACKAGES:
+            print(distribution, _find_version(distribution))
+        parser.exit()
+
+
+def _find_version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def format_helps() -> dict[str, str]:
+    """Return the text of `--help` by command, in the order of `COMMANDS`."""
+    _, parsers = _build_parsers()
+    return {name: parser.format_help() for name, parser in parsers.items()}
+
+
+def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the program, and those of the commands by name."""
     # Abbreviations would take Megatron flags for ours: `--data` is a beginning of `--data-path`.
     parser = _Parser(
-        prog="fgoffload", description="Fine-grained activation offload for Megatron-style training.", allow_abbrev=False
+        prog="fgoffload",
+        description="Fine-grained activation offload for Megatron-style training.",
+        epilog="`fgoffload help COMMAND` shows the flags of a command.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"fgoffload {fgoffload.__version__}")
+    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions of fgoffload, torch and others")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
-        command.add_arguments(
-            commands.add_parser(
-                command.NAME,
-                help=command.SUMMARY,
-                description=command.DESCRIPTION,
-                usage=command.USAGE,
-                allow_abbrev=False,
-                formatter_class=argparse.RawDescriptionHelpFormatter if command.RUNS_A_SCRIPT else argparse.HelpFormatter,
-            )
+        parsers[command.NAME] = commands.add_parser(
+            command.NAME,
+            help=command.SUMMARY,
+            description=command.DESCRIPTION,
+            usage=command.USAGE,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter if command.RUNS_A_SCRIPT else argparse.HelpFormatter,
         )
-    return parser
+        command.add_arguments(parsers[command.NAME])
+    return parser, parsers

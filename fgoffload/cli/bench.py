@@ -49,7 +49,7 @@ fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...]
                        [--steps N] [--warmup N] [--repeats N]
                        [--nothing-every N] [--check-bits] [--with-optimizer]
                        [--trace] [--out FOLDER] [MEGATRON FLAGS]"""
-EXAMPLE = "fgoffload bench arguments/tiny_moe.sh"
+EXAMPLE = "fgoffload bench tiny_moe"
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--settings": "recompute:full ours:core_attn+attn_proj",
     "--plans": "plan.json",
@@ -105,7 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add = parser.add_argument
     # nargs="?" so that its absence is reported by us, with what to do.
-    add("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file, as in arguments/")
+    add(
+        "arguments_file",
+        metavar="ARGUMENTS.sh",
+        nargs="?",
+        help="a Megatron argument file, or a name of `fgoffload plan --list`",
+    )
     add("--settings", metavar="NAME", nargs="+", help="settings, or systems for all of theirs (default: what suits the model)")
     add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
     add("--budgets", metavar="SIZE", nargs="+", help="device memory to plan for, and to find the fastest of each system within")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from fgoffload.cli.shipped_models import find_model, suggest_model
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import check_writable
 
@@ -20,7 +21,7 @@ def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] 
     """Return the path of an argument file.
 
     Args:
-        name: As typed; None where there is none.
+        name: As typed: a path, or the name of a shipped model; None where there is none.
         example: A whole command line.
         flags: Words that the command does not know: flags of Megatron, and their values.
         own_flags: Those of the command, to be suggested for one typed wrongly.
@@ -33,13 +34,17 @@ def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] 
         raise ConfigError(f"ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: {example}.{meant}")
     # os.path here and elsewhere: Path.is_file raises where a name is too long.
     if not os.path.isfile(name):
+        if (shipped := find_model(name)) is not None:
+            return shipped
         flag = None if name.endswith(".sh") or os.path.exists(name) else _find_flag_without_value(flags)
         if flag is not None:
             raise ConfigError(
                 f"ARGUMENTS.sh is missing: {name!r} stands where it should. Give a Megatron argument file before {flag}, as in "
                 f"{example} {flag} {name}.{meant}"
             )
-        raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}. Give a file, before any Megatron flag.")
+        raise ConfigError(
+            f"argument file {name!r} {say_why_no_file(name)}.{suggest_model(name)} Give a file, before any Megatron flag."
+        )
     if name.endswith(".json"):
         raise ConfigError(
             f"argument file {name!r} is JSON, and a training is run by Megatron's flags. Give a Megatron argument file, as in: "

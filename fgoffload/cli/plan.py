@@ -20,6 +20,7 @@ from fgoffload.cli.plan_device import (
     find_device,
 )
 from fgoffload.cli.plan_host import check_host_of_link, find_host
+from fgoffload.cli.shipped_models import find_model, list_models, suggest_model
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
 from fgoffload.units import SIZE_UNITS, parse_bytes
@@ -44,8 +45,9 @@ fgoffload plan MODEL --gpu NAME [--profile FILE]
                       [--late-host | --host-in-time] [MEGATRON FLAGS]
        fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE]
                       [--plot FILE] [--late-host | --host-in-time]
-                      [MEGATRON FLAGS]"""
-EXAMPLE = "fgoffload plan arguments/mixtral_8x7b.sh --gpu h100 --offload-memory-budget 70GiB"
+                      [MEGATRON FLAGS]
+       fgoffload plan --list"""
+EXAMPLE = "fgoffload plan mixtral_8x7b --gpu h100 --offload-memory-budget 70GiB"
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--gpu": "h100",
     "--hardware": "hardware.json",
@@ -74,7 +76,16 @@ SHORT_FLAGS: Mapping[str, str] = {
 }
 """What people call the parallel sizes, and Megatron's flag for each."""
 
-OWN_FLAGS = (*EXAMPLE_VALUES, "--with-optimizer", "--no-optimizer", "--sweep", "--thorough", "--late-host", "--host-in-time")
+OWN_FLAGS = (
+    *EXAMPLE_VALUES,
+    "--with-optimizer",
+    "--no-optimizer",
+    "--list",
+    "--sweep",
+    "--thorough",
+    "--late-host",
+    "--host-in-time",
+)
 """All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
 
 FRONTIER = "frontier.png"
@@ -116,7 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add = parser.add_argument
     # nargs="?" so that its absence is reported by us, with what to do.
-    add("model", metavar="MODEL", nargs="?", help="a Megatron argument file, as in arguments/, or a Hugging Face config.json")
+    add("model", metavar="MODEL", nargs="?", help="a Megatron argument file, a Hugging Face config.json, or a name of --list")
+    add("--list", action="store_true", help="show the models that come with fgoffload")
     add("--gpu", metavar="NAME", help="a device of the table: a100, h100, h200, b200, gb200, gh200, mi300x, ascend-910b")
     add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/reference/hardware.md)")
     add("--profile", metavar="FILE", help="what `fgoffload profile` measured: in place of a device, or of its link alone")
@@ -150,13 +162,21 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         ConfigError: An option cannot be what it is.
     """
     if not options.model:
-        raise ConfigError(f"MODEL is missing. Give a Megatron argument file or a config.json first, as in: {EXAMPLE}.")
+        raise ConfigError(
+            "MODEL is missing. Give a Megatron argument file, a config.json or a name of `fgoffload plan --list` first, as in: "
+            f"{EXAMPLE}."
+        )
     path = Path(options.model)
     # os.path: Path.is_file raises where a name is too long.
     if os.path.isfile(path / _CONFIG):  # the folder of a model, as others take it
         path /= _CONFIG
     if not os.path.isfile(path):
-        raise ConfigError(f"model {options.model!r} {say_why_no_file(options.model)}. Give a file, as in: {EXAMPLE}.")
+        if (shipped := find_model(options.model)) is None:
+            raise ConfigError(
+                f"model {options.model!r} {say_why_no_file(options.model)}.{suggest_model(options.model)} Give a file or a "
+                f"shipped model, as in: {EXAMPLE}."
+            )
+        path = shipped
     check_device(options, EXAMPLE)
     _check_sweep(options)
     if options.sweep and options.plot is None:
@@ -187,6 +207,9 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Plan, print the tables, write the files, and return the exit code."""
+    if options.list:
+        _show_models()
+        return EXIT_PLANNED
     checked = check_options(options, megatron_flags)
     if checked.plot is not None:
         from fgoffload.cli.plan_pictures import check_picture
@@ -199,6 +222,13 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     # What is taken for granted is said behind a plan; that there is none is one line.
     with hold_messages():
         return _plan(checked)
+
+
+def _show_models() -> None:
+    models = list_models()
+    width = max(len(model.name) for model in models)
+    for model in models:
+        print(f"{model.name:{width}}  {model.summary}")
 
 
 def _plan(checked: PlanOptions) -> int:

@@ -29,7 +29,7 @@ DESCRIPTION = (
 USAGE = """\
 fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH]
                          [MEGATRON FLAGS]"""
-EXAMPLE = "fgoffload profile arguments/tiny_moe.sh"
+EXAMPLE = "fgoffload profile tiny_moe"
 EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
 PROFILE_NAME = "profile.json"
 """Of the file that is written, in the current folder, unless `--json` says another place."""
@@ -92,7 +92,8 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
     if name is None and options.data is not None:
         raise ConfigError(f"--data {options.data!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
     if name is not None:
-        check_argument_file(name, example="fgoffload profile arguments/x.sh", flags=megatron_flags, own_flags=EXAMPLE_VALUES)
+        name = str(check_argument_file(name, example=EXAMPLE, flags=megatron_flags, own_flags=EXAMPLE_VALUES))
+        options.arguments_file = name
     inputs = {"the argument file": name, "the file of --data": options.data}
     if options.json is not None:
         return check_output_file(options.json, flag="--json", example=PROFILE_NAME, inputs=inputs) or Path(PROFILE_NAME)

@@ -27,7 +27,7 @@ DESCRIPTION = (
 USAGE = """\
 fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE]
                        [MEGATRON FLAGS]"""
-EXAMPLE = "fgoffload train arguments/tiny_moe.sh"
+EXAMPLE = "fgoffload train tiny_moe"
 EXAMPLE_VALUES: Mapping[str, str] = {"--steps": "10", "--data": "text.txt", "--plot": "memory.png"}
 """Of our own flags, for errors."""
 RUNS_A_SCRIPT = False
@@ -53,7 +53,12 @@ class TrainOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     # nargs="?" so that its absence is reported by us, with what to do.
-    parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file, as in arguments/")
+    parser.add_argument(
+        "arguments_file",
+        metavar="ARGUMENTS.sh",
+        nargs="?",
+        help="a Megatron argument file, or a name of `fgoffload plan --list`",
+    )
     parser.add_argument("--steps", metavar="N", help="optimizer steps of each training (default: --train-iters of the file)")
     parser.add_argument("--data", metavar="PATH", help="text file or folder to train on (default: Python's standard library)")
     parser.add_argument(
@@ -77,7 +82,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], la
         ConfigError: An option cannot be what it is.
     """
     arguments_file = check_argument_file(
-        options.arguments_file, example="fgoffload train arguments/x.sh", flags=megatron_flags, own_flags=EXAMPLE_VALUES
+        options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=EXAMPLE_VALUES
     )
     if options.data == "":
         raise ConfigError("--data '' names nothing. Give a text file or a folder of them, or leave --data out.")

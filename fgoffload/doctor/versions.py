@@ -33,7 +33,10 @@ def _check_torch(machine: Machine) -> CheckResult:
     found = machine.find_version("torch")
     if found is None:
         return CheckResult(
-            name="torch", status=Status.ERROR, found="not installed", fix="install torch 2.9 or newer: pip install torch"
+            name="torch",
+            status=Status.ERROR,
+            found="not installed; only `fgoffload plan` and `fgoffload doctor` work without it",
+            fix="install torch 2.9 or newer: pip install 'fgoffload[torch]'",
         )
     fault = machine.find_import_fault("torch")
     if fault is not None:

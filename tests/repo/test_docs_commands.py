@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from fgoffload import cli
+from fgoffload.cli.shipped_models import find_model
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("**/*.md"))]
 BASH_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMANDS = ("train", "run", "plan", "profile", "bench", "doctor")
+COMMANDS = ("help", *(command.NAME for command in cli.COMMANDS))
 MAKE_TARGET = re.compile(r"^([a-z][a-z_-]*):", re.MULTILINE)
 
 
@@ -33,6 +36,8 @@ def find_fault(words, *, root=ROOT):
         return f"make has no target {missing[0]!r}" if missing else None
     if program == "fgoffload" and len(words) > 1 and words[1] not in ("--help", "--version", *COMMANDS):
         return f"fgoffload has no command {words[1]!r}"
+    if program == "fgoffload" and len(words) > 2 and words[2].isidentifier() and find_model(words[2]) is None:
+        return f"no model comes by the name {words[2]!r}"
     for word in words:
         if re.match(r"(?:\./)?(?:arguments|examples|tests|docs|\.ci)/", word) and not any(root.glob(word.removeprefix("./"))):
             return f"{word} does not exist"

@@ -112,6 +112,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
     [
         ((), "MODEL is missing"),
         (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
+        (("deepseek_v4", "--gpu", "h100"), "model 'deepseek_v4' does not exist. Did you mean deepseek_v3?"),
         ((LLAMA,), "--gpu is missing"),
         ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Give one of: a100,"),
         ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--json and --plot both name 'x.svg'."),

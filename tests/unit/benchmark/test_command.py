@@ -17,7 +17,7 @@ from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.cli import main
 
 REFUSED = [
-    ((), "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload bench arguments/tiny_moe.sh."),
+    ((), "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload bench tiny_moe."),
     (("none.sh",), "argument file 'none.sh' does not exist. Give a file"),
     ((ARGUMENTS, "--steps", "x"), "--steps 'x' is not a whole number. Give one from 1, as in 10."),
     ((ARGUMENTS, "--warmup", "0"), "--warmup 0 is below 1. Give 1 or more."),
