@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fgoffload
-from fgoffload.units import MIB, format_bytes
+from fgoffload.units import format_bytes
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     losses: dict[bool, list[float]] = {}
     # Made once: locking host memory takes longer than a step.
-    block = fgoffload.saved_tensors(group_bytes=4 * MIB, device=device)
+    block = fgoffload.saved_tensors(group_bytes=4 * fgoffload.MIB, device=device)
     for is_offloaded in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6))).to(device)

@@ -15,6 +15,7 @@ from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.tags import Tag, TagRegistry, default_tags
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.transfer_schedule import HostMemory, TransferPolicy
+from fgoffload.units import GIB, MIB
 
 if TYPE_CHECKING:
     from fgoffload.integrations.pytorch import (
@@ -36,9 +37,11 @@ __all__ = [
     "Action",
     "BudgetError",
     "ConfigError",
+    "GIB",
     "HostMemory",
     "IntegrationError",
     "InternalError",
+    "MIB",
     "ModelOffload",
     "OffloadConfig",
     "OffloadError",

@@ -25,31 +25,37 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Fine-grained activation offload, switched on. Off is `None` where a config is expected."""
+    """Activation offload for Megatron-Core. Where a config is expected, None disables offload.
+
+    Args:
+        offload_modules: Tags to offload, as in `--offload-modules core_attn attn_proj`. Empty takes the tags of the plan;
+            `auto` measures the first step and plans for `offload_memory_budget_bytes`.
+        min_offloaded_tensor_size: Elements. Storages with fewer stay on the GPU.
+        activation_offload_fraction: The part of a chunk's sites to offload, from 0 to 1. The last sites of forward stay on
+            the GPU.
+        delay_offload_until_cuda_graph: Offloads a group once the next CUDA graph is launched, when the CPU is idle.
+        delta_offload_bytes_across_pp_ranks: Each pipeline rank offloads this many bytes a step less than the one before it,
+            from the second step on.
+        offload_plan: A plan file: keep, recompute or offload for every site.
+        offload_memory_budget_bytes: GPU memory to plan for, as the allocator counts it. Only for `auto`.
+        offload_host_budget_bytes: Most host memory of this rank; what does not fit stays on the GPU. None takes this rank's
+            share of 60% of the host memory that is free.
+        offload_window_bytes: How many bytes may be in flight to the host before compute waits.
+        offload_prefetch_bytes: How many bytes may be back on the GPU before backward asks for them.
+        tags: The tags that `offload_modules` may name.
+    """
 
     offload_modules: tuple[str, ...]
-    """Tags whose saved tensors leave, as in `--offload-modules core_attn attn_proj`. Empty takes those of the plan; `auto`
-    measures the first step and plans for the budget."""
     min_offloaded_tensor_size: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Elements. What a group saves of one storage stays on the device when it is smaller."""
     activation_offload_fraction: float = 1.0
-    """From 0 to 1. The part of a chunk's sites that is offloaded; the last ones of forward stay."""
     delay_offload_until_cuda_graph: bool = False
-    """Hold the ends of groups back until the next CUDA graph has been launched, while the host is free anyway."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Bytes of a step that each pipeline rank offloads less than the one before it, from the second step on."""
     offload_plan: Path | None = None
-    """A plan file; it says keep, recompute or offload for every site, in place of the fraction."""
     offload_memory_budget_bytes: int | None = None
-    """Device bytes to plan for, as the device's allocator counts them. For `auto` alone."""
     offload_host_budget_bytes: int | None = None
-    """The most host bytes of this rank; what does not fit stays on the device. None takes a share of what the machine has."""
     offload_window_bytes: int = DEFAULT_WINDOW_BYTES
-    """The most bytes on their way to the host before compute has to wait."""
     offload_prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
-    """The most bytes back on the device before backward asks for them."""
     tags: TagRegistry = dataclasses.field(default_factory=default_tags)
-    """The tags that `offload_modules` may name."""
 
     def __post_init__(self) -> None:
         """Check every field.

@@ -69,14 +69,17 @@ class Action(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Site:
-    """One tag in one layer of one model chunk."""
+    """One tag in one layer of one model chunk.
+
+    Args:
+        chunk: Model chunk on this rank, from 0: the virtual pipeline stage under an interleaved schedule, else 0.
+        layer: Layer of the whole model, from 0.
+        tag: A tag of the registry, or a unit of `fgoffload.tags.RECOMPUTE_UNITS`.
+    """
 
     chunk: int
-    """Model chunk on this rank, from 0: the virtual pipeline stage under an interleaved schedule, else 0."""
     layer: int
-    """Layer of the whole model, from 0."""
     tag: str
-    """A tag of the registry, or a unit of `fgoffload.tags.RECOMPUTE_UNITS`."""
 
     def __str__(self) -> str:
         """Return the label used in logs, errors and profiler ranges: `layers.3.core_attn`."""
@@ -85,15 +88,19 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """The action for every site of all ranks. A site that is not in the plan is kept."""
+    """The action for every site of all ranks. A site that the plan does not name is kept.
+
+    Args:
+        actions: The action by site.
+        loss_window_bytes: How many bytes may be in flight to the host when the loss begins; compute waits for the rest, which
+            the planner counted as gone. None: no wait.
+        made_for: What the plan was made for: fields of Megatron-Core's TransformerConfig by name, and `TOKENS`,
+            `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
+    """
 
     actions: Mapping[Site, Action]
     loss_window_bytes: int | None = None
-    """The most bytes that may be on their way to the host when the loss begins: more are waited for. Who made the plan counted
-    on the others to be gone by then. None: nothing is waited for there."""
     made_for: Mapping[str, int | str] | None = None
-    """What it was planned for: fields of Megatron-Core's TransformerConfig by name, and `TOKENS`, `MICROBATCHES`,
-    `PARAMETER_BYTES` and `FP8_RECIPE`. None where nobody said."""
 
     @property
     def offloaded_tags(self) -> tuple[str, ...]:

@@ -17,20 +17,23 @@ from fgoffload.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """A module name that users select."""
+    """A module name that users select for offload.
+
+    Args:
+        name: As users type it in `--offload-modules`.
+        saves: What the module saves for backward, as text for people.
+        requires: Tags that save the same storage: without them, offloading this tag frees nothing.
+        excludes: Tags without a site where this tag has one, since its module does their work too.
+        excluded_by: Megatron recompute modules (`--recompute-modules`) under which the module saves nothing to offload.
+        is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
+    """
 
     name: str
-    """As users type it in `--offload-modules`."""
     saves: str
-    """What the module saves for backward, for people."""
     requires: tuple[str, ...] = ()
-    """Tags without which offloading this one frees nothing, since they save the same storage."""
     excludes: tuple[str, ...] = ()
-    """Tags that have no site where this one has: the module does their work too."""
     excluded_by: tuple[str, ...] = ()
-    """Megatron recompute modules (`--recompute-modules`) under which the module saves nothing that could leave."""
     is_in_megatron: bool = False
-    """Whether Megatron-Core's own `offload_modules` takes it too: its check refuses every other name."""
 
     def __post_init__(self) -> None:
         """Refuse names that could not be typed as one word of a flag."""
@@ -46,6 +49,9 @@ class TagRegistry:
 
         tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
         config = OffloadConfig(offload_modules=("my_router",), tags=tags)
+
+    Args:
+        tags: Each name once.
     """
 
     tags: tuple[Tag, ...]

@@ -15,24 +15,31 @@ H100, PCIe 5)."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """What may leave, how far copies run behind forward and ahead of backward, and where the bytes go."""
+    """What is offloaded, when it is copied, and where the host memory comes from.
+
+    Args:
+        enabled: False disables offload: no hooks, no host memory, no warnings.
+        min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
+        window_bytes: How many bytes may be in flight to the host before compute waits. None derives it; see `derive_policy`.
+        prefetch_bytes: How many bytes may be back on the GPU before backward asks for them. None derives it; see
+            `derive_policy`.
+        host_budget_bytes: Most host memory of this process; what does not fit stays on the GPU. None takes this process's
+            share of 60% of the host memory that is free.
+        host_memory: Pinned memory is faster. Choose pageable where the limit for pinned memory (`ulimit -l`) is low.
+        is_timed: Measures the seconds of copies and waits for `stats()`. This records a few more events for each group, and
+            `stats()` waits for them.
+        keep: Your filter: a saved tensor for which it returns true stays on the GPU. Called for each tensor that could be
+            offloaded.
+    """
 
     enabled: bool = True
-    """False leaves everything as if it had not been asked for: no hooks on tensors, no host memory, no warnings."""
     min_offloaded_bytes: int = DEFAULT_MIN_OFFLOADED_BYTES
-    """What all saves of one storage cover together stays on the device when it is smaller. 0 lets all leave."""
     window_bytes: int | None = None
-    """The most bytes on their way to the host before compute has to wait. None derives it; see `derive_policy`."""
     prefetch_bytes: int | None = None
-    """The most bytes back on the device before backward asks for them. None derives it; see `derive_policy`."""
     host_budget_bytes: int | None = None
-    """The most host bytes of this rank; what does not fit stays on the device. None takes a share of what the machine has."""
     host_memory: HostMemory = HostMemory.PINNED
-    """Pinned is faster; pageable where the limit of locked memory is low."""
     is_timed: bool = False
-    """Measure copies, and what compute waits, for `stats()`: a few events more for each group, and `stats()` waits for them."""
     keep: Callable[[Any], bool] | None = None
-    """Your own filter: a saved `torch.Tensor` for which it returns true stays. Asked for each saved tensor that could leave."""
 
     def __post_init__(self) -> None:
         """Check every field.

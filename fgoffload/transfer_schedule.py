@@ -45,12 +45,15 @@ class HostMemory(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPolicy:
-    """How far copies may run behind forward and ahead of backward."""
+    """How far copies may run behind forward and ahead of backward.
+
+    Args:
+        window_bytes: How many bytes may be in flight to the host before compute waits for the oldest copy.
+        prefetch_bytes: How many bytes may be back on the GPU before backward asks for them.
+    """
 
     window_bytes: int = DEFAULT_WINDOW_BYTES
-    """The most bytes that may be on their way to the host before compute has to wait for the oldest of them."""
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
-    """The most bytes that may be back on the device before the group that backward is in has asked for them."""
 
     def __post_init__(self) -> None:
         """Refuse what is no size, and sizes below zero.

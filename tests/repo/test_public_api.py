@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import fgoffload
 pytestmark = pytest.mark.quick
 
 PUBLIC = (
-    *("Action", "BudgetError", "ConfigError", "HostMemory", "IntegrationError", "InternalError", "ModelOffload"),
+    *("Action", "BudgetError", "ConfigError", "GIB", "HostMemory", "IntegrationError", "InternalError", "MIB", "ModelOffload"),
     *("OffloadConfig", "OffloadError", "OffloadPlan", "OffloadedTensor", "PlacedRegion", "PlanError", "SavedTensors"),
     *("SavingsEstimate", "Site", "StateError", "Tag", "TagRegistry", "TransferConfig", "TransferPolicy", "default_tags"),
     *("estimate_savings", "offload", "offload_tensor", "region", "saved_tensors"),
@@ -27,8 +28,11 @@ def test_the_public_names_are_these_and_no_others():
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_can_be_imported_and_is_documented(name):
-    assert getattr(fgoffload, name).__doc__
+def test_every_public_name_is_documented_and_so_is_each_field_of_its_configuration(name):
+    public = getattr(fgoffload, name)
+    assert public.__doc__
+    for field in dataclasses.fields(public) if dataclasses.is_dataclass(public) else ():
+        assert f"\n        {field.name}: " in public.__doc__, field.name
 
 
 @pytest.mark.parametrize("module", ["fgoffload", "fgoffload.cli"])

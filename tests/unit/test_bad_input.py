@@ -43,9 +43,7 @@ def refuse(capsys, *words):
     [
         (("trian",), "train"),
         (("--verson",), "--version"),
-        (("train", "--hepl"), "--help"),
         (("train", "--stesp", "3"), "--steps"),
-        (("doctor", "--jsn"), "--json"),
         (("profile", "--jsn=x"), "--json"),
         (("bench", "--chek-bits"), "--check-bits"),
         (("run", "--hepl"), "--help"),
@@ -66,7 +64,7 @@ def test_megatrons_own_optimizer_flag_is_not_taken_for_one_of_ours(capsys, words
     assert message in refuse(capsys, *words)
 
 
-@pytest.mark.parametrize("value", ["x" * 100_000, "a b " * 25_000, "'\"" * 50_000], ids=["word", "words", "quotes"])
+@pytest.mark.parametrize("value", ["x" * 100_000, "a b " * 25_000], ids=["word", "words"])
 def test_an_error_cuts_the_values_that_it_repeats(value):
     with pytest.raises(ConfigError) as caught:
         parse_bytes(value, name="--reserve")

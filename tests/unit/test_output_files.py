@@ -78,12 +78,6 @@ def test_what_is_no_regular_file_is_written_to_and_stays_what_it_is(tmp_path):
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_a_name_as_long_as_names_can_be_is_written(tmp_path):
-    path = tmp_path / f"{'x' * 250}.json"
-    write_file(path, "{}")
-    assert path.read_text() == "{}"
-
-
 def test_a_check_leaves_no_file_and_says_what_writing_would(tmp_path):
     check_writable(tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError):

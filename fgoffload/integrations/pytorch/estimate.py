@@ -28,16 +28,22 @@ OUTSIDE = "saved outside of every region"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavingsEstimate:
-    """What one forward saves, and what of it would leave. Storages are counted once and whole; parameters are not."""
+    """What one forward saves, and how much of it would be offloaded.
+
+    Each storage counts once and whole. Parameters do not count.
+
+    Args:
+        saved_bytes: What autograd saves in the forward.
+        leaving_bytes: Bytes that would be copied to the host. If backward begins at once, it cancels the offload of the last
+            groups.
+        staying_bytes: Bytes that would stay on the GPU, by reason. A storage stays whole if one of its tensors does.
+        host_bytes: Host memory needed, alignment included.
+    """
 
     saved_bytes: int
-    """What autograd saves in the forward."""
     leaving_bytes: int
-    """What would go to the host. The last groups of a forward are called back when backward begins at once."""
     staying_bytes: dict[str, int]
-    """What would stay on the device, by the reason. A storage stays whole where one of its tensors does."""
     host_bytes: int
-    """The host memory that it needs, alignment included."""
 
     @property
     def freed_bytes(self) -> int:

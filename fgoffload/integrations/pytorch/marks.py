@@ -48,6 +48,11 @@ class PlacedRegion:
         self._saving: SavingRegion | None = None
         self._was_left = False
 
+    def __repr__(self) -> str:
+        """Return the tag, and whether the block was entered."""
+        state = "left" if self._was_left else "not entered" if self._tensor is not None else "entered"
+        return f"<PlacedRegion {self._tag!r}, {state}>"
+
     def end(self, output: torch.Tensor) -> None:
         """Tell the region's output: when backward has its gradient, it has come to the region.
 

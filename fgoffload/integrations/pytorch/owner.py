@@ -12,7 +12,7 @@ from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, m
 from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle, say_where
 from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, offload_with
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.units import MIB
+from fgoffload.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,18 @@ class EngineOwner:
         self._totals = RunTotals()
         self._is_checked = False
         self._is_reported = False
+
+    def __repr__(self) -> str:
+        """Return what is offloaded, and what the last step moved."""
+        if not self.config.enabled:
+            state = "disabled"
+        elif self._engine is None:
+            state = "no forward yet"
+        elif self.last_stats is None:
+            state = "no stats read yet"
+        else:
+            state = f"{format_bytes(self.last_stats.d2h_bytes)} offloaded in the last step"
+        return f"<{type(self).__name__} of {self.name} (tags: {' '.join(self._uses) or 'none'}), {state}>"
 
     @property
     def engine(self) -> OffloadEngine | None:

@@ -55,13 +55,21 @@ class OffloadedTensor:
         lives as long as you hold it or this object; it is the same memory at each call.
     """
 
-    __slots__ = ("_engine", "_group", "_handle", "_lane")
+    __slots__ = ("_engine", "_group", "_handle", "_kind", "_lane")
 
-    def __init__(self, handle: Packed, *, engine: OffloadEngine | None, lane: Lane, group: Group | None) -> None:
+    def __init__(
+        self, handle: Packed, tensor: torch.Tensor, *, engine: OffloadEngine | None, lane: Lane, group: Group | None
+    ) -> None:
         self._handle = handle
+        self._kind = f"{list(tensor.shape)} {tensor.dtype}"
         self._engine = engine
         self._lane = lane
         self._group = group
+
+    def __repr__(self) -> str:
+        """Return where the bytes are, as far as is known without asking the device."""
+        saved = () if self._group is None else self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED)
+        return f"<OffloadedTensor of {self._kind}, {'on the host' if saved else 'on its device'}>"
 
     @property
     def is_on_host(self) -> bool:
@@ -135,8 +143,8 @@ def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> Offloade
     """Let `tensor` leave through `engine`; without one it stays."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
-        return OffloadedTensor(hold(tensor, lane.place), engine=None, lane=lane, group=None)
+        return OffloadedTensor(hold(tensor, lane.place), tensor, engine=None, lane=lane, group=None)
     group = engine.open_group(Site(chunk=0, layer=0, tag=TAG), lane)
     handle = engine.save(tensor, lane=lane, group=group)
     engine.end(lane, group)
-    return OffloadedTensor(handle, engine=engine, lane=lane, group=group)
+    return OffloadedTensor(handle, tensor, engine=engine, lane=lane, group=group)
