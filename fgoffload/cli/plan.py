@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # nargs="?" so that its absence is reported by us, with what to do.
     add("model", metavar="MODEL", nargs="?", help="a Megatron argument file, a Hugging Face config.json, or a name of --list")
     add("--list", action="store_true", help="show the models that come with fgoffload")
-    add("--gpu", metavar="NAME", help="a device of the table: a100, h100, h200, b200, gb200, gh200, mi300x, ascend-910b")
+    add("--gpu", metavar="NAME", help="a device of the table, as h100, b200 or gb300 (all: docs/reference/hardware.md)")
     add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/reference/hardware.md)")
     add("--profile", metavar="FILE", help="what `fgoffload profile` measured: in place of a device, or of its link alone")
     add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")

@@ -84,7 +84,8 @@ def build_ranks(
         efficiency = dataclasses.replace(assumptions.efficiency, host_s_per_launch=0.0)
         assumptions = dataclasses.replace(assumptions, efficiency=efficiency)
     check_for_times(hardware)
-    if assumptions.network == Network() and (line := describe_assumed_rates(hardware, ranks=parallelism.world_size)):
+    has_network = assumptions.network != Network()
+    if line := describe_assumed_rates(hardware, ranks=parallelism.world_size, is_network_measured=has_network):
         logger.warning(line)
     layers = _LayerModels(model, parallelism, hardware, assumptions)
     link = make_link_model(hardware)

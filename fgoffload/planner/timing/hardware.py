@@ -11,8 +11,9 @@ an example.
 import dataclasses
 import difflib
 import itertools
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_device_rate, check_part, check_rate
 from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY
 from fgoffload.text_files import parse_json, read_text_file
-from fgoffload.units import GIB, TIB, parse_bytes
+from fgoffload.units import parse_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,19 +133,7 @@ class Hardware:
         """
         document = parse_json(text, name=source, fix="Give an object with the fields of Hardware.")
         try:
-            fields = _read_fields(cls, _fill_from_base(document, source), "hardware")
-            for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
-                if isinstance(fields.get(name), str):
-                    fields[name] = parse_bytes(fields[name], name=name, needs_unit=True)
-            if fields.get("link") is None:
-                fields["link"] = {}
-            if not isinstance(fields["link"], Link):
-                fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
-            for name in _RATES:
-                check_device_rate(name, fields.get(name))
-            for name in _LINK_RATES:
-                check_device_rate(name, getattr(fields["link"], name))
-            return cls(**fields)
+            return _make_hardware(document, source=source)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
 
@@ -169,13 +158,10 @@ def get_hardware(name: str) -> Hardware:
     """
     if not isinstance(name, str):
         raise ConfigError(f'hardware {repr(name)[:60]} is no text. Give the name of a device, as in get_hardware("h100").')
-    names = {_strip(key): key for key in HARDWARE} | {_strip(one.name): key for key, one in HARDWARE.items()}
-    by_driver = {_strip(driver_name): key for driver_name, key in _DRIVER_NAMES.items()}
-    found = (names | by_driver).get(_strip(name))
-    if found is not None:
+    if (found := _NAMES.get(_strip(name))) is not None:
         return HARDWARE[found]
-    nearest = _find_nearest(_strip(name), names)
-    hint = f" Did you mean {names[nearest]!r}?" if nearest else ""
+    nearest = _find_nearest(_strip(name), _NAMES)
+    hint = f" Did you mean {_NAMES[nearest]!r}?" if nearest else ""
     raise ConfigError(
         f"hardware {name!r} is not known.{hint} Give one of: {', '.join(HARDWARE)}; or a file of your own to Hardware.load."
     )
@@ -226,157 +212,24 @@ _LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
 _SHORTEST_PART = 3
 """Characters from which a part of a name says which device is meant."""
 
-_DRIVER_NAMES: Mapping[str, str] = {
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "NVIDIA GB200": "gb200",
-    "NVIDIA GH200 480GB": "gh200",
-    "AMD Instinct MI300X": "mi300x",
-}
-"""What drivers call devices of the table, as profiles have it. Those of H100 and H200 were seen by us; a PCIe card of the same
-chip has another name, and is none of these."""
-
 _NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
 _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 
-_HOPPER: Mapping[str, Any] = {"bf16_flop_per_s": 989.4e12, "fp8_flop_per_s": 1978.9e12, "tf32_flop_per_s": 494.7e12}
-_HOPPER_NODE: Mapping[str, Any] = {"nvlink_bytes_per_s": 450e9, "nvlink_gpus": 8, "network_bytes_per_s": 50e9}
-_HOPPER_SOURCE = "rates: NVIDIA H100 Tensor Core GPU Architecture white paper (2022), H100 SXM5, without sparsity"
-_HOPPER_NODE_SOURCE = (
-    "NVLink 4, 900 GB/s, half of it each way, and a ConnectX-7 of 400 Gbit/s for each device: NVIDIA DGX H100/H200 User Guide "
-    "(2025)"
-)
 
-HARDWARE: Mapping[str, Hardware] = {
-    "a100": Hardware(
-        name="A100 80GB SXM",
-        device_memory_bytes=80 * GIB,
-        device_memory_bytes_per_s=2039e9,
-        bf16_flop_per_s=312e12,
-        tf32_flop_per_s=156e12,
-        link=Link(d2h_bytes_per_s=32e9, h2d_bytes_per_s=32e9, duplex_bytes_per_s=32e9),
-        nvlink_bytes_per_s=300e9,
-        nvlink_gpus=8,
-        network_bytes_per_s=25e9,
-        host_memory_bytes_per_node=2 * TIB,
-        gpus_per_node=8,
-        source="NVIDIA A100 Tensor Core GPU data sheet (2021): memory, rates, PCIe Gen4 64 GB/s, half of it each way; no fp8. "
-        "NVLink 600 GB/s, half of it each way. NVIDIA DGX A100 data sheet (2021): node, in which 8 devices share NVSwitches, "
-        "and 8 ConnectX-6 of 200 Gbit/s.",
-    ),
-    "h100": Hardware(
-        name="H100 80GB SXM",
-        device_memory_bytes=80 * GIB,
-        device_memory_bytes_per_s=3.35e12,
-        # What memory bounds in W2 takes 1.24 times as long as on an H200, which has 1.43 times the bandwidth: a quarter of
-        # it, on strided tensors, takes 1.06 times as long.
-        memory_efficiency=0.92,
-        **_HOPPER,
-        # Of sixteen profiles thirteen or more reach each: to the host 53.6 to 55.3 GB/s, back 48.0 to 55.2, both 38.2 to 48.9.
-        link=Link(d2h_bytes_per_s=54e9, h2d_bytes_per_s=52e9, duplex_bytes_per_s=42e9, is_measured=True),
-        **_HOPPER_NODE,
-        host_memory_bytes_per_node=2 * TIB,
-        gpus_per_node=8,
-        source=f"NVIDIA H100 Tensor Core GPU data sheet (2023): memory; {_HOPPER_SOURCE}. What kernels reach of the memory's "
-        "bandwidth: traces of W2 on an H100 and an H200 (docs/decisions.md). Link: sixteen profiles of H100s, pinned memory, "
-        "PCIe 5 x16, copies of 256 MiB (docs/decisions.md). "
-        f"NVIDIA DGX H100 data sheet (2023): node. {_HOPPER_NODE_SOURCE}.",
-    ),
-    "h200": Hardware(
-        name="H200 141GB SXM",
-        device_memory_bytes=141 * GIB,
-        device_memory_bytes_per_s=4.8e12,
-        **_HOPPER,
-        link=Link(d2h_bytes_per_s=55.1e9, h2d_bytes_per_s=54.5e9, duplex_bytes_per_s=50.5e9, is_measured=True),
-        **_HOPPER_NODE,
-        host_memory_bytes_per_node=2 * TIB,
-        gpus_per_node=8,
-        source=f"NVIDIA H200 Tensor Core GPU data sheet (2024): memory; {_HOPPER_SOURCE}, the same as the H200's. Link "
-        "measured on H200 hosts, each way with `fgoffload doctor` (docs/reference/tested.md), both at once with "
-        "`fgoffload profile`, copies of 256 MiB. "
-        f"NVIDIA DGX H200 data sheet (2024): node. {_HOPPER_NODE_SOURCE}.",
-    ),
-    "b200": Hardware(
-        name="B200",
-        device_memory_bytes=180 * GIB,
-        device_memory_bytes_per_s=8e12,
-        bf16_flop_per_s=2.25e15,
-        fp8_flop_per_s=4.5e15,
-        tf32_flop_per_s=1.1e15,
-        link=Link(d2h_bytes_per_s=64e9, h2d_bytes_per_s=64e9, duplex_bytes_per_s=64e9),
-        nvlink_bytes_per_s=900e9,
-        nvlink_gpus=8,
-        network_bytes_per_s=50e9,
-        host_memory_bytes_per_node=2 * TIB,
-        gpus_per_node=8,
-        source="NVIDIA Blackwell Architecture Technical Brief (2024): bandwidth, and rates of HGX B200 without sparsity. "
-        "NVIDIA DGX B200 User Guide (2025): an eighth of 1440 GB; the node, whose 2 TB can be made 4; its Xeon 8570 have PCIe "
-        "5, of which x16 is 128 GB/s, half of it each way; NVLink 5, 1.8 TB/s, half of it each way; a ConnectX-7 of 400 Gbit/s "
-        "for each device.",
-    ),
-    "gb200": Hardware(
-        name="GB200",
-        device_memory_bytes=186 * GIB,
-        device_memory_bytes_per_s=8e12,
-        bf16_flop_per_s=2.5e15,
-        fp8_flop_per_s=5e15,
-        tf32_flop_per_s=1.25e15,
-        link=Link(d2h_bytes_per_s=225e9, h2d_bytes_per_s=225e9, duplex_bytes_per_s=225e9),
-        nvlink_bytes_per_s=900e9,
-        nvlink_gpus=72,
-        network_bytes_per_s=50e9,
-        host_memory_bytes_per_node=960 * GIB,
-        gpus_per_node=4,
-        source="NVIDIA GB200 NVL72 specifications (2024): half of a superchip's rates, without sparsity, and of its memory and "
-        "bandwidth; 480 GB with each Grace, of which a node has 2. Link: NVLink-C2C of a Grace, 900 GB/s, half of it each way "
-        "and shared by its 2 GPUs. What one GPU reaches alone is not public. NVLink 5 among 72 GPUs: 1.8 TB/s of each, half of "
-        "it each way. NVIDIA DGX GB200 User Guide, networking (2025): 4 ConnectX-7 of 400 Gbit/s in a tray of 4 GPUs.",
-    ),
-    "gh200": Hardware(
-        name="GH200 96GB",
-        device_memory_bytes=96 * GIB,
-        device_memory_bytes_per_s=4e12,
-        **_HOPPER,
-        link=Link(d2h_bytes_per_s=450e9, h2d_bytes_per_s=450e9, duplex_bytes_per_s=450e9),
-        nvlink_bytes_per_s=450e9,
-        nvlink_gpus=1,
-        host_memory_bytes_per_node=480 * GIB,
-        gpus_per_node=1,
-        source=f"NVIDIA GH200 Grace Hopper Superchip data sheet (2023), with HBM3: memory of GPU and CPU, NVLink-C2C 900 GB/s, "
-        f"half of it each way; {_HOPPER_SOURCE}, the same as the GH200's. NVLink 4, 900 GB/s, half of it each way, goes to "
-        "others where the server has it: 4 in some, up to 256 in a DGX GH200. Servers of one have none, which is what stands "
-        "here. Network cards are the server's.",
-    ),
-    "mi300x": Hardware(
-        name="MI300X",
-        device_memory_bytes=192 * GIB,
-        device_memory_bytes_per_s=5.3e12,
-        bf16_flop_per_s=1307.4e12,
-        fp8_flop_per_s=2614.9e12,
-        tf32_flop_per_s=653.7e12,
-        link=Link(d2h_bytes_per_s=64e9, h2d_bytes_per_s=64e9, duplex_bytes_per_s=64e9),
-        nvlink_bytes_per_s=448e9,
-        nvlink_peer_bytes_per_s=64e9,
-        nvlink_gpus=8,
-        gpus_per_node=8,
-        source="AMD Instinct MI300X Accelerator data sheet (2023): memory, rates without sparsity, PCIe Gen5 x16 128 GB/s, "
-        "half of it each way. AMD Instinct MI300X Platform data sheet (2023): 8 of them, each with a link of Infinity Fabric "
-        "to each of the 7 others, 128 GB/s, half of it each way; host memory and network cards are the server's.",
-    ),
-    "ascend-910b": Hardware(
-        name="Ascend 910B",
-        device_memory_bytes=64 * GIB,
-        bf16_flop_per_s=280e12,
-        gpus_per_node=8,
-        source="No public data sheet of the processor. Gitee AI's page on its Ascend 910B clusters (read 2026): 64 GB, 8 a "
-        "node, and 280 TFLOP/s in fp16, the same taken for bf16; other pages say 256 to 320. Bandwidth: pages "
-        "differ from 0.4 to 1.2 TB/s, so none is given. Its link, too, has to be measured, and no page of the maker was found "
-        "that names the rates of HCCS, between devices, or of its network cards.",
-    ),
-}
-"""By the name that people type. Sparse rates are halved where the maker names only those."""
+def _make_hardware(document: Any, *, source: str) -> Hardware:
+    fields = _read_fields(Hardware, _fill_from_base(document, source), "hardware")
+    for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
+        if isinstance(fields.get(name), str):
+            fields[name] = parse_bytes(fields[name], name=name, needs_unit=True)
+    if fields.get("link") is None:
+        fields["link"] = {}
+    if not isinstance(fields["link"], Link):
+        fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
+    for name in _RATES:
+        check_device_rate(name, fields.get(name))
+    for name in _LINK_RATES:
+        check_device_rate(name, getattr(fields["link"], name))
+    return Hardware(**fields)
 
 
 def _read_fields(cls: type[Hardware] | type[Link], document: Any, what: str) -> dict[str, Any]:
@@ -415,3 +268,19 @@ def _fill_from_base(document: Any, source: str) -> Any:
 
 def _strip(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _load_table() -> None:
+    """Read the devices of the package; a device's `base` stands above it."""
+    table = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    for key, fields in json.loads(table).items():
+        driver_name = fields.pop("driver", key)
+        HARDWARE[key] = _make_hardware(fields, source=f"device {key}")
+        _NAMES.update({_strip(name): key for name in (key, HARDWARE[key].name, driver_name)})
+
+
+HARDWARE: dict[str, Hardware] = {}
+"""By the name that people type: what hardware.json has."""
+_NAMES: dict[str, str] = {}
+"""Keys of `HARDWARE` by all that people and drivers call devices, stripped. A PCIe card of the same chip is another device."""
+_load_table()

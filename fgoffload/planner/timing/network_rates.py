@@ -53,20 +53,23 @@ def make_network_rates(hardware: Hardware, network: Network, efficiency: Efficie
     return NetworkRates(domain_ranks=domain_ranks, nvlink_bytes_per_s=near, peer_bytes_per_s=peer, network_bytes_per_s=far)
 
 
-def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
-    """Return one line with the rates that were not known of `hardware` and what was taken; None where all that count were.
+def describe_assumed_rates(hardware: Hardware, *, ranks: int, is_network_measured: bool) -> str | None:
+    """Return one line with the rates of `hardware` that nobody measured or named and what was taken; None without any.
 
     Args:
         hardware: What each rank runs on.
         ranks: Of the training. One sends nothing, and those of one domain need no network.
+        is_network_measured: The rates between ranks were measured, so that those of the hardware do not count.
     """
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     taken = []
-    if hardware.nvlink_bytes_per_s is None and min(ranks, domain) > 1:
+    if not hardware.link.is_measured:
+        taken.append("measured link to the host (part of the maker's rate is taken)")
+    if not is_network_measured and hardware.nvlink_bytes_per_s is None and min(ranks, domain) > 1:
         pcie = _find_pcie_rate(hardware)
         rate = "that of the network" if pcie is None else f"{pcie / 1e9:.0f} GB/s, as over PCIe,"
         taken.append(f"nvlink_bytes_per_s ({rate} is taken)")
-    if hardware.network_bytes_per_s is None and ranks > domain:
+    if not is_network_measured and hardware.network_bytes_per_s is None and ranks > domain:
         taken.append(f"network_bytes_per_s ({ASSUMED_NETWORK_BYTES_PER_S / 1e9:.0f} GB/s is taken)")
     if not taken:
         return None

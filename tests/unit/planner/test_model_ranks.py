@@ -1,5 +1,7 @@
 """From a model and its ranks to what the simulator takes, and the plan from one call."""
 
+import dataclasses
+
 import pytest
 
 from fgoffload.errors import ConfigError
@@ -47,9 +49,11 @@ def test_a_rate_that_is_not_known_is_said_once_and_not_where_it_was_measured(cap
     ranks = Parallelism(expert_parallel_size=16, data_parallel_size=16)
     build_ranks(MODEL, ranks, get_hardware("mi300x"))
     assert [record.message for record in caplog.records] == [
-        "hardware 'MI300X' has no network_bytes_per_s (50 GB/s is taken). "
+        "hardware 'MI300X' has no measured link to the host (part of the maker's rate is taken) and no network_bytes_per_s "
+        "(50 GB/s is taken). "
         "A hardware file can give it: docs/reference/hardware.md."
     ]
     caplog.clear()
-    build_ranks(MODEL, ranks, get_hardware("mi300x"), assumptions=Assumptions(network=Network(network_bytes_per_s=20e9)))
+    measured = dataclasses.replace(get_hardware("mi300x"), link=get_hardware("h100").link)
+    build_ranks(MODEL, ranks, measured, assumptions=Assumptions(network=Network(network_bytes_per_s=20e9)))
     assert caplog.records == []

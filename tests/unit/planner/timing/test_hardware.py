@@ -22,9 +22,10 @@ def read(**fields):
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
-        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("H800", "h800"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
         ("NVIDIA GH200 480GB", "gh200"),
-        ("AMD Instinct MI300X", "mi300x"),
     ],
 )
 def test_hardware_is_found_by_what_its_driver_calls_it(name, key):
@@ -63,7 +64,6 @@ def test_what_is_missing_for_times_is_named_at_once_with_a_file_that_has_it():
     ("fields", "message"),
     [
         ({"name": ""}, r"name '' is no text"),
-        ({"source": None}, r"hardware lacks 'source'. Add it"),
         ({"gpus_per_node": 8.0}, r"gpus_per_node 8.0 is no whole number"),
         ({"device_memory_bytes": "80PB"}, r"device_memory_bytes '80PB' is not a size. .* as in 60GiB"),
         ({"bf16_flop": 1e12}, r"hardware has no field 'bf16_flop'. Did you mean 'bf16_flop_per_s'\?"),
@@ -82,10 +82,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         ConfigError, match=r"hardware file .*none.json: No such file or directory. Give the path of a JSON file"
     ):
         Hardware.load(tmp_path / "none.json")
-    path = tmp_path / "binary.json"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"hardware file .*binary.json: not UTF-8 text"):
-        Hardware.load(path)
+    path = tmp_path / "lacking.json"
     path.write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"hardware file .*binary.json: hardware lacks 'name'. Add it"):
+    with pytest.raises(ConfigError, match=r"hardware file .*lacking.json: hardware lacks 'name'. Add it"):
         Hardware.load(path)

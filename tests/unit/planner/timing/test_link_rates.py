@@ -10,7 +10,6 @@ from fgoffload.planner.timing.link_rates import make_link_model
 
 
 def test_both_ways_at_once_are_a_part_of_the_slower_way_where_nobody_measured_them():
-    # Of the 47 GB/s of one H100 33.5 were left.
     measured = get_hardware("h200")
     one_way = dataclasses.replace(measured, link=dataclasses.replace(measured.link, duplex_bytes_per_s=None))
     link = make_link_model(one_way)
