@@ -13,13 +13,14 @@ STEPS ?=
 WORKERS ?= 2
 
 VENV := .venv
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SMOKE := $(addprefix tests/unit/,launch megatron_interface megatron/test_sites.py megatron/test_waits.py \
 	megatron/test_training_graphs.py megatron/test_graph_flags.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test quick slow smoke older versions check package
+.PHONY: help install train test quick slow smoke older versions check package docs
 
 help:  ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +59,14 @@ check: $(STAMP)  ## Check format, lint and types
 
 package: $(BIN)/python  ## Build wheel and sdist into dist/, and try the wheel in an empty environment
 	@.ci/package $(BIN)/python
+
+docs: $(DOCS)/.installed  ## Build the site into site/, and fail on a broken link or a table that differs from the code
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+$(DOCS)/.installed: pyproject.toml .ci/constraints.txt | $(BIN)/python
+	@$(BIN)/python -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[docs]'
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13) and "Python 3.10 to 3.13 is needed, this is %d.%d. Give one, as in: make PYTHON=python3.12" % sys.version_info[:2])'

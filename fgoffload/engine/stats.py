@@ -1,4 +1,4 @@
-"""What a step moved, kept and waited for, per tag."""
+"""Statistics of a step: what each tag offloaded, kept and waited for."""
 
 import dataclasses
 import enum
@@ -28,7 +28,7 @@ class KeptReason(enum.Enum):
 
 
 class TimeKind(enum.Enum):
-    """What takes time, by the device's own clock."""
+    """What the seconds of a tag measure, by the GPU's clock."""
 
     D2H = "copies to the host"  # from the start of the first of a group to the end of the last
     H2D = "copies to the device"
@@ -40,27 +40,27 @@ class TagStats:
     """One tag in one step, on this rank."""
 
     groups: int = 0
-    """Executions of the tag's sites."""
+    """How often the tag's sites ran."""
     saved_tensors: int = 0
-    """Tensors that autograd saved inside; of parameters, in those that have ended."""
+    """Tensors that autograd saved inside."""
     d2h_bytes: int = 0
-    """Bytes that left for the host."""
+    """Bytes offloaded."""
     h2d_bytes: int = 0
-    """Bytes that came back."""
+    """Bytes reloaded."""
     shared_bytes: int = 0
-    """Bytes that had left already, with a group that saved the same storage before."""
+    """Bytes that another group, which saved the same storage, had offloaded already."""
     recalled_bytes: int = 0
-    """Bytes that left and were still on the device when backward wanted them, so that nothing had to come back."""
+    """Bytes whose offload backward cancelled, since they were still on the GPU when it asked for them."""
     held_elsewhere_bytes: int = 0
-    """Bytes that left and freed nothing, since something else still held their storage when they came back."""
+    """Bytes whose offload freed nothing, since something else still referenced their storage."""
     prefetch_misses: int = 0
-    """Storages whose way back started only when backward had already come to their group."""
+    """Storages that were reloaded only when backward had already reached their group."""
     dropped_storages: int = 0
-    """Storages that autograd no longer wanted when their group was to leave."""
+    """Storages that autograd had dropped before their group was offloaded."""
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes that stayed, by the value of their `KeptReason`. Parameters are not counted."""
+    """Bytes that stayed on the GPU, by the value of their `KeptReason`. Parameters do not count."""
     seconds: dict[TimeKind, float] = dataclasses.field(default_factory=dict)
-    """By the device's own clock; empty where they are not measured."""
+    """Seconds of copies and waits by the GPU's clock; empty unless they are measured."""
 
     def add_kept(self, reason: KeptReason, size_bytes: int) -> None:
         """Count `size_bytes` that stay for `reason`."""
@@ -78,7 +78,7 @@ class StepStats:
     tags: dict[str, TagStats] = dataclasses.field(default_factory=dict)
     """By tag, in the order of first use."""
     window_waits: int = 0
-    """How often compute had to wait because more than the window was on its way to the host."""
+    """How often compute waited because more bytes than the window were in flight to the host."""
     host_bytes: int = 0
     """Host bytes in use at the end of the step."""
     host_peak_bytes: int = 0
@@ -88,17 +88,17 @@ class StepStats:
 
     @property
     def d2h_bytes(self) -> int:
-        """Bytes that left for the host, all tags."""
+        """Bytes offloaded, all tags."""
         return sum(tag.d2h_bytes for tag in self.tags.values())
 
     @property
     def h2d_bytes(self) -> int:
-        """Bytes that came back, all tags."""
+        """Bytes reloaded, all tags."""
         return sum(tag.h2d_bytes for tag in self.tags.values())
 
     @property
     def prefetch_misses(self) -> int:
-        """Storages whose way back started only when backward had already come to their group, all tags."""
+        """Storages that were reloaded only when backward had already reached their group, all tags."""
         return sum(tag.prefetch_misses for tag in self.tags.values())
 
     def __rich__(self) -> "Table":

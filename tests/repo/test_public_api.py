@@ -1,7 +1,9 @@
 import dataclasses
 import json
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.commands import run_commands
@@ -48,3 +50,8 @@ def test_plan_and_doctor_work_without_torch():
     assert "this plan" in planned.stdout
     rows = {row["name"]: row for row in json.loads(checked.stdout)["checks"]}
     assert (checked.returncode, rows["torch"]["status"], rows["Python"]["status"]) == (1, "error", "ok")
+
+
+def test_the_generated_tables_of_the_reference_are_what_the_code_says():
+    pages = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "pages.py"))
+    assert pages["find_stale"]() == {}, "run: python .ci/pages.py"
