@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
+    from fgoffload.planner.timing.hardware import Hardware
 
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
@@ -234,6 +235,7 @@ def _show_models() -> None:
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.captured_tags import NO_CAPTURE
     from fgoffload.cli.console import PipeConsole
+    from fgoffload.cli.plan_fits import show_fits
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
     from fgoffload.planner.late_host import assume_host
@@ -282,29 +284,42 @@ def _plan(checked: PlanOptions) -> int:
     console = PipeConsole()
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    with share_work(), _without_cycle_collection():
+
+    def show_lack() -> None:
+        if hardware is not None and checked.budget_bytes is None:
+            show_fits(console, model, parallelism, hardware, assumptions)
+
+    with share_work(), _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
         if hardware is not None:
             check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         if budget_bytes is None:
             show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
             return EXIT_PLANNED
-        files = {name: getattr(checked, name) for name in _OUTPUTS}
-        limits = THOROUGH if checked.is_thorough else None
-        try:
-            show_plan(
-                console,
-                subject,
-                ranks,
-                budget_bytes=budget_bytes,
-                host_budget_bytes=host_budget_bytes,
-                files=files,
-                limits=limits,
-            )
-        except BudgetError as error:
-            if hardware is not None and error.least_bytes > hardware.device_memory_bytes:
-                raise PlanError(describe_too_small(error.why, hardware, checked.reserve_bytes)) from error
-            raise
+        show_plan(
+            console,
+            subject,
+            ranks,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            files={name: getattr(checked, name) for name in _OUTPUTS},
+            limits=THOROUGH if checked.is_thorough else None,
+        )
     return EXIT_PLANNED
+
+
+@contextlib.contextmanager
+def _explain_lack(hardware: "Hardware | None", reserve_bytes: int | None, show_lack: Callable[[], None]) -> Iterator[None]:
+    """Show with `show_lack` what each rank needs where all of a device is too small, and say so in place of a budget."""
+    try:
+        yield
+    except BudgetError as error:
+        if hardware is None or error.least_bytes <= hardware.device_memory_bytes:
+            raise
+        show_lack()
+        raise PlanError(describe_too_small(error.why, hardware, reserve_bytes)) from error
+    except PlanError:
+        show_lack()
+        raise
 
 
 @contextlib.contextmanager
@@ -358,7 +373,13 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     from fgoffload.planner.model.huggingface import read_huggingface_config
 
     model = read_huggingface_config(checked.model)
-    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
+    found = read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
+    if found[1].world_size == 1 and "--num-gpus" not in checked.megatron_flags:
+        experts = " --ep 8" if model.experts is not None else ""
+        show_line(
+            f"{checked.model} does not say how many GPUs: 1 is assumed. Spread it with --num-gpus 8 --tp 2 --pp 2{experts}."
+        )
+    return found
 
 
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":

@@ -65,6 +65,19 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     assert set(written.made_for) <= {*read_facts(None), TOKENS, MICROBATCHES}
 
 
+def test_a_model_that_no_plan_fits_is_shown_by_rank_with_layouts_that_fit(capsys, tmp_path):
+    config = write_config(tmp_path, num_hidden_layers=30)
+    code, out, err = plan(capsys, config, "--gpu", "l40s")
+    assert (code, find_row(out, "   0")[-1]) == (2, "48.00 GiB")
+    assert "does not say how many GPUs: 1 is assumed. Spread it with --num-gpus 8" in err
+    layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)
+    assert len(layouts) == 2
+    for layout in layouts:  # each is planned
+        code, _, err = plan(capsys, config, "--gpu", "l40s", *layout.split())
+        assert code == 0
+        assert "1 is assumed" not in err
+
+
 def test_an_error_names_a_budget_that_a_plan_is_found_for(capsys, tmp_path):
     config = write_config(tmp_path, num_hidden_layers=2)
     words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "32")

@@ -1,0 +1,147 @@
+"""What `fgoffload plan` shows where a model does not fit: memory by pipeline rank, and layouts that would do."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.memory.saved_bytes import list_saved_tensors
+from fgoffload.planner.memory.static_memory import count_output_bytes
+from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape, pad_vocab_size
+from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model_ranks import Assumptions, list_rank_memory
+from fgoffload.planner.ranks.schedule import PassKind, list_passes
+from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.units import format_bytes
+
+MOST_GPUS = 16384
+"""Up to which a layout is looked for."""
+LONG_SEQUENCE = 16384
+"""Tokens from which ranks may share a sequence."""
+LAYOUTS = 2
+"""Layouts that are shown."""
+_HIDDEN_BYTES = 2
+"""Of a number between layers, in bf16."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankFit:
+    """Device bytes of a pipeline rank."""
+
+    static_bytes: int
+    activation_bytes: int
+    """At the peak of a step, with everything kept."""
+    recomputed_bytes: int
+    """The same under full recompute: the input of each layer, and one layer whole."""
+    logits_bytes: int
+
+
+def list_fits(model: ModelShape, parallelism: Parallelism, assumptions: Assumptions) -> list[RankFit]:
+    """Return what each pipeline rank needs.
+
+    Raises:
+        ConfigError: The ranks cannot share the model.
+    """
+    layer_bytes: dict[int, int] = {}
+    for number in model.numbers:
+        layer_bytes[number] = sum(
+            tensor.size_bytes for tensor in list_saved_tensors(make_layer_shape(model, parallelism, number))
+        )
+    shape = make_layer_shape(model, parallelism, 0)
+    input_bytes = _HIDDEN_BYTES * shape.tokens * model.hidden_size
+    output = count_output_bytes(model, parallelism)
+    fits = []
+    for rank, chunks in enumerate(list_chunks(model, parallelism)):
+        kept = [sum(layer_bytes[number] for number in chunk.layers) for chunk in chunks]
+        inputs = [input_bytes * len(chunk.layers) for chunk in chunks]
+        passes = [(one.kind is PassKind.FORWARD, one.chunk) for one in list_passes(parallelism.pipeline, rank=rank)]
+        has_output = any(chunk.has_output for chunk in chunks)
+        numbers = [number for chunk in chunks for number in chunk.layers]
+        fits.append(
+            RankFit(
+                static_bytes=list_rank_memory(model, parallelism, rank, assumptions=assumptions).total_bytes,
+                activation_bytes=_find_peak(passes, kept),
+                recomputed_bytes=_find_peak(passes, inputs) + max((layer_bytes[number] for number in numbers), default=0),
+                logits_bytes=output.saved_bytes + output.forward_extra_bytes if has_output else 0,
+            )
+        )
+    return fits
+
+
+def show_fits(
+    console: Console, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
+) -> None:
+    """Show what each rank needs, and layouts of more GPUs that would fit."""
+    table = Table(title=f"{model.name} on {parallelism.world_size} x {hardware.name}", title_justify="left")
+    for name in ("rank", "static", "activations", "under full recompute", "logits", "device"):
+        table.add_column(name, justify="right")
+    for rank, fit in enumerate(list_fits(model, parallelism, assumptions)):
+        sizes = (fit.static_bytes, fit.activation_bytes, fit.recomputed_bytes, fit.logits_bytes, hardware.device_memory_bytes)
+        table.add_row(str(rank), *map(format_bytes, sizes))
+    console.print(table)
+    layouts = list(itertools.islice(_find_layouts(model, parallelism, hardware, assumptions), LAYOUTS))
+    for layout in layouts:
+        console.print(f"Would fit: {_describe(layout)}", soft_wrap=True)
+    if not layouts:
+        console.print(f"No layout of up to {MOST_GPUS} GPUs was found that would fit.")
+
+
+def _find_peak(passes: Sequence[tuple[bool, int]], chunk_bytes: Sequence[int]) -> int:
+    steps = (chunk_bytes[chunk] if is_forward else -chunk_bytes[chunk] for is_forward, chunk in passes)
+    return max(itertools.accumulate(steps), default=0)
+
+
+def _find_layouts(
+    model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
+) -> Iterator[Parallelism]:
+    """Yield layouts that fit under full recompute, of the fewest GPUs first, and of those with the smallest parallel sizes."""
+    domain = hardware.nvlink_gpus or hardware.gpus_per_node
+    experts = 1 if model.experts is None else model.experts.num_experts
+    samples = parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
+    contexts = (1, 2, 4, 8) if model.seq_length >= LONG_SEQUENCE else (1,)
+    sizes = sorted(itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), contexts, (1, 2, 4, 8, 16, 32, 64)), key=sum)
+    gpus = parallelism.world_size
+    while gpus <= MOST_GPUS:
+        for tensor, pipeline, context, expert in sizes:
+            if gpus % (tensor * pipeline * context) or tensor > domain or experts % expert:
+                continue
+            data = gpus // (tensor * pipeline * context)
+            last = model.num_layers - (pipeline - 1) * -(-model.num_layers // pipeline)
+            try:
+                layout = Parallelism(
+                    tensor_parallel_size=tensor,
+                    pipeline_parallel_size=pipeline,
+                    context_parallel_size=context,
+                    expert_parallel_size=expert,
+                    data_parallel_size=data,
+                    micro_batch_size=parallelism.micro_batch_size,
+                    microbatches=max(pipeline, samples // (parallelism.micro_batch_size * data)),
+                    has_sequence_parallel=tensor > 1,
+                    has_distributed_optimizer=parallelism.has_distributed_optimizer,
+                    num_layers_in_last_pipeline_stage=last if model.num_layers % pipeline else None,
+                )
+                padded = pad_vocab_size(model.vocab_size, divisible_by=1, tensor_parallel_size=tensor)
+                fits = list_fits(dataclasses.replace(model, vocab_size=padded), layout, assumptions)
+            except ConfigError:
+                continue
+            if all(one.static_bytes + one.recomputed_bytes + one.logits_bytes <= hardware.device_memory_bytes for one in fits):
+                yield layout
+        gpus *= 2
+
+
+def _describe(layout: Parallelism) -> str:
+    sizes = (
+        ("--num-gpus", layout.world_size),
+        ("--tp", layout.tensor_parallel_size),
+        ("--pp", layout.pipeline_parallel_size),
+        ("--cp", layout.context_parallel_size),
+        ("--ep", layout.expert_parallel_size),
+        ("--global-batch-size", layout.microbatches * layout.micro_batch_size * layout.data_parallel_size),
+    )
+    shown = [f"{flag} {size}" for flag, size in sizes if size > 1]
+    if layout.num_layers_in_last_pipeline_stage is not None:
+        shown.append(f"--decoder-last-pipeline-num-layers {layout.num_layers_in_last_pipeline_stage}")
+    return " ".join([*shown, *(["--sequence-parallel"] if layout.tensor_parallel_size > 1 else [])])

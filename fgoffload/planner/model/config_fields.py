@@ -1,0 +1,109 @@
+"""Fields of a `config.json` with the checks that all kinds of models share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import LARGEST_SIZE, check_count
+from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
+from fgoffload.planner.model.model_shape import MOST_LAYERS
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
+"""Fields that count layers, of which lists are made."""
+
+_ATTENTION_KINDS = ("sliding_attention", "full_attention", "chunked_attention", "linear_attention")
+"""Kinds of attention that `layer_types` may name."""
+
+
+def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
+    """Return the experts of models that have no dense MLP, and name theirs as one."""
+    return make_experts(document, "num_local_experts", channels=get_count(document, "intermediate_size"), router=RouterShape())
+
+
+def make_experts(
+    document: Mapping[str, Any], experts: str, *, channels: int, router: RouterShape, shared: int = 0
+) -> ExpertsShape:
+    """Return as many experts as the field called `experts` says."""
+    topk, most = get_count(document, "num_experts_per_tok"), get_count(document, experts)
+    if topk > most:
+        raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Give {most} or less.")
+    return ExpertsShape(
+        num_experts=most,
+        topk=topk,
+        ffn_hidden_size=channels,
+        shared_ffn_hidden_size=shared,
+        imbalance=DEFAULT_IMBALANCE,
+        router=router,
+    )
+
+
+def make_router(document: Mapping[str, Any]) -> RouterShape:
+    """Return a router with a softmax over all experts, or over the chosen ones: that is what dividing by their sum comes to."""
+    return RouterShape(has_pre_softmax=not find_flag(document, "norm_topk_prob", default=False))
+
+
+def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
+    """Return for each layer whether it has a window, or None where the file does not say it layer by layer."""
+    kinds = document.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or not kinds:
+        raise ConfigError(
+            f"layer_types {kinds!r} is no list. Give the attention of each layer, as in {list(_ATTENTION_KINDS)}."
+        )
+    for kind in kinds:
+        if kind not in _ATTENTION_KINDS:
+            raise ConfigError(f"layer_types has {kind!r}, which is not known here. Give one of: {', '.join(_ATTENTION_KINDS)}.")
+    if len(kinds) != (layers := get_count(document, "num_hidden_layers")):
+        raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}. Give one for each layer.")
+    return [kind != "full_attention" for kind in kinds]
+
+
+def make_window(document: Mapping[str, Any], layers: list[bool]) -> dict[str, Any]:
+    """Return the window of `sliding_window` tokens in those of `layers`, if there is one."""
+    # A token alone is no window that Megatron has.
+    tokens = find_count(document, "sliding_window", least=2)
+    # A query is one of the tokens that its window counts, and not one of those before it.
+    return {} if tokens is None else {"window_tokens": tokens - 1, "window_layers": tuple(layers)}
+
+
+def get_count(document: Mapping[str, Any], name: str) -> int:
+    """Return the number called `name`, which has to be there."""
+    count = find_count(document, name, least=1)
+    if count is None:
+        raise ConfigError(f"{name} is missing. Add it, as the maker of the model has it.")
+    return count
+
+
+def find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | None:
+    """Return the number called `name`, or None where there is none or it is null."""
+    count = document.get(name)
+    if count is None:
+        return None
+    # By type: JSON's true is an int in Python.
+    if type(count) is not int:
+        raise ConfigError(f"{name} {count!r} is no whole number. Give one from {least} on.")
+    # Here too, by the name in the file: several sizes of experts have one name in a ModelShape.
+    check_count(name, count, least=least, most=MOST_LAYERS if name in _LAYER_COUNTS else LARGEST_SIZE)
+    return count
+
+
+def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozenset[int]:
+    """Return the layers that the list called `name` has; none where it is null."""
+    numbers = document.get(name)
+    if numbers is None:
+        return frozenset()
+    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+        raise ConfigError(f"{name} {numbers!r} is no list of layers. Give one, as in [0, 1].")
+    for number in numbers:
+        if number not in layers:
+            raise ConfigError(f"{name} has {number}, and layers are from 0 to {len(layers) - 1}. Give some of those.")
+    return frozenset(numbers)
+
+
+def find_flag(document: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """Return what `name` says, which is true or false."""
+    flag = document.get(name, default)
+    if not isinstance(flag, bool):
+        raise ConfigError(f"{name} {flag!r} is neither true nor false. Give one of them.")
+    return flag

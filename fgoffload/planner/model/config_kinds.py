@@ -1,0 +1,325 @@
+"""What each kind of model calls its parts in a `config.json`: readers, defaults, and what is not modelled, by `model_type`."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fgoffload.errors import ConfigError
+from fgoffload.planner.model.config_fields import (
+    find_count,
+    find_flag,
+    find_layers,
+    find_window_layers,
+    get_count,
+    make_experts,
+    make_local_experts,
+    make_router,
+    make_window,
+)
+from fgoffload.planner.model.layer_shape import RouterShape
+from fgoffload.planner.model.model_shape import LatentAttention
+
+_LINEAR_CHUNK_TOKENS = 64
+"""Tokens before a query that a layer with linear attention works with at once. Source: chunk_gated_delta_rule of
+flash-linear-attention."""
+
+
+def _read_gemma3(document: Mapping[str, Any]) -> dict[str, Any]:
+    layers, every = get_count(document, "num_hidden_layers"), get_count(document, "sliding_window_pattern")
+    windows = find_window_layers(document) or [number % every != 0 for number in range(1, layers + 1)]
+    has_bias = find_flag(document, "attention_bias", default=False)
+    return {"has_qk_norm": True, "has_qkv_bias": has_bias, **make_window(document, windows)}
+
+
+def _read_llama4(document: Mapping[str, Any]) -> dict[str, Any]:
+    layers, step = range(get_count(document, "num_hidden_layers")), get_count(document, "interleave_moe_layer_step")
+    channels = get_count(document, "intermediate_size")
+    named = None if document.get("moe_layers") is None else find_layers(document, "moe_layers", layers)
+    chunk = find_count(document, "attention_chunk_size", least=2)
+    every = find_count(document, "no_rope_layer_interval", least=1) or 4
+    full = [number % every == 0 for number in range(1, len(layers) + 1)]
+    return {
+        "ffn_hidden_size": get_count(document, "intermediate_size_mlp"),
+        # Their norms of queries and keys have no weights, and save what others save.
+        "has_qk_norm": find_flag(document, "use_qk_norm", default=True),
+        "has_qkv_bias": find_flag(document, "attention_bias", default=False),
+        "experts": make_experts(
+            document, "num_local_experts", channels=channels, shared=channels, router=RouterShape(score_function="sigmoid")
+        ),
+        "moe_layers": tuple(number in named if named is not None else (number + 1) % step == 0 for number in layers),
+        # A chunk holds on average half as many tokens before a query as a window of its size.
+        **({} if chunk is None else {"window_tokens": chunk // 2, "window_layers": tuple(not one for one in full)}),
+    }
+
+
+def _read_qwen3_next(document: Mapping[str, Any]) -> dict[str, Any]:
+    layers, every = get_count(document, "num_hidden_layers"), get_count(document, "full_attention_interval")
+    linear = find_window_layers(document) or [number % every != 0 for number in range(1, layers + 1)]
+    fields = _read_qwen3_moe({**document, "layer_types": None})
+    shared = get_count(document, "shared_expert_intermediate_size")
+    experts = dataclasses.replace(fields["experts"], shared_ffn_hidden_size=shared)
+    return {
+        **fields,
+        "experts": experts,
+        "rotary_percent": 0.25,
+        "window_tokens": _LINEAR_CHUNK_TOKENS,
+        "window_layers": tuple(linear),
+    }
+
+
+def _read_glm4_moe(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_read_deepseek_experts(document, RouterShape(score_function="sigmoid", has_expert_bias=True)),
+        "has_qk_norm": find_flag(document, "use_qk_norm", default=False),
+        "has_qkv_bias": find_flag(document, "attention_bias", default=False),
+        "rotary_percent": 0.5,
+        "mtp_num_layers": find_count(document, "num_nextn_predict_layers", least=0) or 0,
+    }
+
+
+def _read_minimax_m2(document: Mapping[str, Any]) -> dict[str, Any]:
+    channels, router = get_count(document, "intermediate_size"), RouterShape(score_function="sigmoid", has_expert_bias=True)
+    rotary = get_count(document, "rotary_dim") / get_count(document, "head_dim")
+    return {
+        "has_qk_norm": True,
+        "rotary_percent": rotary,
+        "experts": make_experts(document, "num_local_experts", channels=channels, router=router),
+    }
+
+
+def _read_deepseek_v4(document: Mapping[str, Any]) -> dict[str, Any]:
+    channels = get_count(document, "moe_intermediate_size")
+    shared = channels * (find_count(document, "n_shared_experts", least=0) or 0)
+    router = RouterShape(score_function="sigmoid", has_expert_bias=True)
+    return {
+        "ffn_hidden_size": 0,
+        "has_qk_norm": True,
+        "experts": make_experts(document, "n_routed_experts", channels=channels, shared=shared, router=router),
+        "mtp_num_layers": find_count(document, "num_nextn_predict_layers", least=0) or 0,
+        "window_tokens": get_count(document, "sliding_window") + get_count(document, "index_topk"),
+    }
+
+
+def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
+    # Biases of attention alone are rare, and counted as those of query, key and value.
+    has_bias, has_mlp_bias = (find_flag(document, name, default=False) for name in ("attention_bias", "mlp_bias"))
+    if has_mlp_bias and not has_bias:
+        raise ConfigError(
+            "mlp_bias True with attention_bias False: biases of MLPs alone are not known here. Give both or none."
+        )
+    return {"has_linear_bias": has_mlp_bias, "has_qkv_bias": has_bias}
+
+
+def _read_qwen2(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {"has_qkv_bias": True, **_find_upper_window(document)}
+
+
+def _read_qwen3(document: Mapping[str, Any]) -> dict[str, Any]:
+    has_bias = find_flag(document, "attention_bias", default=False)
+    return {"has_qk_norm": True, "has_qkv_bias": has_bias, **_find_upper_window(document)}
+
+
+def _read_qwen3_moe(document: Mapping[str, Any]) -> dict[str, Any]:
+    step, layers = get_count(document, "decoder_sparse_step"), range(get_count(document, "num_hidden_layers"))
+    dense = find_layers(document, "mlp_only_layers", layers)
+    return {
+        **_read_qwen3(document),
+        "experts": make_experts(
+            document, "num_experts", channels=get_count(document, "moe_intermediate_size"), router=make_router(document)
+        ),
+        "moe_layers": tuple(number not in dense and (number + 1) % step == 0 for number in layers),
+    }
+
+
+def _read_mixtral(document: Mapping[str, Any]) -> dict[str, Any]:
+    layers = get_count(document, "num_hidden_layers")
+    return {"experts": make_local_experts(document), **make_window(document, [True] * layers)}
+
+
+def _read_deepseek_v2(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_read_latent(document), **_read_deepseek_experts(document, make_router(document))}
+
+
+def _read_deepseek_v3(document: Mapping[str, Any]) -> dict[str, Any]:
+    router = RouterShape(score_function="sigmoid", has_expert_bias=True)
+    return {
+        **_read_latent(document),
+        **_read_deepseek_experts(document, router),
+        "mtp_num_layers": find_count(document, "num_nextn_predict_layers", least=0) or 0,
+    }
+
+
+def _read_latent(document: Mapping[str, Any]) -> dict[str, Any]:
+    latent = LatentAttention(
+        q_lora_rank=find_count(document, "q_lora_rank", least=1),
+        kv_lora_rank=get_count(document, "kv_lora_rank"),
+        qk_head_dim=get_count(document, "qk_nope_head_dim"),
+        qk_pos_emb_head_dim=get_count(document, "qk_rope_head_dim"),
+        v_head_dim=get_count(document, "v_head_dim"),
+    )
+    heads = get_count(document, "num_attention_heads")
+    if (groups := find_count(document, "num_key_value_heads", least=1)) not in (None, heads):
+        raise ConfigError(
+            f"num_key_value_heads {groups} differs from num_attention_heads {heads}, and latent attention has no groups. "
+            f"Give {heads}."
+        )
+    return {"latent": latent, "kv_channels": 0, "num_query_groups": heads, "has_qk_norm": True}
+
+
+def _read_deepseek_experts(document: Mapping[str, Any], router: RouterShape) -> dict[str, Any]:
+    channels, shared = get_count(document, "moe_intermediate_size"), find_count(document, "n_shared_experts", least=0) or 0
+    first, step = find_count(document, "first_k_dense_replace", least=0) or 0, get_count(document, "moe_layer_freq")
+    layers = range(get_count(document, "num_hidden_layers"))
+    if first > len(layers):
+        raise ConfigError(
+            f"first_k_dense_replace {first} is above num_hidden_layers {len(layers)}. Give {len(layers)} or less."
+        )
+    experts = make_experts(document, "n_routed_experts", channels=channels, shared=shared * channels, router=router)
+    return {"experts": experts, "moe_layers": tuple(number >= first and number % step == 0 for number in layers)}
+
+
+def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
+    layers = get_count(document, "num_hidden_layers")
+    return {
+        "has_linear_bias": True,
+        "has_quick_gate": True,
+        "has_attention_sinks": True,
+        "experts": make_local_experts(document),
+        **make_window(document, find_window_layers(document) or [number % 2 == 0 for number in range(layers)]),
+    }
+
+
+def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window of Qwen's models: in the layers from `max_window_layers` on, where they use it at all."""
+    if not find_flag(document, "use_sliding_window", default=False):
+        return {}
+    layers, first = get_count(document, "num_hidden_layers"), find_count(document, "max_window_layers", least=0) or 0
+    return make_window(document, find_window_layers(document) or [number >= first for number in range(layers)])
+
+
+NOT_MODELLED: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3": "the norms behind attention and MLP; a layer saves two hidden states more than predicted.",
+        "llama4": "chunked attention counts as a window of half a chunk; up to one chunk of tokens its time errs low.",
+        "qwen3_next": "linear attention counts as attention in a window of 64 tokens, without its convolution, wider "
+        "projections and the output gate; weights, saved bytes and times of attention err low.",
+        "deepseek_v32": "the sparse attention indexer; attention counts over all tokens, so its time errs high beyond "
+        "index_topk tokens, and the indexer's weights and bytes are left out, so memory errs low by a little.",
+        "deepseek_v4": "low ranks of query and output count as whole projections, so times of attention and weights err high; "
+        "hyper-connections, the compressor and the indexer are left out, so saved bytes err low.",
+    }
+)
+"""By `model_type`, what of its layers is not modelled, and in which direction that errs."""
+
+_ANY: Mapping[str, Any] = {"tie_word_embeddings": False, "head_dim": None, "layer_types": None, "hidden_act": "silu"}
+
+_QWEN: Mapping[str, Any] = {**_ANY, "use_sliding_window": False, "sliding_window": 4096, "attention_bias": False}
+
+_DEEPSEEK: Mapping[str, Any] = {
+    **_ANY,
+    "head_dim": 64,  # of its rotary part, which counts for nothing: latent attention names its own sizes
+    "num_key_value_heads": None,
+    "q_lora_rank": 1536,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+_DEEPSEEK_V3: Mapping[str, Any] = {**_DEEPSEEK, "n_shared_experts": 1, "first_k_dense_replace": 3}
+
+_QWEN_MOE: Mapping[str, Any] = {
+    **_QWEN,
+    "num_key_value_heads": 4,
+    "max_window_layers": 0,  # its class has none: where a window is used, all layers have it
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+}
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {**_ANY, "num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
+        "qwen2": {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28},
+        "qwen3": {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28, "head_dim": 128},
+        "qwen3_moe": _QWEN_MOE,
+        "qwen3_next": {
+            **_QWEN_MOE,
+            "head_dim": 256,
+            "num_key_value_heads": 2,
+            "norm_topk_prob": True,
+            "full_attention_interval": 4,
+            "shared_expert_intermediate_size": 512,
+        },
+        "mixtral": {**_ANY, "num_key_value_heads": 8, "sliding_window": None},
+        "deepseek_v2": {**_DEEPSEEK, "n_shared_experts": 2, "first_k_dense_replace": 0, "norm_topk_prob": False},
+        "deepseek_v3": _DEEPSEEK_V3,
+        "kimi_k2": _DEEPSEEK_V3,
+        "deepseek_v32": _DEEPSEEK_V3,
+        "deepseek_v4": {
+            **_ANY,
+            "intermediate_size": 1,  # it has no dense MLP
+            "num_key_value_heads": 1,
+            "head_dim": 512,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 1,
+            "sliding_window": 128,
+            "index_topk": 512,
+        },
+        "glm4_moe": {
+            **_ANY,
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        "minimax_m2": {**_ANY, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64},
+        "llama4": {
+            **_ANY,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_chunk_size": 8192,
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+        },
+        "gemma3": {
+            **_ANY,
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+        "gpt_oss": {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+    }
+)
+"""By `model_type`, what a field is that a file leaves out. Of None, as of null in a file: `num_key_value_heads` are as many as
+heads, `head_dim` is `hidden_size` over heads, `sliding_window` and `q_lora_rank` are not used, and `layer_types` and
+`mlp_only_layers` say nothing."""
+
+READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
+    {
+        "llama": _read_llama,
+        "qwen2": _read_qwen2,
+        "qwen3": _read_qwen3,
+        "qwen3_moe": _read_qwen3_moe,
+        "mixtral": _read_mixtral,
+        "deepseek_v2": _read_deepseek_v2,
+        "deepseek_v3": _read_deepseek_v3,
+        "kimi_k2": _read_deepseek_v3,  # the same layers, and the same names for their sizes
+        "deepseek_v32": _read_deepseek_v3,
+        "deepseek_v4": _read_deepseek_v4,
+        "glm4_moe": _read_glm4_moe,
+        "minimax_m2": _read_minimax_m2,
+        "qwen3_next": _read_qwen3_next,
+        "llama4": _read_llama4,
+        "gemma3": _read_gemma3,
+        "gpt_oss": _read_gpt_oss,
+    }
+)
+"""By `model_type`, what reads the fields of such a model that not all kinds have."""
