@@ -101,6 +101,10 @@ class TagRegistry:
             hint = " It can be recomputed by a plan, and nothing of its own leaves."
         raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
 
+    def get_place(self, name: str) -> tuple[int, str]:
+        """Return what sorts names in registry order, with those that are not registered behind the others."""
+        return (self.names.index(name) if name in self.names else len(self.tags), name)
+
     def with_tag(self, tag: Tag) -> "TagRegistry":
         """Return a registry that has `tag` too, after the others.
 

@@ -1,9 +1,7 @@
-"""Ranks that are small enough to try all their plans: a few layers with four sites each, in round numbers or drawn from a seed.
+"""Ranks that are small enough to try all their plans: a few layers with four sites each, in round numbers.
 
 Bytes and seconds are small whole numbers: a byte a second is a rate, and a window is a few bytes.
 """
-
-import random
 
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
@@ -72,41 +70,4 @@ def make_toy_rank(
         policy=policy or TransferPolicy(window_bytes=8, prefetch_bytes=8),
         min_offloaded_numel=min_offloaded_numel,
         host_budget_bytes=host_budget_bytes,
-    )
-
-
-def draw_rank(seed):
-    """Return a rank of two layers, in one chunk or two, with sizes, times, link and rules drawn from `seed`."""
-    draw = random.Random(seed)
-    kinds = [
-        make_toy_layer(
-            kind=kind,
-            sizes=(draw.randint(1, 2), *(draw.randint(1, 12) for _ in NAMES)),
-            forward_s=tuple(float(draw.randint(1, 6)) for _ in NAMES),
-            extra_bytes=draw.randint(0, 3),
-        )
-        for kind in ("one", "other")
-    ]
-    second = draw.choice(kinds)
-    layers, pipeline = draw.choice(
-        (
-            ([[kinds[0], second]], Pipeline(microbatches=2)),
-            ([[kinds[0], second]], Pipeline(stages=2, microbatches=4)),
-            ([[kinds[0], second]], Pipeline(stages=3, microbatches=4)),
-            ([[kinds[0]], [second]], Pipeline(stages=2, chunks=2, microbatches=4)),
-        )
-    )
-    rate = draw.choice((0.5, 1.0, 2.0, 4.0))
-    return make_toy_rank(
-        layers=layers,
-        pipeline=pipeline,
-        link=LinkModel(
-            d2h_bytes_per_s=rate,
-            h2d_bytes_per_s=rate,
-            duplex_bytes_per_s=0.7 * rate,
-            copy_latency_s=draw.choice((0.0, 0.25)),
-            compute_slowdown=draw.choice((0.0, 0.05)),
-        ),
-        policy=TransferPolicy(window_bytes=draw.randint(4, 30), prefetch_bytes=draw.randint(4, 30)),
-        static_bytes=draw.randint(0, 20),
     )

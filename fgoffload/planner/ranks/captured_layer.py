@@ -24,15 +24,10 @@ from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 class CapturedLayer(LayerModel):
     """A kind of layer with modules that are captured."""
 
-    staying: frozenset[str]
-    """Names of saved tensors that stay whatever a plan says."""
     staged: frozenset[str]
     """Names of saved tensors that leave through a staging slot."""
 
     __hash__ = LayerModel.__hash__
-
-    def may_leave(self, tensor: SavedTensor) -> bool:  # noqa: D102
-        return tensor.name not in self.staying
 
     def is_staged(self, tensor: SavedTensor) -> bool:  # noqa: D102
         return tensor.name in self.staged
@@ -64,9 +59,8 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
         segments=tuple(dataclasses.replace(one, host_wait=None) for one in layer.segments)
         if "expert_fc1" in captured
         else layer.segments,
-        tensors=layer.tensors,
+        tensors=tuple(dataclasses.replace(one, stays=one.stays or one.name in staying) for one in layer.tensors),
         units=tuple(unit for unit in layer.units if unit.name not in captured),
-        staying=staying,
         staged=frozenset(inside - staying),
     )
 

@@ -8,6 +8,8 @@ import dataclasses
 import enum
 import functools
 
+from fgoffload.tags import find_recompute_unit
+
 
 class HostWait(enum.Enum):
     """What stands between the host and the launch of a stretch: a few bytes of the device that it has to read first.
@@ -60,6 +62,8 @@ class SavedTensor:
     """All layers save the same storage, which leaves once a microbatch."""
     element_bytes: int = 2
     """Of an element, by which the minimum size counts: 2 in bf16."""
+    stays: bool = False
+    """It stays on the device whatever a plan says."""
 
     def is_below(self, numel: int) -> bool:
         """Return whether it has fewer than `numel` elements."""
@@ -68,10 +72,10 @@ class SavedTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnitModel:
-    """A unit of `fgoffload.tags.RECOMPUTE_UNITS` as a layer has it: what it saves, and what it costs."""
+    """What a layer may recompute by itself: what that saves, and what it costs."""
 
     name: str
-    """Of the unit."""
+    """As a plan names it: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name that the layer alone knows."""
     segments: tuple[str, ...]
     """Names of the stretches that run again, in the order of forward."""
     drops: tuple[str, ...]
@@ -94,6 +98,23 @@ class UnitModel:
     """Seconds on top where Megatron's own checkpoint runs it again, which copies what that returns to where forward had it."""
     copy_bytes: int = 0
     """Device bytes on top there."""
+    covers: tuple[str, ...] | None = None
+    """Tags and units of the layer that are recomputed with it and save nothing then. None takes those of the unit's name in
+    `fgoffload.tags`."""
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """Tags and units of the layer that are recomputed with it and save nothing then."""
+        if self.covers is not None:
+            return self.covers
+        unit = find_recompute_unit(self.name)
+        return () if unit is None else unit.covers
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Units of the layer that cannot be recomputed beside it."""
+        unit = find_recompute_unit(self.name)
+        return () if unit is None else unit.excludes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +166,7 @@ class LayerModel:
 
     def may_leave(self, tensor: SavedTensor) -> bool:
         """Return whether `tensor` may leave at all."""
-        return True
+        return not tensor.stays
 
     def is_staged(self, tensor: SavedTensor) -> bool:
         """Return whether `tensor` leaves through a staging slot, from inside of a CUDA graph."""

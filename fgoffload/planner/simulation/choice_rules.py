@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.tags import TagRegistry, default_tags, find_recompute_unit
+from fgoffload.tags import TagRegistry, default_tags
 
 
 def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
@@ -23,23 +23,23 @@ def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
 
 
 def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> None:
-    unit = find_recompute_unit(name)
-    if unit is None or layer.find_unit(name) is None:
+    unit = layer.find_unit(name)
+    if unit is None:
         possible = ", ".join(one.name for one in layer.units) or "nothing by itself"
         raise PlanError(f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, which can run again: {possible}.")
-    for covered in unit.covers:
+    for covered in unit.covered:
         action = actions.get(covered, Action.KEEP)
         if action.offloads:
             raise PlanError(
                 f"The plan recomputes {name!r} and offloads {covered!r} in one layer of kind {layer.kind!r}: what runs again "
                 "saves nothing that could leave. Keep one of them out of the plan."
             )
-        if covered not in (name, *unit.excludes) and action.recomputes:
+        if covered not in (name, *unit.excluded) and action.recomputes:
             raise PlanError(
                 f"The plan recomputes {name!r} and {covered!r} in one layer of kind {layer.kind!r}, and {covered!r} is a part "
                 f"of {name!r}. Keep one of them out of the plan."
             )
-    for other in unit.excludes:
+    for other in unit.excluded:
         if actions.get(other, Action.KEEP).recomputes:
             raise PlanError(
                 f"The plan recomputes {name!r} and {other!r} in one layer of kind {layer.kind!r}, which cannot both run again "
@@ -49,7 +49,7 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
 
 def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags: TagRegistry) -> None:
     if name not in layer.offloadable_tags:
-        possible = [tag for tag in tags.names if tag in layer.offloadable_tags]
+        possible = sorted(layer.offloadable_tags, key=tags.get_place)
         raise PlanError(
             f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where no such tag saves anything that may leave. "
             f"It has: {', '.join(possible)}."
@@ -59,6 +59,8 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
             f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer': only a layer "
             "that runs again as a whole has that site. Recompute 'layer' too, or leave it out."
         )
+    if name not in tags:  # known to the layer alone
+        return
     tag = tags.get(name)
     for required in tag.requires:
         if actions.get(required, Action.KEEP) is Action.KEEP:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, UnitModel
 from fgoffload.planner.simulation.choice_rules import check_choice
-from fgoffload.tags import default_tags, find_recompute_unit, list_read_tags
+from fgoffload.tags import default_tags, list_read_tags
 
 _LAST = "the last stretch"
 
@@ -241,7 +241,7 @@ def _resolve(
     reruns = _list_reruns(layer, units, saved, places)
     offloaded = places.order(tag for tag, action in actions.items() if action.offloads and _is_saved(tag, saved))
     # What a unit covers asks for what the unit makes, and not for what was saved.
-    covered = {tag for unit in units for tag in _list_covered(unit.name)}
+    covered = {tag for unit in units for tag in unit.covered}
     again = [(rerun, list_read_tags([rerun.unit])) for rerun in reruns]
     takes = {one.tensor.name: _list_takes(one, offloaded, covered, again, places) for one in saved}
     groups = _list_groups(offloaded, takes, places)
@@ -309,8 +309,7 @@ class _Places:
 
     def order(self, tags: Iterable[str]) -> tuple[str, ...]:
         """Return `tags` in the order in which forward reaches their sites."""
-        names = default_tags().names
-        return tuple(sorted(tags, key=lambda tag: (self.find(tag), names.index(tag))))
+        return tuple(sorted(tags, key=lambda tag: (self.find(tag), default_tags().get_place(tag))))
 
     def list_segments(self, unit: UnitModel) -> tuple[int, ...]:
         """Return the stretches that `unit` runs again."""
@@ -413,11 +412,6 @@ def _list_takes(
         Take(before=place, unit=unit or None, group=offloaded.index(tag) if tag in offloaded else None)
         for place, unit, tag in ordered
     )
-
-
-def _list_covered(name: str) -> tuple[str, ...]:
-    unit = find_recompute_unit(name)
-    return () if unit is None else unit.covers
 
 
 def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places) -> tuple[LeavingGroup, ...]:

@@ -2,13 +2,7 @@
 
 import pytest
 
-from fgoffload import ConfigError
-from fgoffload.planner.solving.megatron_flags import (
-    FullMethod,
-    FullRecompute,
-    MegatronFlags,
-    SelectiveRecompute,
-)
+from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute
 
 
 @pytest.mark.parametrize(
@@ -31,16 +25,3 @@ from fgoffload.planner.solving.megatron_flags import (
 )
 def test_flags_are_the_words_that_megatron_takes(flags, words):
     assert " ".join(flags.list_arguments()) == words
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SelectiveRecompute(modules=("nothing",)), "--recompute-modules 'nothing'"),
-        (lambda: FullRecompute(method=FullMethod.UNIFORM, layers=2), "--recompute-num-layers 2 with uniform"),
-        (lambda: FullRecompute(method=FullMethod.BLOCK, layers=0), "--recompute-num-layers 0 with block"),
-    ],
-)
-def test_what_flags_cannot_say_is_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()

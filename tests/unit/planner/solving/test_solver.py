@@ -1,78 +1,15 @@
-"""The solver: against all plans tried one by one, what it promises of budgets, and what it says where nothing fits."""
+"""The solver: what it promises of budgets, and what it says where nothing fits."""
 
 import dataclasses
-import itertools
 import pickle
-from pathlib import Path
 
 import pytest
-from support.toy_ranks import draw_rank, make_toy_layer, make_toy_rank
+from support.toy_ranks import make_toy_layer, make_toy_rank
 
-from fgoffload import Action, BudgetError, ConfigError, OffloadPlan, PlanError, Site
-from fgoffload.integrations.megatron.model_shapes import read_model_file
-from fgoffload.planner import build_ranks, get_hardware
+from fgoffload import BudgetError, ConfigError, OffloadPlan, PlanError
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.megatron_flags import baselines
 from fgoffload.planner.solving.solver import find_least_budget, solve, solve_leaving_free, sweep
-
-ARGUMENTS = Path(__file__).parents[4] / "arguments"
-
-
-def list_layer_plans(layer):
-    """Return every set of actions that a toy layer may have, written down by hand: 26 of them."""
-    recompute, offload, both = Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD
-    attention = [{}, {"core_attn": offload}]
-    permuted = [{}, {"expert_fc1": offload}]
-    activation = [
-        {},
-        {"expert_fc2": offload},
-        {"moe_act": offload},
-        {"moe_act": offload, "expert_fc2": offload},
-        {"moe_act": recompute},
-        {"moe_act": both},
-    ]
-    parts = itertools.product(attention, permuted, activation)
-    whole = [{"layer": recompute}, {"layer": recompute, "layer_input": offload}]
-    return [{**one, **other, **third} for one, other, third in parts] + whole
-
-
-def list_plans(rank):
-    """Yield every plan for a rank of toy layers."""
-    layers = [(chunk, layer.number) for chunk, model in enumerate(rank.chunks) for layer in model.layers]
-    for chosen in itertools.product(list_layer_plans(make_toy_layer()), repeat=len(layers)):
-        actions = {
-            Site(chunk=chunk, layer=number, tag=tag): action
-            for (chunk, number), rows in zip(layers, chosen, strict=True)
-            for tag, action in rows.items()
-        }
-        yield OffloadPlan(actions=actions)
-
-
-def simulate_all(rank):
-    """Return peak and step of every plan."""
-    return [(result.peak_bytes, result.step_s) for result in (simulate([rank], plan) for plan in list_plans(rank))]
-
-
-def pick_budgets(results, parts):
-    """Return budgets from the least peak (part 0) to that of the plan that keeps all, which is the first."""
-    least = min(peak for peak, _ in results)
-    return [round(least + part * (results[0][0] - least)) for part in parts]
-
-
-def find_fastest(results, budget_bytes):
-    return min(step_s for peak, step_s in results if peak <= budget_bytes)
-
-
-@pytest.mark.parametrize("seed", [0, 3])
-def test_where_there_are_few_plans_the_result_is_near_the_best_of_all(seed):
-    rank = dataclasses.replace(draw_rank(seed), rank=0)
-    results = simulate_all(rank)
-    assert len(results) == 26**2
-    for budget_bytes in pick_budgets(results, (0.0, 0.3, 0.6, 1.0)):
-        solution = solve([rank], budget_bytes=budget_bytes)
-        assert solution.result.peak_bytes <= budget_bytes
-        assert solution.result.step_s <= 1.01 * find_fastest(results, budget_bytes)
 
 
 def test_two_runs_come_to_the_same_plan():
@@ -82,9 +19,8 @@ def test_two_runs_come_to_the_same_plan():
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize("seed", [2, 6])
-def test_the_least_budget_has_a_plan_and_a_byte_less_is_refused(seed):
-    rank = dataclasses.replace(draw_rank(seed), rank=0)
+def test_the_least_budget_has_a_plan_and_a_byte_less_is_refused():
+    rank = make_toy_rank()
     least = find_least_budget([rank])
     assert solve([rank], budget_bytes=least).result.peak_bytes == least
     with pytest.raises(PlanError, match="lacks 1 B "):
@@ -92,7 +28,7 @@ def test_the_least_budget_has_a_plan_and_a_byte_less_is_refused(seed):
 
 
 def test_a_larger_budget_is_never_slower():
-    rank = draw_rank(7)
+    rank = make_toy_rank()
     least = find_least_budget([rank])
     solutions = sweep([rank], [least + 40, least, least + 10, least + 20])
     assert all(one.result.peak_bytes <= one.budget_bytes for one in solutions)
@@ -100,19 +36,10 @@ def test_a_larger_budget_is_never_slower():
     assert steps == sorted(steps, reverse=True)
 
 
-@pytest.mark.parametrize("name", ["w2_moe_1f1b", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_a_plan_for_a_model_file_fits_hides_nearly_all_copies_and_is_no_slower_than_what_users_would_choose(name):
-    ranks = build_ranks(*read_model_file(ARGUMENTS / f"{name}.sh"), get_hardware("h100"))
-    usual = {name: simulate(ranks, plan) for name, plan in baselines(ranks).items()}
-    kept, full = simulate(ranks, OffloadPlan(actions={})), usual["full recompute"]
-    budget_bytes = round(full.peak_bytes + 0.3 * (kept.peak_bytes - full.peak_bytes))
-    solution = solve(ranks, budget_bytes=budget_bytes)
-    found = simulate(ranks, OffloadPlan.from_json(solution.plan.to_json(), source="the plan"))
-    assert found == solution.result
-    assert found.peak_bytes <= budget_bytes
-    assert solution.bound_s <= found.step_s <= 1.02 * kept.step_s
-    assert found.step_s <= min(one.step_s for one in usual.values() if one.peak_bytes <= budget_bytes)
-    everything = solve(ranks, budget_bytes=kept.peak_bytes)
+def test_where_everything_fits_it_is_kept():
+    rank = make_toy_rank()
+    kept = simulate([rank], OffloadPlan(actions={}))
+    everything = solve([rank], budget_bytes=kept.peak_bytes)
     assert (everything.plan.actions, everything.result) == ({}, kept)
     assert {decision.reason for decision in everything.decisions} == {"kept: everything fits"}
 
@@ -132,7 +59,7 @@ def test_where_nothing_fits_the_error_says_who_lacks_how_much_when_and_what_woul
 
 @pytest.mark.parametrize("free_bytes", [70])
 def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free(free_bytes):
-    ranks = [dataclasses.replace(draw_rank(2), rank=0, static_bytes=10_000)]
+    ranks = [make_toy_rank(static_bytes=10_000)]
     with pytest.raises(BudgetError, match=r"Of a budget of 9.80 KiB a plan may use 9.7\d KiB\. ") as caught:
         solve_leaving_free(ranks, budget_bytes=10_040, free_bytes=free_bytes)
     least_bytes = pickle.loads(pickle.dumps(caught.value)).least_bytes

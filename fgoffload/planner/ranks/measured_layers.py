@@ -1,0 +1,180 @@
+"""Any list of layers as the planner takes them: the bytes and the times of their parts, and what may be done about each.
+
+    layer = MeasuredLayer(kind="block", parts=(attention, mlp), tensors=(...), input=...)
+    rank = make_rank([layer] * 12, link=link, static_bytes=..., microbatches=4)
+    solution = solve([rank], budget_bytes=60 * GIB)
+
+Megatron shapes, Megatron profiles and measurements of plain PyTorch models all become a `RankModel` of `LayerModel`s, which is
+all that the simulator and the solver know. `model_ranks` makes it from shapes, `profiled_ranks` from a Megatron profile, and
+`make_rank` from what was measured of any other model.
+
+A plan names a part of a layer by its name, the layer as a whole `layer`, and its input `layer_input`:
+
+| treatment | action in the plan |
+|---|---|
+| keep | none |
+| offload what a part saves | `offload` of the part |
+| recompute a part from its input | `recompute` of the part, or `recompute+offload`, where that input is offloaded |
+| recompute the layer from its input | `recompute` of `layer`; and `offload` of `layer_input` where the input is offloaded |
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from fgoffload.errors import ConfigError
+from fgoffload.plan import Action
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
+from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import Pipeline, list_passes
+from fgoffload.transfer_schedule import TransferPolicy
+
+LAYER, LAYER_INPUT = "layer", "layer_input"
+
+_ALL = frozenset({Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPart:
+    """A part of a layer: `attention`, `mlp`. Times and bytes are those of one microbatch with nothing else running."""
+
+    name: str
+    """In plans. Not `layer` and not `layer_input`."""
+    forward_s: float
+    """Seconds of compute."""
+    backward_s: float
+    """Seconds of compute."""
+    forward_extra_bytes: int = 0
+    """Device bytes that are there while forward runs and gone when it is over, beside what is saved."""
+    backward_extra_bytes: int = 0
+    """Device bytes that are there while backward runs, beside what was saved."""
+    input: SavedTensor | None = None
+    """What a recompute of this part alone starts from. A tensor of the same name that the layer saves anyway counts once. None
+    where the part cannot be recomputed alone."""
+    allowed: frozenset[Action] = _ALL
+    """What may be done about it beside keeping it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLayer:
+    """A kind of layer. Layers of one kind are alike."""
+
+    kind: str
+    """For people, and to tell kinds apart."""
+    parts: tuple[LayerPart, ...]
+    """In the order of forward."""
+    tensors: tuple[SavedTensor, ...]
+    """What it saves where nothing is recomputed, each storage once: its tags are the names of the parts that save it."""
+    input: SavedTensor | None = None
+    """What a recompute of the whole layer starts from; its tags are `layer_input` and the parts that save it too. None where
+    the layer cannot be recomputed."""
+
+    def __post_init__(self) -> None:
+        """Refuse parts that a plan could not name, and tensors of no part.
+
+        Raises:
+            ConfigError: With the name and the fix.
+        """
+        names = [part.name for part in self.parts]
+        for name in names:
+            if name in (LAYER, LAYER_INPUT) or names.count(name) > 1:
+                raise ConfigError(f"layer {self.kind!r} has a part {name!r}, which is taken. Give each part a name of its own.")
+        for tensor in self.tensors:
+            unknown = [tag for tag in tensor.tags if tag not in (*names, LAYER_INPUT)]
+            if unknown or not tensor.tags:
+                raise ConfigError(
+                    f"layer {self.kind!r} saves {tensor.name!r} in {unknown or 'no part'}. Give the parts that save it, of: "
+                    f"{', '.join(names)}."
+                )
+
+    def make_model(self) -> LayerModel:
+        """Return the layer as the simulator and the solver take it."""
+        own_input = () if self.input is None else (self.input,)
+        saved = {tensor.name: tensor for tensor in (*own_input, *self.tensors)}
+        blocked = {part.name for part in self.parts if Action.OFFLOAD not in part.allowed}
+        tensors = tuple(dataclasses.replace(one, stays=one.stays or blocked >= set(one.tags)) for one in saved.values())
+        return LayerModel(
+            kind=self.kind,
+            segments=tuple(
+                Segment(
+                    name=part.name,
+                    forward_s=part.forward_s,
+                    backward_s=part.backward_s,
+                    forward_extra_bytes=part.forward_extra_bytes,
+                    backward_extra_bytes=part.backward_extra_bytes,
+                )
+                for part in self.parts
+            ),
+            tensors=tensors,
+            units=(*([self._make_whole()] if self.input is not None else []), *self._list_units()),
+        )
+
+    def _make_whole(self) -> UnitModel:
+        names = tuple(part.name for part in self.parts)
+        keeps = () if self.input is None else (self.input,)
+        return UnitModel(
+            name=LAYER,
+            segments=names,
+            drops=tuple(tensor.name for tensor in self.tensors if tensor not in keeps),
+            keeps=keeps,
+            before=names[-1],
+            covers=names,
+        )
+
+    def _list_units(self) -> list[UnitModel]:
+        units = []
+        for part in self.parts:
+            if part.input is None or Action.RECOMPUTE not in part.allowed:
+                continue
+            stays = part.input.stays or Action.RECOMPUTE_AND_OFFLOAD not in part.allowed
+            kept = dataclasses.replace(part.input, tags=tuple(dict.fromkeys((*part.input.tags, part.name))), stays=stays)
+            dropped = tuple(one.name for one in self.tensors if one.tags == (part.name,) and one.name != kept.name)
+            units.append(
+                UnitModel(name=part.name, segments=(part.name,), drops=dropped, keeps=(kept,), before=part.name, covers=())
+            )
+        return units
+
+
+def make_rank(
+    layers: Sequence[MeasuredLayer],
+    *,
+    link: LinkModel,
+    static_bytes: int,
+    microbatches: int = 1,
+    policy: TransferPolicy | None = None,
+    first: Sequence[Segment] = (),
+    last: Sequence[Segment] = (),
+    saved_bytes: int = 0,
+    step_end_s: float = 0.0,
+    host_budget_bytes: int | None = None,
+) -> RankModel:
+    """Return one process that runs forward and backward of `layers` for each microbatch of a step.
+
+    Args:
+        layers: In the order of forward.
+        link: Between the device and its host.
+        static_bytes: Device bytes that are there all the time.
+        microbatches: Of a step.
+        policy: Window and prefetch; None takes the defaults.
+        first: What runs before the layers, as an embedding.
+        last: What runs behind them, as a loss.
+        saved_bytes: What those save of a microbatch.
+        step_end_s: Seconds after the last backward, as of an optimizer.
+        host_budget_bytes: Of the process; None for no limit.
+
+    Raises:
+        ConfigError: The number of microbatches is not what it must be.
+    """
+    models = {layer: layer.make_model() for layer in layers}
+    numbered = tuple(NumberedLayer(number=number, model=models[layer]) for number, layer in enumerate(layers))
+    return RankModel(
+        rank=0,
+        static_bytes=static_bytes,
+        chunks=(ChunkModel(layers=numbered, first=tuple(first), last=tuple(last), saved_bytes=saved_bytes),),
+        passes=list_passes(Pipeline(microbatches=microbatches), rank=0),
+        link=link,
+        policy=policy or TransferPolicy(),
+        step_end_s=step_end_s,
+        host_budget_bytes=host_budget_bytes,
+        host_pace=HostPace.STEP_AHEAD,
+        turning_chunk=0,
+    )
