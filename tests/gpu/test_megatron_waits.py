@@ -41,19 +41,18 @@ def test_pages_give_each_tensor_a_piece_of_its_own_and_larger_ones_a_page():
     written = [pages.write(tensor) for tensor in tensors]
     torch.cuda.synchronize()
     assert all(torch.equal(own, tensor.cpu()) for own, tensor in zip(written, tensors, strict=True))
-    # 20 large ones, of which the first few share pages, and 2000 of 32 elements each.
-    assert len({own.untyped_storage().data_ptr() for own in written}) < 40
+    assert len({own.untyped_storage().data_ptr() for own in written}) < 40  # of 2020
 
 
 def test_a_page_that_kernels_still_write_is_nobody_elses():
     pages, late = HostPages(), torch.cuda.Stream()
-    sizes, first = 8192, torch.full((8192,), 7, device="cuda")
+    first = torch.full((8192,), 7, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(late):
         torch.cuda._sleep(400_000_000)  # some 200 ms
         pages.write(first)  # and nobody holds the copy
     pages.write(torch.zeros(1, dtype=torch.int64, device="cuda"))  # a page of its own: the first one turns
-    others = [torch.empty(sizes, dtype=torch.int64, pin_memory=True).fill_(1) for _ in range(8)]
+    others = [torch.empty(8192, dtype=torch.int64, pin_memory=True).fill_(1) for _ in range(8)]
     assert not late.query()
     torch.cuda.synchronize()
     assert all((other == 1).all() for other in others)
@@ -158,7 +157,8 @@ def check_goes_around(act, busy):
     return expected, found
 
 
-def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy(busy):
+def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy(busy, monkeypatch):
+    monkeypatch.setenv("RANK", "0")  # without it newer versions warn
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
     loss = torch.tensor(1.0, device="cuda")
