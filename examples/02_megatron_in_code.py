@@ -10,10 +10,10 @@ import contextlib
 import statistics
 from pathlib import Path
 
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.data import TextData
+from fgoffload.trainer.trainer import Trainer
 from fgoffload.units import format_bytes
 
 ARGUMENTS = Path(__file__).parents[1] / "arguments" / "tiny_moe.sh"

@@ -288,7 +288,7 @@ RECOMPUTE_UNITS = (
     ),
 )
 """Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one. Whole layers are ours, and first
-linears with what is around them: see `first_parts.py` of the Megatron integration."""
+linears with what is around them: see `partial_recompute.py` of the Megatron integration."""
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))

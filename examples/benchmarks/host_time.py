@@ -35,9 +35,9 @@ from rich.text import Text
 from fgoffload.benchmark.runner import Runner, quiet_collector
 from fgoffload.benchmark.settings import Setting, check_plans, parse_setting
 from fgoffload.errors import OffloadError
-from fgoffload.integrations.megatron.parallel import name_device
-from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.training_policy import Kernels, Update
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.trainer.parallel import name_device
+from fgoffload.trainer.training_policy import Kernels, Update
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 HEADINGS = ("setting", "step", "forward", "waits in it", "backward", "waits in it")

@@ -37,10 +37,10 @@ from fgoffload.benchmark.settings import Setting, System, parse_setting
 from fgoffload.engine import Region
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron import MegatronOffload
-from fgoffload.integrations.megatron.methods import set_attribute
-from fgoffload.integrations.megatron.parallel import name_device
-from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.training_policy import Kernels, Update
+from fgoffload.integrations.megatron.patching.methods import set_attribute
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.trainer.parallel import name_device
+from fgoffload.trainer.training_policy import Kernels, Update
 
 HEADINGS = ("setting", "step", "ms", "over nothing leaves")
 LEAVING = (System.OURS, System.PLAN)

@@ -5,8 +5,8 @@
 
 By default `arguments/w2_moe.sh`, which needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere.
 One process trains the three settings in turn, a model each time, and the whole list again in each repeat. "before" leaves out
-what `fgoffload/integrations/megatron/waits.py` does: nothing is held until a wait is over, and what the host waits for takes
-the copy engine. Megatron's flags, as `--moe-permute-fusion`, come behind the file and win over it.
+what `host_waits/waits.py` of the integration does: nothing is held until a wait is over, and what the host waits for takes the
+copy engine. Megatron's flags, as `--moe-permute-fusion`, come behind the file and win over it.
 
 What you should see: a line for each run, then a table of step times, peaks and bytes. On a GPU a second one: when no kernel ran
 in one step of the first repeat under torch's profiler, and how much of that lies at the waits of the token dispatchers
@@ -47,14 +47,14 @@ from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.benchmark.surroundings import find_surroundings
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.errors import ConfigError, OffloadError
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
-from fgoffload.integrations.megatron.methods import wrap_symbol
-from fgoffload.integrations.megatron.parallel import name_device
-from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.training import Trainer
-from fgoffload.integrations.megatron.training_policy import Kernels, Update
-from fgoffload.integrations.megatron.waits import WAITS
+from fgoffload.integrations.megatron.adapter.dispatchers import DISPATCHERS
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+from fgoffload.integrations.megatron.host_waits.waits import WAITS
+from fgoffload.integrations.megatron.patching.methods import wrap_symbol
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.trainer.parallel import name_device
+from fgoffload.trainer.trainer import Trainer
+from fgoffload.trainer.training_policy import Kernels, Update
 from fgoffload.units import format_bytes
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
@@ -132,8 +132,8 @@ class Run:
 def leave_out_remedies() -> Iterator[None]:
     """Let offload that is applied inside do nothing about waits. The library has no such option: nobody needs one."""
     with Patches() as patches:
-        patches.replace("fgoffload.integrations.megatron.waits", "step_aside", lambda *_: None)
-        patches.replace("fgoffload.integrations.megatron.layers", "has_held_wait", lambda _: False)
+        patches.replace("fgoffload.integrations.megatron.host_waits.waits", "step_aside", lambda *_: None)
+        patches.replace("fgoffload.integrations.megatron.adapter.layers", "has_held_wait", lambda _: False)
         yield
 
 

@@ -10,8 +10,8 @@ from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import load_arguments
 from fgoffload.benchmark.runner import Runner
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fgoffload.errors import PlanError
-from fgoffload.integrations.megatron.model_shapes import read_model_file
+from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.planner import build_ranks, get_hardware
 from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.simulation.simulator import simulate

@@ -52,7 +52,7 @@ from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.worker import redirect_output
 from fgoffload.environment import keep_environment, set_environment
 from fgoffload.errors import ConfigError, OffloadError
-from fgoffload.integrations.megatron.argument_files import read_argument_file
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.units import GIB
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
@@ -120,8 +120,8 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
     from fgoffload.benchmark.loading import describe_workload, load_arguments
     from fgoffload.benchmark.runner import Runner, find_peak, quiet_collector, reset_peaks
     from fgoffload.benchmark.surroundings import find_surroundings
-    from fgoffload.integrations.megatron.parallel import initialize_parallel, name_device
-    from fgoffload.integrations.megatron.training_policy import Kernels
+    from fgoffload.trainer.parallel import initialize_parallel, name_device
+    from fgoffload.trainer.training_policy import Kernels
 
     arguments = load_arguments(job)
     if arguments.world_size > 1:

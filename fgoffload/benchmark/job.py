@@ -10,7 +10,7 @@ from fgoffload.benchmark.measurement import Measurement
 from fgoffload.benchmark.settings import Setting
 from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
-from fgoffload.integrations.megatron.training_policy import Update
+from fgoffload.trainer.training_policy import Update
 
 
 def make_file_name(name: str) -> str:

@@ -9,10 +9,10 @@ from fgoffload.benchmark.model_flop import count_model_flop
 from fgoffload.benchmark.report import Workload
 from fgoffload.benchmark.settings import NOTHING, Setting
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.arguments import TrainingArguments, build_transformer_config, parse_arguments
-from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
-from fgoffload.integrations.megatron.plan_files import check_plan_file
+from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
+from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config, parse_arguments
+from fgoffload.trainer.limits import refuse_what_is_not_built
+from fgoffload.trainer.plan_check import check_plan_file
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 """Fields of Megatron's config that no flag sets back: only settings may give them."""

@@ -9,7 +9,7 @@ Source: the same conventions as `num_floating_point_operations` of Megatron-LM's
 
 from typing import Any
 
-from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+from fgoffload.trainer.training_arguments import TrainingArguments
 
 _PASSES = 3
 """Forward, and backward for inputs and for weights."""

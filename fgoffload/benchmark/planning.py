@@ -8,10 +8,8 @@ from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.settings import NOTHING, Setting, System
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.graph_checks import read_graphs
-from fgoffload.integrations.megatron.model_shapes import read_model
-from fgoffload.integrations.megatron.training_arguments import TrainingArguments
-from fgoffload.integrations.megatron.training_policy import Update
+from fgoffload.integrations.megatron.flags.model_shapes import read_model
+from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
@@ -23,6 +21,8 @@ from fgoffload.planner.solving.search_limits import THOROUGH
 from fgoffload.planner.solving.solver import solve_leaving_free
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile
+from fgoffload.trainer.training_arguments import TrainingArguments
+from fgoffload.trainer.training_policy import Update
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 """Flags of window and sizes are the same for all settings of ours."""

@@ -28,18 +28,18 @@ from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
-from fgoffload.integrations.megatron import parallel
-from fgoffload.integrations.megatron.arguments import TrainingArguments
-from fgoffload.integrations.megatron.collectives import gather
-from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-from fgoffload.integrations.megatron.data import RandomTokens
-from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
-from fgoffload.integrations.megatron.timed_steps import settle
-from fgoffload.integrations.megatron.training import StepResult, Trainer
-from fgoffload.integrations.megatron.training_policy import Engine, Kernels, TrainingPolicy, Update
+from fgoffload.integrations.megatron.adapter.collectives import gather
+from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile
+from fgoffload.trainer import parallel
+from fgoffload.trainer.arguments import TrainingArguments
+from fgoffload.trainer.data import RandomTokens
+from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
+from fgoffload.trainer.timed_steps import settle
+from fgoffload.trainer.trainer import StepResult, Trainer
+from fgoffload.trainer.training_policy import Engine, Kernels, TrainingPolicy, Update
 
 OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""

@@ -48,7 +48,7 @@ def _run_task(task: Task, connection: Connection) -> None:
     from fgoffload.benchmark.loading import load_arguments
     from fgoffload.benchmark.runner import Runner
     from fgoffload.benchmark.surroundings import find_surroundings
-    from fgoffload.integrations.megatron.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
+    from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
 
     job = task.job
     if job.world_size > 1:

@@ -205,7 +205,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
             f"WORLD_SIZE is {launch.world_size}, and bench starts the processes of a training itself. Leave torchrun out."
         )
     checked = check_options(options, megatron_flags)
-    from fgoffload.integrations.megatron.argument_files import read_argument_file
+    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 
     file_flags = read_argument_file(checked.arguments_file, variables=os.environ)
     from fgoffload.cli.progress import show_progress
@@ -218,7 +218,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "TrainingProgress") -> "Results":
     # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
     from fgoffload.benchmark.results import Results, collect_results
-    from fgoffload.integrations.megatron.imports import require_torch
+    from fgoffload.integrations.megatron.patching.imports import require_torch
 
     require_torch()
     from fgoffload.benchmark.forecaster import Forecaster
@@ -269,7 +269,7 @@ def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Messa
 
 def _make_job(checked: BenchOptions, file_flags: Sequence[str]) -> "Job":
     from fgoffload.benchmark.job import Job, Purpose
-    from fgoffload.integrations.megatron.training_policy import Update
+    from fgoffload.trainer.training_policy import Update
 
     return Job(
         source=str(checked.arguments_file),

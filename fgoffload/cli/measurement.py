@@ -17,17 +17,17 @@ from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
 from fgoffload.engine.host_memory import get_default_budget_bytes
 from fgoffload.errors import InternalError, OffloadError
-from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
-from fgoffload.integrations.megatron.collectives import gather
-from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.device_memory import check_static, count_parameter_bytes
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
-from fgoffload.integrations.megatron.parallel import join_processes, name_device
-from fgoffload.integrations.megatron.plan_files import check_plan_file
-from fgoffload.integrations.megatron.training import StepResult, Trainer
-from fgoffload.integrations.megatron.training_arguments import TrainingArguments
+from fgoffload.integrations.megatron.adapter.collectives import gather
+from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.profile.device_memory import check_static, count_parameter_bytes
+from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
+from fgoffload.trainer.data import TextData
+from fgoffload.trainer.limits import refuse_what_is_not_built
+from fgoffload.trainer.parallel import join_processes, name_device
+from fgoffload.trainer.plan_check import check_plan_file
+from fgoffload.trainer.trainer import StepResult, Trainer
+from fgoffload.trainer.training_arguments import TrainingArguments
 
 _logger = logging.getLogger(__name__)
 

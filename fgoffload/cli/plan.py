@@ -366,7 +366,7 @@ def _find_path(name: str | None) -> Path | None:
 
 
 def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
-    from fgoffload.integrations.megatron.model_shapes import read_model_file, read_parallelism
+    from fgoffload.integrations.megatron.flags.model_shapes import read_model_file, read_parallelism
 
     if checked.model.suffix != ".json":
         return read_model_file(checked.model, typed=checked.megatron_flags, own_flags=OWN_FLAGS)
@@ -383,8 +383,8 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 
 
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":
-    from fgoffload.integrations.megatron.argument_files import read_argument_file
-    from fgoffload.integrations.megatron.model_shapes import read_assumptions
+    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+    from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions
 
     flags = ["--bf16"] if checked.model.suffix == ".json" else read_argument_file(checked.model)
     assumptions = read_assumptions(

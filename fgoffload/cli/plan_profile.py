@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fgoffload.captured_tags import NO_CAPTURE
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model
+from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions, read_model
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model_ranks import Assumptions

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     launch.silence_library()
     with launch.one_voice():
         json_file = _check_options(options, megatron_flags)
-        from fgoffload.integrations.megatron.imports import require_torch
+        from fgoffload.integrations.megatron.patching.imports import require_torch
 
         require_torch()
     profile = _measure(options, megatron_flags, launch)
@@ -103,7 +103,7 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":
-    from fgoffload.integrations.megatron.profile_training import (
+    from fgoffload.trainer.profile_training import (
         LONGEST_RUN,
         get_training_device,
         profile_link,
@@ -113,7 +113,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
     if options.arguments_file is None:
         return profile_link(get_training_device())
     from fgoffload.cli.measurement import TrainingSource, load_training, process_groups
-    from fgoffload.integrations.megatron.argument_files import read_argument_file
+    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
     from fgoffload.planner.timing.profile import MeasuredTraining
 
     with launch.one_voice(), hold_messages():
@@ -145,7 +145,7 @@ def _check_processes(source: "TrainingSource") -> None:
     Raises:
         ConfigError: With both numbers and the fix, or a flag cannot be what it is.
     """
-    from fgoffload.integrations.megatron.arguments import parse_arguments
+    from fgoffload.trainer.arguments import parse_arguments
 
     # Without a number of processes a training has the fewest that it can.
     needed = parse_arguments(

@@ -177,7 +177,7 @@ def _run_trainers(request: RunRequest, words: Sequence[str], *, is_first: bool) 
 
 
 def _take_own_flags(request: RunRequest) -> "OwnFlags":
-    from fgoffload.integrations.megatron.imports import require_torch
+    from fgoffload.integrations.megatron.patching.imports import require_torch
 
     require_torch()
     from fgoffload.integrations.megatron.launch import take_own_flags

@@ -10,8 +10,8 @@ from fgoffload.errors import cut_values
 
 _LIBRARY = "fgoffload"
 _SHOWN_INFO = (
-    "fgoffload.integrations.megatron.cpu_support",
-    "fgoffload.integrations.megatron.auto",
+    "fgoffload.integrations.megatron.patching.cpu_support",
+    "fgoffload.integrations.megatron.auto.auto_offload",
     "fgoffload.integrations.transformers.launch",
     "fgoffload.integrations.transformers.callback",
 )

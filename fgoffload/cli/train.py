@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     launch.silence_library()
     with launch.one_voice():
         checked = check_options(options, megatron_flags, launch)
-        from fgoffload.integrations.megatron.argument_files import read_argument_file
+        from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 
         file_flags = read_argument_file(checked.arguments_file, variables=os.environ)
     records, setting = _measure(checked, file_flags, launch)
@@ -128,7 +128,7 @@ def _measure(checked: TrainOptions, file_flags: Sequence[str], launch: Launch) -
     with show_progress(is_shown=launch.is_first) as progress:
         with launch.one_voice(), hold_messages():
             # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
-            from fgoffload.integrations.megatron.imports import require_torch
+            from fgoffload.integrations.megatron.patching.imports import require_torch
 
             require_torch()
             from fgoffload.cli.measurement import (

@@ -30,9 +30,9 @@ def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[
         each expert in each layer of experts, as the router sent them. `storages`: what each tag saved, for people.
     """
     from fgoffload import OffloadConfig
-    from fgoffload.integrations.megatron.data import TextData
-    from fgoffload.integrations.megatron.training import Trainer
-    from fgoffload.integrations.megatron.training_policy import Kernels, TrainingPolicy
+    from fgoffload.trainer.data import TextData
+    from fgoffload.trainer.trainer import Trainer
+    from fgoffload.trainer.training_policy import Kernels, TrainingPolicy
 
     config = OffloadConfig(offload_modules=tuple(tags), min_offloaded_tensor_size=1)
     # Megatron and torch look at this for every operator, and attention when it is built: with sinks it is fused without alone.
@@ -105,9 +105,9 @@ def main(rank: int, processes: int, folder: Path) -> None:
     from support.fused_kernels import fused_kernels
     from support.shrunk_models import balanced_routing
 
-    from fgoffload.integrations.megatron.arguments import parse_arguments
-    from fgoffload.integrations.megatron.imports import load_module
-    from fgoffload.integrations.megatron.training import Trainer
+    from fgoffload.integrations.megatron.patching.imports import load_module
+    from fgoffload.trainer.arguments import parse_arguments
+    from fgoffload.trainer.trainer import Trainer
 
     parallel_state = load_module("megatron.core.parallel_state")
     if torch.cuda.is_available():

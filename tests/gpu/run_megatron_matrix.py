@@ -168,8 +168,8 @@ def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
     import torch
 
     from fgoffload import Action, OffloadConfig, OffloadPlan, Site
-    from fgoffload.integrations.megatron.arguments import parse_arguments
-    from fgoffload.integrations.megatron.training import Trainer
+    from fgoffload.trainer.arguments import parse_arguments
+    from fgoffload.trainer.trainer import Trainer
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
@@ -201,8 +201,8 @@ def train(arguments, row: Row, config) -> tuple[tuple[object, list[dict[str, str
     """Return losses, digests and evaluations, the selected tags, and the bytes that left by tag."""
     import contextlib
 
-    from fgoffload.integrations.megatron.data import TextData
-    from fgoffload.integrations.megatron.training import Trainer
+    from fgoffload.trainer.data import TextData
+    from fgoffload.trainer.trainer import Trainer
 
     with contextlib.closing(Trainer(arguments, TextData.load(), offload=config)) as trainer:
         results, evaluations = [], []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fgoffload.integrations.megatron.device_memory import find_device_memory
+from fgoffload.integrations.megatron.profile.device_memory import find_device_memory
 
 NBYTES = 8 << 20
 """Of a tensor: a whole number of the allocator's steps."""

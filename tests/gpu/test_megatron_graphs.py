@@ -7,10 +7,10 @@ import torch
 from support.versions import is_installed
 
 from fgoffload import StateError
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.limits import has_transformer_engine
-from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.data import TextData
+from fgoffload.trainer.trainer import Trainer
 
 # Megatron and Transformer Engine warn of their own code, while it is imported and while it runs.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("parallel")]

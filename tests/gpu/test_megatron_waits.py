@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron.host_writes import HostPages, write_to_host
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.known_counts import KnownCounts
-from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.waits import step_aside
+from fgoffload.integrations.megatron.host_waits.host_writes import HostPages, write_to_host
+from fgoffload.integrations.megatron.host_waits.known_counts import KnownCounts
+from fgoffload.integrations.megatron.host_waits.waits import step_aside
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.patches import Patches
 
 
 @pytest.mark.parametrize("write", [write_to_host, HostPages().write], ids=["alone", "in pages"])

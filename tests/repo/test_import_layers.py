@@ -1,7 +1,7 @@
 """Holds the one-way rule of imports, from the left to the right:
 
 units, errors, environment, output_files <- text_files, config, tags, plan, transfer_schedule <- {engine, planner}
-    <- {integrations, doctor} <- benchmark <- cli.
+    <- {integrations, doctor} <- trainer <- benchmark <- cli.
 
 Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <-
 {profiled_ranks, planning}.
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 BELOW_ENGINE = ("errors", "units", "tags", "transfer_schedule", "plan", "config")
+ABOVE_ENGINE = (*BELOW_ENGINE, "environment", "output_files", "engine", "planner", "integrations")
 MAY_IMPORT = {
     "errors": (),
     "units": ("errors",),
@@ -43,20 +44,9 @@ MAY_IMPORT = {
         "integrations",
     ),
     "doctor": ("errors", "units", "engine", "doctor"),
-    "benchmark": (*BELOW_ENGINE, "environment", "output_files", "engine", "planner", "integrations", "doctor", "benchmark"),
-    "cli": (
-        *BELOW_ENGINE,
-        "captured_tags",
-        "output_files",
-        "text_files",
-        "engine",
-        "planner",
-        "integrations",
-        "doctor",
-        "benchmark",
-        "cli",
-        "__init__",
-    ),
+    "trainer": (*BELOW_ENGINE, "environment", "engine", "planner", "integrations", "trainer"),
+    "benchmark": (*ABOVE_ENGINE, "doctor", "trainer", "benchmark"),
+    "cli": (*ABOVE_ENGINE, "captured_tags", "text_files", "doctor", "trainer", "benchmark", "cli", "__init__"),
     "__init__": (*BELOW_ENGINE, "transfer_config", "integrations"),
     "__main__": ("cli",),
 }
@@ -87,7 +77,7 @@ RULES = {"fgoffload": MAY_IMPORT, "fgoffload.planner": PLANNER_MAY_IMPORT}
 
 FRAMEWORKS = ("megatron", "swift", "transformer_engine", "transformers", "trl", "verl")
 FRAMEWORK_PARTS = ("integrations",)
-TORCH_PARTS = ("engine", "integrations", "doctor", "benchmark", "cli")
+TORCH_PARTS = ("engine", "integrations", "doctor", "trainer", "benchmark", "cli")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fgoffload.integrations.megatron.site_table import SITES, WAITS
+from fgoffload.integrations.megatron.adapter.site_table import SITES, WAITS
 from fgoffload.tags import RECOMPUTE_UNITS
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 
 class ReferenceAttention(torch.nn.Module):

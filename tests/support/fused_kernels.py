@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
 from support.grouped_experts import grouped_experts
 from support.versions import is_installed
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 
 def make_experts(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from fgoffload.integrations.megatron import models
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.trainer import models
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import dataclasses
 
 from fgoffload import default_tags
-from fgoffload.integrations.megatron.site_table import SITES
+from fgoffload.integrations.megatron.adapter.site_table import SITES
 from support.pipeline import StageResult, Training
 
 DENSE = (

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
-from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
+from fgoffload.trainer.trainer import Trainer
 from support.graphs import CpuGraph, GraphDevice, GraphPool
 
 GRAPHS = "megatron.core.transformer.cuda_graphs"

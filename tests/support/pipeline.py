@@ -19,7 +19,7 @@ from typing import Any
 TIMEOUT_SECONDS = 90
 """Of a whole run of one training."""
 
-IMPORTS = ("fgoffload.integrations.megatron.training", "megatron.core.models.gpt")
+IMPORTS = ("fgoffload.trainer.trainer", "megatron.core.models.gpt")
 """What takes the most time of a short training: all of Megatron, nearly."""
 
 SIZES = (
@@ -106,8 +106,8 @@ def run_trainings(
 
 def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
     """Run `training` in this process, one of `processes` that have a process group."""
-    from fgoffload.integrations.megatron.arguments import parse_arguments
-    from fgoffload.integrations.megatron.training import Trainer
+    from fgoffload.trainer.arguments import parse_arguments
+    from fgoffload.trainer.trainer import Trainer
     from support.attention import reference_attention
 
     arguments = parse_arguments(training.argv, source="test", world_size=processes)
@@ -159,10 +159,10 @@ def set_weights_by_place(trainer: Any) -> dict[str, str]:
 def _main(rank: int, processes: int, folder: Path) -> None:
     import torch
 
-    from fgoffload.integrations.megatron.arguments import parse_arguments
-    from fgoffload.integrations.megatron.data import TextData
-    from fgoffload.integrations.megatron.imports import load_module
-    from fgoffload.integrations.megatron.training import Trainer
+    from fgoffload.integrations.megatron.patching.imports import load_module
+    from fgoffload.trainer.arguments import parse_arguments
+    from fgoffload.trainer.data import TextData
+    from fgoffload.trainer.trainer import Trainer
     from support.attention import reference_attention
 
     store = torch.distributed.FileStore(str(folder / "store"), processes)

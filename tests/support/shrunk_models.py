@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+from fgoffload.integrations.megatron.flags.model_shapes import read_model, read_model_file
+from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.planner.model.layer_shape import LayerShape
 from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape
 from fgoffload.planner.model.parallelism import Parallelism

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fgoffload import Action, OffloadConfig, OffloadPlan, Site
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.training import StepResult, Trainer
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.data import TextData
+from fgoffload.trainer.trainer import StepResult, Trainer
 
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 "

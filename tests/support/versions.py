@@ -2,7 +2,7 @@
 
 import pytest
 
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 
 def is_installed(versions: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.argument_files import parse_argument_file, read_argument_file
+from fgoffload.integrations.megatron.flags.argument_files import parse_argument_file, read_argument_file
 
 SCRIPT = """\
 #!/bin/bash

@@ -8,12 +8,8 @@ import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.arguments import (
-    TrainingArguments,
-    add_fine_grained_offload_args,
-    build_transformer_config,
-    parse_arguments,
-)
+from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
+from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config, parse_arguments
 
 BASE_FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
 BASE = BASE_FLAGS.split()

@@ -17,9 +17,9 @@ from fgoffload.cli.process import run_torchrun
 from fgoffload.cli.streams import LibraryLog
 from fgoffload.doctor.machine import run_command
 from fgoffload.errors import LONGEST_MESSAGE, LONGEST_VALUE, ConfigError
-from fgoffload.integrations.megatron.argument_files import parse_argument_file
 from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
-from fgoffload.integrations.megatron.flags import FlagParser
+from fgoffload.integrations.megatron.flags.argument_files import parse_argument_file
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser
 from fgoffload.text_files import read_text_file
 from fgoffload.units import parse_bytes
 

@@ -147,8 +147,8 @@ def test_a_plan_of_another_training_is_found_before_the_first_training(capsys, d
 
 def test_what_auto_has_planned_is_shown_and_other_news_is_not(capsys):
     with LibraryLog().attached():
-        logging.getLogger("fgoffload.integrations.megatron.auto").info("2 of 9 sites leave")
-        logging.getLogger("fgoffload.integrations.megatron.site_actions").info("chunk 0")
+        logging.getLogger("fgoffload.integrations.megatron.auto.auto_offload").info("2 of 9 sites leave")
+        logging.getLogger("fgoffload.integrations.megatron.adapter.site_actions").info("chunk 0")
         logging.getLogger("fgoffload.engine.engine").warning("late")
     assert capsys.readouterr().err.splitlines() == ["fgoffload: 2 of 9 sites leave", "fgoffload: warning: late"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fgoffload.errors import IntegrationError
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 pytestmark = pytest.mark.skipif(not needs_cpu_support(), reason="a GPU needs no CPU support")
 ABSENT = object()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.data import Batches, TextData
+from fgoffload.trainer.data import Batches, TextData
 
 BATCHES = Batches(seq_length=8, micro_batch_size=2, seed=1)
 

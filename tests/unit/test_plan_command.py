@@ -9,8 +9,9 @@ import pytest
 from fgoffload.cli import main
 from fgoffload.cli import plan as plan_command
 from fgoffload.config import OffloadConfig
-from fgoffload.integrations.megatron import graph_checks, model_shapes
-from fgoffload.integrations.megatron.model_config import read_facts
+from fgoffload.integrations.megatron.adapter.model_config import read_facts
+from fgoffload.integrations.megatron.flags import model_shapes
+from fgoffload.integrations.megatron.graphs import graph_checks
 from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan
 
 ROOT = Path(__file__).parents[2]

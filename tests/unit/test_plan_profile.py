@@ -8,7 +8,7 @@ import pytest
 
 from fgoffload.captured_tags import find_captured
 from fgoffload.cli import main
-from fgoffload.integrations.megatron.model_shapes import read_model_file
+from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.model_ranks import build_ranks
 from fgoffload.planner.timing.hardware import get_hardware

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import IntegrationError
-from fgoffload.integrations.megatron.imports import require_torch
+from fgoffload.integrations.megatron.patching.imports import require_torch
 
 if TYPE_CHECKING:
     from fgoffload.engine import Device
-    from fgoffload.integrations.megatron.offload import MegatronOffload
+    from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
     # Importing this package must not import torch: the modules that read argument files lie in it and need no torch.
     if name == "MegatronOffload":
         require_torch()
-        from fgoffload.integrations.megatron.offload import MegatronOffload
+        from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 
         return MegatronOffload
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -53,15 +53,15 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     """
     require_torch()
     from fgoffload.engine import OffloadEngine, find_device
-    from fgoffload.integrations.megatron.checkpoints import follow_checkpoints
-    from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-    from fgoffload.integrations.megatron.dispatchers import free_inputs_of_recompute
+    from fgoffload.integrations.megatron.adapter.dispatchers import free_inputs_of_recompute
+    from fgoffload.integrations.megatron.adapter.layers import follow_forward
+    from fgoffload.integrations.megatron.adapter.model_config import set_flags
+    from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
+    from fgoffload.integrations.megatron.host_waits.waits import step_aside
     from fgoffload.integrations.megatron.interface import is_marked_to_stay, is_replaced, replace_interface
-    from fgoffload.integrations.megatron.layers import follow_forward
-    from fgoffload.integrations.megatron.model_config import set_flags
-    from fgoffload.integrations.megatron.offload import MegatronOffload
-    from fgoffload.integrations.megatron.patches import Patches
-    from fgoffload.integrations.megatron.waits import step_aside
+    from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
+    from fgoffload.integrations.megatron.patching.patches import Patches
+    from fgoffload.integrations.megatron.recompute.checkpoints import follow_checkpoints
 
     if is_replaced():
         raise IntegrationError(
@@ -84,7 +84,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
         )
         found.append(MegatronOffload(config, engine, undo=patches.remove))
         if config.is_auto:
-            from fgoffload.integrations.megatron.auto import AutoOffload
+            from fgoffload.integrations.megatron.auto.auto_offload import AutoOffload
 
             found[0].measurement = AutoOffload(config, engine, use_plan=found[0].use_plan)
         set_flags(patches, found[0].selected)

@@ -6,7 +6,7 @@ reaches the end of what used it, and make it as a new tensor, which nobody copie
 which fill the dropped storage with a copy, beside which what ran again is there once more. `qkv_linear`, `mlp_fc1`,
 `expert_fc1` and `dispatch` run again right before the backward of what they ran for.
 
-Source: `reruns.py`, `handing_on.py` and `permutations.py` of the Megatron integration; `checkpoint` of
+Source: `reruns.py`, `detached_outputs.py` and `permutations.py` of the Megatron integration; `checkpoint` of
 megatron/core/tensor_parallel/random.py and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py,
 multi_latent_attention.py, attention.py and moe/, in megatron-core 0.16.1.
 """
@@ -171,7 +171,7 @@ def _list_refills(
 def _list_first_parts(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
     """Yield first linears, with the norm that is fused with them and what is behind them, up to what saves what they made.
 
-    Source: `first_parts.py` of the Megatron integration.
+    Source: `partial_recompute.py` of the Megatron integration.
     """
     if shape.fp8_recipe is not None:
         return

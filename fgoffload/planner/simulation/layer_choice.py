@@ -26,7 +26,7 @@ _ENDS_AFTER = {
 }
 """By tag: the stretch after which its group ends, where that is not its own. A norm's input is the residual too, and a
 checkpoint saves its input when its forward is through. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
-sites in fgoffload/integrations/megatron/regions.py and layer_inputs.py."""
+sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
 _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
 """Tags whose groups end behind the others that end after the same stretch. Source: as above."""

@@ -96,7 +96,7 @@ def main():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
+    from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
 
     apply_cpu_support()
     torch.distributed.init_process_group("gloo")

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 CLASS = "FineGrainedActivationOffloadingInterface"

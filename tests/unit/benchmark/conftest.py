@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from support.trainings import DENSE
 
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

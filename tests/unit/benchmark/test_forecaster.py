@@ -14,13 +14,13 @@ from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.planning import check_profile
 from fgoffload.benchmark.prediction import Source
 from fgoffload.benchmark.settings import NOTHING, list_default_settings, parse_setting
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.training_policy import Update
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile
+from fgoffload.trainer.training_policy import Update
 
 ARGUMENTS = Path(__file__).parents[3] / "arguments"
 GIB = 2**30

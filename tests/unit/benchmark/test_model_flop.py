@@ -1,7 +1,7 @@
 """The operations of a model, counted by hand."""
 
 from fgoffload.benchmark.model_flop import count_model_flop
-from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
+from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 
 SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 3"
 TOKENS = 3 * 16

@@ -9,7 +9,7 @@ from support.scripts import BENCHMARKS, load_script
 
 from fgoffload.cli import bench
 from fgoffload.engine import CpuDevice
-from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.trainer.trainer import Trainer
 from fgoffload.units import MIB
 
 ARGUMENTS = BENCHMARKS.parents[1] / "arguments"

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, Site, StateError, TransferPolicy
 from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice, KeptReason, OffloadEngine
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import types
 import pytest
 from support.versions import is_installed
 
-from fgoffload.integrations.megatron import model_config
+from fgoffload.integrations.megatron.adapter import model_config
 
 
 @dataclasses.dataclass

@@ -18,10 +18,10 @@ from support.shrunk_models import FILES, ONE_RANK, balanced_routing, find_layout
 from support.trainings import make_config
 from support.versions import is_installed
 
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.training import Trainer
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.data import TextData
+from fgoffload.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

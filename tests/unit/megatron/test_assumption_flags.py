@@ -3,7 +3,7 @@
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.model_shapes import read_assumptions
+from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions
 from fgoffload.planner.memory.static_memory import ADAM
 from fgoffload.planner.model_ranks import Assumptions
 from fgoffload.planner.operations.ops import Execution

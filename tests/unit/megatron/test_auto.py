@@ -10,8 +10,9 @@ from support.trainings import HIDDEN_BYTES, MIXED, make_trainer, train
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
-from fgoffload.integrations.megatron import auto, profiling
-from fgoffload.integrations.megatron.device_memory import MemoryReading
+from fgoffload.integrations.megatron.auto import auto_offload as auto
+from fgoffload.integrations.megatron.profile import step_measurement as profiling
+from fgoffload.integrations.megatron.profile.device_memory import MemoryReading
 from fgoffload.planner import host_slowdown
 from fgoffload.planner.solving import solver
 from fgoffload.units import format_bytes
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 NORMED = MIXED.replace("--normalization RMSNorm", "")
 ONE_DENSE_LAYER = "--num-layers 1 --moe-layer-freq [0]"
-AUTO_LOGGER = "fgoffload.integrations.megatron.auto"
+AUTO_LOGGER = "fgoffload.integrations.megatron.auto.auto_offload"
 
 
 def make_auto(budget_bytes, **options):

@@ -4,8 +4,8 @@ import pytest
 from support.trainings import DENSE, make_trainer
 
 from fgoffload import OffloadConfig, PlanError
-from fgoffload.integrations.megatron import profiling
-from fgoffload.integrations.megatron.device_memory import MemoryReading
+from fgoffload.integrations.megatron.profile import step_measurement as profiling
+from fgoffload.integrations.megatron.profile.device_memory import MemoryReading
 
 BUDGET_BYTES = 1000
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from support.trainings import MOE, make_config, make_trainer
 
-from fgoffload.integrations.megatron import offload as offload_module
+from fgoffload.integrations.megatron.adapter import offload as offload_module
 
 
 @pytest.mark.usefixtures("parallel")

@@ -10,11 +10,11 @@ from support.trainings import HIDDEN_BYTES, MIXED, make_config, make_trainer, tr
 from fgoffload import Action
 from fgoffload.engine import is_in_backward
 from fgoffload.engine.identity import StorageRef
-from fgoffload.integrations.megatron.checkpoints import follow_checkpoints, save_inputs
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
-from fgoffload.integrations.megatron.handing_on import OpenReruns
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.recompute.checkpoints import follow_checkpoints, save_inputs
+from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
 
 random = pytest.importorskip("megatron.core.tensor_parallel.random")
 

@@ -12,9 +12,10 @@ from support.trainings import DENSE, SHARED, make_config, make_trainer, write_pl
 
 from fgoffload import Action, StateError
 from fgoffload.engine import region
-from fgoffload.integrations.megatron import reruns, training
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings
-from fgoffload.integrations.megatron.recompute import find_units
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
+from fgoffload.integrations.megatron.recompute import reruns
+from fgoffload.integrations.megatron.recompute.layer_recompute import find_units
+from fgoffload.trainer import trainer as training
 
 pytest.importorskip("megatron.core.transformer.moe.experts")
 

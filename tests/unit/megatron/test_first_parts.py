@@ -10,10 +10,10 @@ from support.tensors import assert_same_bits
 from support.trainings import MIXED, make_trainer
 
 from fgoffload import StateError
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
-from fgoffload.integrations.megatron.first_parts import FirstPart, find_first_parts, run_again
-from fgoffload.integrations.megatron.handing_on import OpenReruns
-from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
+from fgoffload.integrations.megatron.recompute.partial_recompute import FirstPart, find_first_parts, run_again
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from fgoffload import Action, OffloadPlan, PlanError, Site
-from fgoffload.integrations.megatron import first_step
-from fgoffload.integrations.megatron.first_step import check_alike
+from fgoffload.integrations.megatron.adapter import first_step
+from fgoffload.integrations.megatron.adapter.first_step import check_alike
 
 PLAN, OTHER = (
     OffloadPlan(actions={Site(chunk=0, layer=1, tag="core_attn"): action}) for action in (Action.OFFLOAD, Action.RECOMPUTE)

@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from fgoffload.integrations.megatron.gradients import digest_tensor, digest_tensors
+from fgoffload.trainer.gradients import digest_tensor, digest_tensors
 
 
 def make_tensors(count: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 
 from fgoffload import ConfigError, OffloadConfig, PlanError
-from fgoffload.integrations.megatron.graph_checks import check_graphs, check_recompute
+from fgoffload.integrations.megatron.graphs.graph_checks import check_graphs, check_recompute
 
 TE, LOCAL, FULL = ({"cuda_graph_impl": name} for name in ("transformer_engine", "local", "full_iteration"))
 EXPERTS = {"num_moe_experts": 8, "num_layers": 2}

@@ -5,10 +5,10 @@ from support.trainings import DENSE, MOE
 from support.versions import is_installed
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron import limits
-from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
-from fgoffload.integrations.megatron.graph_flags import to_config_fields
-from fgoffload.integrations.megatron.limits import refuse_what_is_not_built
+from fgoffload.integrations.megatron.flags.graph_flags import to_config_fields
+from fgoffload.trainer import limits
+from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
+from fgoffload.trainer.limits import refuse_what_is_not_built
 
 TE = "--cuda-graph-impl transformer_engine"
 TE_LAYERS = "--transformer-impl transformer_engine"

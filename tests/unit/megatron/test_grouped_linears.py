@@ -4,9 +4,9 @@ import types
 
 import pytest
 
-from fgoffload.integrations.megatron.grouped_linears import choose_saved_inputs
-from fgoffload.integrations.megatron.patches import Patches
-from fgoffload.integrations.megatron.sites import add_own_sites
+from fgoffload.integrations.megatron.adapter.grouped_linears import choose_saved_inputs
+from fgoffload.integrations.megatron.adapter.sites import add_own_sites
+from fgoffload.integrations.megatron.patching.patches import Patches
 
 
 class Linear:

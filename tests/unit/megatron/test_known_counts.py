@@ -5,9 +5,9 @@ import torch
 from support.trainings import MOE, make_config, make_trainer, train, write_plan
 
 from fgoffload import Action, StateError
-from fgoffload.integrations.megatron import known_counts
-from fgoffload.integrations.megatron.dispatchers import DISPATCHERS
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.adapter.dispatchers import DISPATCHERS
+from fgoffload.integrations.megatron.host_waits import known_counts
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

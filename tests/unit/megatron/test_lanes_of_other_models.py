@@ -8,9 +8,9 @@ from support.megatron_stub.training import list_departures
 from support.trainings import make_config
 
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
-from fgoffload.integrations.megatron.process_state import keep_environment
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
+from fgoffload.trainer.process_state import keep_environment
 
 SEQUENCE, BATCH, LAYERS, FORWARDS = 32, 2, 2, 3
 

@@ -14,7 +14,7 @@ from support.versions import is_installed
 from fgoffload import StateError
 from fgoffload.engine import KeptReason
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings, load_module
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
 
 pytestmark = [
     pytest.mark.usefixtures("parallel"),
@@ -109,7 +109,7 @@ def test_delayed_groups_leave_when_the_next_graph_is_launched_and_not_later(monk
 
 def test_where_another_stage_follows_the_last_groups_leave_at_the_end_of_forward(monkeypatch, caplog):
     offload = make_config("expert_fc1", delay_offload_until_cuda_graph=True)
-    monkeypatch.setattr("fgoffload.integrations.megatron.layers._find_ending_block", lambda model: None)
+    monkeypatch.setattr("fgoffload.integrations.megatron.adapter.layers._find_ending_block", lambda model: None)
     with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         training.trainer.run_step()
     assert len(list_left(caplog)) == LAYERS * MICROBATCHES

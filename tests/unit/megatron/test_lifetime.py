@@ -9,7 +9,7 @@ from support.trainings import DENSE, MIXED, MIXED_TAGS, make_config, make_traine
 
 from fgoffload import Action, IntegrationError
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

@@ -6,11 +6,11 @@ from support.attention import reference_attention
 from support.matrix import ALL_TO_ALL, DENSE, MIXED, MOE, SHARED, Row, check_row
 from support.pipeline import train
 
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.data import Microbatch, TextData
-from fgoffload.integrations.megatron.forward_step import ForwardStep, find_packed_bounds
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings
-from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.data import Microbatch, TextData
+from fgoffload.trainer.forward_step import ForwardStep, find_packed_bounds
+from fgoffload.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

@@ -13,8 +13,8 @@ from support.trainings import DENSE as ONE_DENSE
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, PlanError, Site, Tag, default_tags
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.data import Batches, TextData
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
+from fgoffload.trainer.data import Batches, TextData
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.model_shapes import read_model, read_model_file
+from fgoffload.integrations.megatron.flags.model_shapes import read_model, read_model_file
 from fgoffload.planner.model.layer_shape import RouterShape
 
 LEAST = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"

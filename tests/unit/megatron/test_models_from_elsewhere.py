@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.model_shapes import read_parallelism
+from fgoffload.integrations.megatron.flags.model_shapes import read_parallelism
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import ModelShape
 

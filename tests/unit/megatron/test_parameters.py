@@ -11,13 +11,13 @@ import torch
 from support.attention import ReferenceAttention
 from support.versions import find_graph_field
 
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support
-from fgoffload.integrations.megatron.imports import ignore_expected_warnings
-from fgoffload.integrations.megatron.process_state import keep_environment
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model.parameters import count_parameters, count_rank_parameters
+from fgoffload.trainer.process_state import keep_environment
 
 state = pytest.importorskip("megatron.core.parallel_state")
 gpt_model = pytest.importorskip("megatron.core.models.gpt.gpt_model")

@@ -6,12 +6,12 @@ import types
 import pytest
 from support.scripts import BENCHMARKS
 
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.arguments import build_transformer_config, parse_arguments
-from fgoffload.integrations.megatron.model_config import read_facts
-from fgoffload.integrations.megatron.model_shapes import read_model_file
+from fgoffload.integrations.megatron.adapter.model_config import read_facts
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, TOKENS
 from fgoffload.planner.plan_facts import list_facts
+from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 
 ARGUMENTS = BENCHMARKS.parents[1] / "arguments"
 

@@ -7,10 +7,10 @@ from support.trainings import MIXED, MOE, make_config, make_trainer, train
 from fgoffload import OffloadConfig
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.link import measure_link
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.measured_units import UnitForm, WatchedUnit, count_edges, keeps_bits
-from fgoffload.integrations.megatron.profiling import StepMeasurement
-from fgoffload.integrations.megatron.step_records import ModuleRecord
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.profile.measured_units import UnitForm, WatchedUnit, count_edges, keeps_bits
+from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement
+from fgoffload.integrations.megatron.profile.step_records import ModuleRecord
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.timing.profile import count_tag_bytes
 

@@ -9,8 +9,8 @@ from support.grouped_experts import grouped_experts
 from support.trainings import MIXED, MIXED_TAGS, MLP_TAGS, make_config, train
 
 from fgoffload import ConfigError, default_tags
-from fgoffload.integrations.megatron import training
-from fgoffload.integrations.megatron.arguments import parse_arguments
+from fgoffload.trainer import trainer as training
+from fgoffload.trainer.arguments import parse_arguments
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

@@ -13,11 +13,11 @@ from fgoffload import StateError
 from fgoffload.engine import is_inert
 from fgoffload.engine.identity import StorageRef
 from fgoffload.engine.place import Place
-from fgoffload.integrations.megatron import reruns
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
-from fgoffload.integrations.megatron.handing_on import HandingOn, OpenReruns
-from fgoffload.integrations.megatron.random_states import RandomUse
-from fgoffload.integrations.megatron.reruns import Rerun
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.recompute import reruns
+from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn, OpenReruns
+from fgoffload.integrations.megatron.recompute.random_states import RandomUse
+from fgoffload.integrations.megatron.recompute.reruns import Rerun
 
 pytest.importorskip("megatron.core.tensor_parallel.random")
 

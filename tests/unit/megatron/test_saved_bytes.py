@@ -11,7 +11,7 @@ import torch
 from support.grouped_experts import make_experts
 from support.trainings import make_config, make_trainer
 
-from fgoffload.integrations.megatron.cpu_support import apply_cpu_support, needs_cpu_support
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.planner.memory.saved_bytes import count_bytes, count_tag_bytes
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape
 

@@ -6,9 +6,9 @@ import pytest
 from support.trainings import DENSE, MIXED, MOE
 
 from fgoffload import Action, ConfigError, IntegrationError, OffloadConfig, OffloadPlan, Site
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.layers import _check_config
-from fgoffload.integrations.megatron.tag_checks import check_tags
+from fgoffload.integrations.megatron.adapter.layers import _check_config
+from fgoffload.integrations.megatron.flags.tag_checks import check_tags
+from fgoffload.trainer.arguments import parse_arguments
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = {"num_moe_experts": 4, "num_layers": 2}

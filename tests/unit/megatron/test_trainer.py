@@ -7,13 +7,13 @@ import torch
 from support.versions import is_installed
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.arguments import TrainingArguments, parse_arguments
-from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.forward_step import find_context_parallel_tokens
-from fgoffload.integrations.megatron.gradients import get_main_grad
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.microbatches import iterate_microbatches
-from fgoffload.integrations.megatron.training import Trainer
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.trainer.arguments import TrainingArguments, parse_arguments
+from fgoffload.trainer.data import TextData
+from fgoffload.trainer.forward_step import find_context_parallel_tokens
+from fgoffload.trainer.gradients import get_main_grad
+from fgoffload.trainer.microbatches import iterate_microbatches
+from fgoffload.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

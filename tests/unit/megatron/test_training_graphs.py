@@ -6,13 +6,13 @@ from support.versions import is_installed
 
 from fgoffload.cli.measurement import TrainingSource, load_training, measure_training
 from fgoffload.errors import ConfigError, IntegrationError
-from fgoffload.integrations.megatron import limits
-from fgoffload.integrations.megatron.arguments import parse_arguments
-from fgoffload.integrations.megatron.data import TextData
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.profile_training import get_training_device, profile_link, profile_training
-from fgoffload.integrations.megatron.training import Trainer
-from fgoffload.integrations.megatron.training_graphs import choose_graphs
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.trainer import limits
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.data import TextData
+from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
+from fgoffload.trainer.trainer import Trainer
+from fgoffload.trainer.training_graphs import choose_graphs
 
 pytestmark = pytest.mark.usefixtures("parallel", "_gpu")
 

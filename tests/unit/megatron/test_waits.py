@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.trainings import ATTENTION_TAGS, DENSE, EXPERT_TAGS, MOE, make_config, make_trainer, train
 
-from fgoffload.integrations.megatron import host_writes, waits
-from fgoffload.integrations.megatron.dispatchers import permutes_by_mask
-from fgoffload.integrations.megatron.imports import load_module
-from fgoffload.integrations.megatron.stage_exchanges import exchange_shapes
-from fgoffload.integrations.megatron.waits import DISPATCHERS
+from fgoffload.integrations.megatron.adapter.dispatchers import permutes_by_mask
+from fgoffload.integrations.megatron.host_waits import host_writes, waits
+from fgoffload.integrations.megatron.host_waits.stage_exchanges import exchange_shapes
+from fgoffload.integrations.megatron.host_waits.waits import DISPATCHERS
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

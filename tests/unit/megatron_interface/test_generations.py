@@ -17,8 +17,8 @@ from support.megatron_stub.training import make_config
 
 from fgoffload import IntegrationError
 from fgoffload.integrations import megatron
-from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.interface import is_replaced
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 PATH = f"{MODULE}.{CLASS}"
 SUPPORTED = "Supported: megatron-core 0.16.1 to 0.18, where groups end by group_commit, and 0.19 or newer"

@@ -8,7 +8,7 @@ import pytest
 
 from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_CAPTURE, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
 from fgoffload.errors import PlanError
-from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model
+from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions, read_model
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.model.model_shape import make_layer_shape
 from fgoffload.planner.model_ranks import build_ranks

@@ -16,12 +16,12 @@ Both adapters only translate. What their calls mean is in `calls.py`, once.
 
 from collections.abc import Callable
 
+from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.interface.calls import Calls, CallSite
 from fgoffload.integrations.megatron.interface.generations import find_generation, find_interface, find_unknown
 from fgoffload.integrations.megatron.interface.marks import is_marked_to_stay
 from fgoffload.integrations.megatron.interface.refusals import INTERFACE, refuse_unknown
-from fgoffload.integrations.megatron.offload import MegatronOffload
-from fgoffload.integrations.megatron.patches import Patches
+from fgoffload.integrations.megatron.patching.patches import Patches
 
 __all__ = ["INTERFACE", "is_marked_to_stay", "is_replaced", "replace_interface"]
 

@@ -10,8 +10,8 @@ import torch
 
 from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.engine import CapturedRegion, Region, Saving
-from fgoffload.integrations.megatron.graphs import is_capturing
-from fgoffload.integrations.megatron.offload import MegatronOffload
+from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
+from fgoffload.integrations.megatron.graphs.graphed_layers import is_capturing
 
 logger = logging.getLogger(__name__)
 

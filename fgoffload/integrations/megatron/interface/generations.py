@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fgoffload.errors import IntegrationError
-from fgoffload.integrations.megatron.imports import load_module
 from fgoffload.integrations.megatron.interface.calls import Calls
 from fgoffload.integrations.megatron.interface.development import make_development_methods
 from fgoffload.integrations.megatron.interface.refusals import INTERFACE, INTERFACE_PATH, SUPPORTED
 from fgoffload.integrations.megatron.interface.released import make_released_methods
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 _CONTEXT_METHODS = ("__init__", "__enter__", "__exit__")
 

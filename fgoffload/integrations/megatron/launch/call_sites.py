@@ -12,11 +12,10 @@ import enum
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.adapter.model_config import list_accepted
 from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser
 from fgoffload.integrations.megatron.launch.own_flags import SWITCH
-from fgoffload.integrations.megatron.megatron_engine import CPU_OFFLOAD_V1
-from fgoffload.integrations.megatron.model_config import list_accepted
+from fgoffload.integrations.megatron.patching.imports import CPU_OFFLOAD_V1, load_module
 
 _LIST, _SIZE = "--offload-modules", "--min-offloaded-tensor-size"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fgoffload.errors import IntegrationError
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 _MODULE = "megatron.training.arguments"
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
-from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
-from fgoffload.integrations.megatron.flags import FlagParser
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser
+from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
 
 SWITCH = "--fine-grained-activation-offloading"
 

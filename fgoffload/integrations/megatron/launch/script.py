@@ -11,9 +11,8 @@ import torch
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron import MegatronOffload, apply
-from fgoffload.integrations.megatron.cpu_support import needs_cpu_support
-from fgoffload.integrations.megatron.flag_sources import COMMAND_LINE
-from fgoffload.integrations.megatron.imports import load_module
+from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
+from fgoffload.integrations.megatron.flags.tag_checks import check_tags
 from fgoffload.integrations.megatron.interface.generations import get_version
 from fgoffload.integrations.megatron.launch.call_sites import (
     CallSites,
@@ -23,8 +22,8 @@ from fgoffload.integrations.megatron.launch.call_sites import (
     has_module,
 )
 from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
-from fgoffload.integrations.megatron.megatron_engine import CPU_OFFLOAD_V1
-from fgoffload.integrations.megatron.tag_checks import check_tags
+from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
+from fgoffload.integrations.megatron.patching.imports import CPU_OFFLOAD_V1, load_module
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fgoffload.integrations.megatron.dispatchers import permutes_by_mask
+from fgoffload.integrations.megatron.adapter.dispatchers import permutes_by_mask
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes
 from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape

@@ -12,8 +12,8 @@ import pytest
 
 from fgoffload import Action, OffloadPlan, Site
 from fgoffload.cli.plan_device import choose_host_budget
-from fgoffload.integrations.megatron.argument_files import read_argument_file
-from fgoffload.integrations.megatron.model_shapes import read_assumptions, read_model_file
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions, read_model_file
 from fgoffload.planner import build_ranks, get_hardware
 from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.simulation.simulator import simulate

@@ -1,0 +1,1 @@
+"""How offload follows a Megatron model: its layers, their sites, and what a plan says of each."""

@@ -1,0 +1,341 @@
+"""Where forward is in a Megatron model, and what each layer has: sites, units that can run again, and what must be refused."""
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fgoffload.engine import is_inert
+from fgoffload.errors import IntegrationError
+from fgoffload.integrations.megatron.adapter.layer_numbers import get_number, list_layers
+from fgoffload.integrations.megatron.adapter.model_config import list_accepted, read_facts
+from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
+from fgoffload.integrations.megatron.adapter.plan_files import naming_file
+from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor
+from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.adapter.site_actions import LayerSites
+from fgoffload.integrations.megatron.adapter.sites import (
+    add_own_sites,
+    find_fused_tags,
+    find_tags,
+    shares_router_input,
+    switch_off_later,
+)
+from fgoffload.integrations.megatron.flags.tag_checks import check_paged_stash, check_selective
+from fgoffload.integrations.megatron.graphs.graph_checks import check_graphs, check_recompute
+from fgoffload.integrations.megatron.graphs.graphed_layers import LAYER, follow_graphs, is_capturing
+from fgoffload.integrations.megatron.host_waits.waits import has_held_wait, has_wait
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.methods import wrap_symbol
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.recompute import layer_recompute
+from fgoffload.integrations.megatron.recompute.layer_inputs import TAG as LAYER_INPUT
+from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
+
+BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
+MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
+MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
+NEWER_MODELS = ("megatron.core.models.hybrid.hybrid_model:HybridModel",)
+NEWER_BLOCKS = ("megatron.core.models.hybrid.hybrid_block:HybridStack",)
+NEWER_LAYERS = (
+    "megatron.core.transformer.transformer_layer:HyperConnectionTransformerLayer",
+    "megatron.core.ssm.mamba_layer:MambaLayer",
+)
+"""What not all versions have, wrapped where it is there. Each of these layers has a forward of its own."""
+SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+SCHEDULE_NAMES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+
+
+def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
+    """Wrap what tells where forward is: schedules, models, blocks and layers.
+
+    Args:
+        patches: Put everything back later.
+        get_offload: Returns what is told; it exists only after everything is wrapped.
+
+    Raises:
+        IntegrationError: Megatron-Core lacks one of them.
+    """
+    for name in SCHEDULE_NAMES:
+        wrap_symbol(patches, SCHEDULES, name, functools.partial(_wrap_schedule, get_offload))
+    registrar = _Registrar(patches, get_offload, LayerInputs(patches, get_offload))
+    for model in (MODEL, *_list_existing(NEWER_MODELS)):
+        wrap_symbol(patches, model, "forward", functools.partial(_wrap_model, registrar))
+    for block in (BLOCK, MTP_BLOCK, *_list_existing(NEWER_BLOCKS)):
+        wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, registrar))
+    for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
+        wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
+    # The overlap of expert communication runs no layer's forward, but the pieces of two microbatches in turns.
+    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
+    wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
+    wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
+    follow_graphs(patches, get_offload, functools.partial(_wrap_layer, get_offload))
+
+
+def _list_existing(paths: Sequence[str]) -> Iterator[str]:
+    for path in paths:
+        module_name, _, class_name = path.partition(":")
+        package_name = module_name.rpartition(".")[0]
+        if importlib.util.find_spec(package_name) is None or importlib.util.find_spec(module_name) is None:
+            continue
+        if hasattr(load_module(module_name), class_name):
+            yield path
+
+
+def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("forward_only", False):
+            get_offload().begin_step(ScheduleCall.read(kwargs))
+        result = original(*args, **kwargs)
+        # Where Megatron's own flag is on, its schedule has said so already; ours alone may be on.
+        if not kwargs.get("forward_only", False):
+            get_offload().finish_open_step()
+        return result
+
+    return run
+
+
+def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        registrar.begin_forward(self)
+        offload = registrar.get_offload()
+        with offload.watch_model(self, getattr(self, "vp_stage", None) or 0):
+            outputs = original(self, *args, **kwargs)
+        offload.flush_delayed()  # no graph of this forward comes any more
+        return outputs
+
+    return forward
+
+
+def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Its own where it knows it: without a model around it, forward need not be in it yet.
+        offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
+        chunk = offload.chunk if chunk is None else chunk
+        registrar.register([self], chunk)
+        offload.enter_block(self, chunk)
+        outputs = original(self, *args, **kwargs)
+        offload.leave_block(self)
+        return outputs
+
+    return forward
+
+
+def _find_ending_block(model: Any) -> Any:
+    """Return the block of `model` behind which only the loss comes, and then backward; None where other stages follow."""
+    if not getattr(model, "post_process", False):
+        return None
+    multi_token = getattr(model, "mtp", None)  # behind the decoder, where this stage has it
+    return model.decoder if multi_token is None else multi_token
+
+
+def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offload = get_offload()
+        if offload.is_idle or is_inert():
+            return original(self, *args, **kwargs)
+        offload.pass_layer(get_number(self))
+        with offload.watch_attention():
+            outputs = original(self, *args, **kwargs)
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        if isinstance(hidden, torch.Tensor):
+            offload.leave_attention(hidden)
+        return outputs
+
+    return forward
+
+
+def _wrap_node(get_offload: GetOffload, original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with get_offload().watch():
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+class _Registrar:
+    """Tells the integration what the layers of each model have, once, and prepares them for what is planned for each."""
+
+    def __init__(self, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
+        self._patches = patches
+        self._innermost = Patches()
+        """What is wrapped before anything else is, so that regions of sites are around it."""
+        patches.enter(self._innermost)
+        self.get_offload = get_offload
+        self._inputs = inputs
+
+    def begin_forward(self, model: Any) -> None:
+        """A model chunk begins a forward, or the plan of one."""
+        offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
+        offload.note_ending_block(_find_ending_block(model))
+        # All of the chunk together: a fraction is of all its sites.
+        self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
+        if not getattr(model.config, "fine_grained_activation_offloading", False):
+            most_in_flight = getattr(model.config, "fine_grained_offloading_max_inflight_offloads", None)
+            offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
+
+    def register(self, blocks: Iterable[Any], chunk: int) -> None:
+        """Register the layers of those of `blocks` that are new.
+
+        Raises:
+            ConfigError: Tags and what Megatron recomputes exclude each other.
+            IntegrationError: A model cannot be offloaded as it is.
+            PlanError: The plan asks of a layer what it cannot do.
+        """
+        offload = self.get_offload()
+        new = [block for block in blocks if not offload.is_known(block)]
+        if not new:
+            return
+        for block in new:
+            _check_linears(block)
+            _check_config(block.config, offload)
+        found = [
+            (layer, _find_input_tag(stack, index, offload.selected))
+            for block in new
+            for stack, index, layer in list_layers(block)
+        ]
+        sites = [
+            LayerSites(
+                number=get_number(layer),
+                tags=(*input_tag, *find_tags(layer, offload.selected)),
+                fused=find_fused_tags(layer, offload.selected),
+                units=layer_recompute.find_units(layer),
+                shares_router_input=shares_router_input(layer),
+            )
+            for layer, input_tag in found
+        ]
+        with naming_file(offload.config.offload_plan):
+            offload.actions.register_layers(chunk, sites)
+        offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
+        for layer, _ in found:
+            number = get_number(layer)
+            offload.graphs.add_layer(layer, chunk)
+            recomputed = offload.actions.list_recomputed(chunk, number)
+            check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
+            # A plan that is made of measurements says only later what runs again.
+            units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
+            layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
+            for unit in recomputed:
+                layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
+            # A first linear that runs again has its site around what it runs again from.
+            own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
+            add_own_sites(self._patches, self.get_offload, layer, own)
+            switch_off_later(self._patches, layer)
+            if offload.measurement is not None:
+                offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)
+        stacks = {stack for block in new for stack, _, _ in list_layers(block)}
+        offload.remember([*new, *stacks])  # only now: what is refused once is refused the next time too
+
+
+def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
+    """Return `layer_input` where it is selected and Megatron's own full recompute begins at the layer `index` of `stack`."""
+    config = stack.config
+    if LAYER_INPUT not in selected or config.recompute_granularity != "full":
+        return ()
+    layers = config.recompute_num_layers or 1
+    if config.recompute_method == "uniform":
+        # Of multi-token prediction each depth has one checkpoint around all of it.
+        begins = index == 0 if getattr(stack, "is_mtp_layer", False) else index % layers == 0
+    else:
+        begins = index < layers and hasattr(stack, "pre_process")  # a depth of one layer has none
+    return (LAYER_INPUT,) if begins else ()
+
+
+def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offload = get_offload()
+        if is_capturing():
+            return original(self, *args, **kwargs)
+        if is_inert():
+            # Under a checkpoint, where nothing is saved, and its recompute. The layer counts all the same.
+            if not torch.is_grad_enabled():
+                offload.pass_layer(get_number(self))
+            return original(self, *args, **kwargs)
+        lane = offload.enter_layer(get_number(self))
+        if offload.is_idle:
+            return original(self, *args, **kwargs)
+        hidden = find_tensor(args, kwargs)
+        try:
+            watched = offload.watch_layer(lane, hidden, has_parts=hasattr(self, "_forward_attention"))
+            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), watched:
+                return original(self, *args, **kwargs)
+        except BaseException:
+            offload.abandon_microbatch()
+            raise
+
+    return forward
+
+
+def _check_config(config: Any, offload: MegatronOffload) -> None:
+    """Refuse what excludes offload, or what a plan does.
+
+    Raises:
+        ConfigError: A tag and a module that Megatron recomputes exclude each other.
+        IntegrationError: With the flag and the fix.
+        PlanError: The plan was made for another model.
+    """
+    if getattr(config, "cpu_offloading", False):
+        raise IntegrationError(
+            "--cpu-offloading-num-layers offloads whole layers of this model, and activation offload its modules: both would "
+            "move the same tensors. Leave one of them out."
+        )
+    if offload.actions.plan is not None:
+        with naming_file(offload.config.offload_plan):
+            offload.actions.plan.check_made_for(read_facts(config))
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity is not None and offload.measurement is not None:
+        raise IntegrationError(
+            f"--offload-modules auto chooses what runs again, layer by layer, and --recompute-granularity {granularity} does "
+            "so for all layers alike. Leave Megatron's recompute flags out."
+        )
+    if offload.measurement is not None and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise IntegrationError(
+            "--overlap-moe-expert-parallel-comm runs the pieces of two microbatches in turns, and --offload-modules auto "
+            "measures layer by layer. Leave one of them out, or give the tags or a plan."
+        )
+    if offload.actions.recomputes and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise IntegrationError(
+            "--overlap-moe-expert-parallel-comm runs the pieces of layers by itself, past the places where a plan lets modules "
+            "run again. Leave it out, or give a plan that only keeps and offloads."
+        )
+    if granularity is not None and offload.actions.recomputes:
+        raise IntegrationError(
+            f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "
+            "alike. Leave Megatron's recompute flags out: the plan says all."
+        )
+    # As the commands do before Megatron starts; who calls `apply` has no other start.
+    check_selective(offload.config, vars(config))
+    check_paged_stash(offload.selected, vars(config))
+    check_graphs(offload.config, offload.selected, vars(config))
+    if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
+        raise IntegrationError(
+            "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "
+            "off in its layers. Call `apply` first, or give the config fine_grained_activation_offloading and offload_modules."
+        )
+
+
+def _check_linears(block: Any) -> None:
+    """Refuse linears that find out through an attribute of their saved weight that its gradient is in place already.
+
+    Raises:
+        IntegrationError: A linear of Megatron's own in `block` fuses the accumulation of its weight's gradient. Under any
+            saved-tensor hooks torch gives a custom function a new tensor for a saved parameter, without its attributes, so
+            `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
+            `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
+    """
+    linears = load_module("megatron.core.tensor_parallel.layers")
+    for name, module in block.named_modules():
+        is_own = type(module) in (linears.ColumnParallelLinear, linears.RowParallelLinear)
+        if is_own and getattr(module, "gradient_accumulation_fusion", False):
+            raise IntegrationError(
+                f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload cannot work "
+                "with it there. Give --no-gradient-accumulation-fusion, or Transformer Engine's layers."
+            )

@@ -1,0 +1,154 @@
+"""Megatron's own offload flags in the configs of the models that are built from now on.
+
+Megatron's config refuses tags that it does not know, and an empty list. So it is given those of ours that it accepts, or its
+flag is switched off; the others need no flag of Megatron's.
+"""
+
+import dataclasses
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
+from fgoffload.integrations.megatron.patching.methods import wrap_symbol
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.plan import FP8_RECIPE, NO_FP8, PARAMETER_BYTES
+
+logger = logging.getLogger(__name__)
+
+CONFIG_MODULE = "megatron.core.transformer.transformer_config"
+
+_OP_FUSER = "use_transformer_engine_op_fuser"
+
+
+_FACTS: dict[str, int | str] = {
+    "num_layers": 0,
+    "hidden_size": 0,
+    "num_attention_heads": 0,
+    "num_moe_experts": 0,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": 0,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "ffn_hidden_size": 0,
+    "num_query_groups": 0,
+    "kv_channels": 0,
+    "q_lora_rank": 0,
+    "kv_lora_rank": 0,
+    "qk_head_dim": 0,
+    "qk_pos_emb_head_dim": 0,
+    "v_head_dim": 0,
+    "moe_router_topk": 0,
+    "moe_ffn_hidden_size": 0,
+    "moe_shared_expert_intermediate_size": 0,
+    "mtp_num_layers": 0,
+    "normalization": "LayerNorm",
+    "gated_linear_unit": 0,
+    "qk_layernorm": 0,
+    "overlap_moe_expert_parallel_comm": 0,
+    "microbatch_group_size_per_vp_stage": 1,
+}
+"""Fields that a plan may say that it was made for, with what None stands for, of the type that each is compared as."""
+
+
+def read_facts(config: Any) -> dict[str, int | str]:
+    """Return what a config says of what plans are made for: see `OffloadPlan.made_for`."""
+    facts: dict[str, int | str] = {PARAMETER_BYTES: _count_parameter_bytes(config), FP8_RECIPE: NO_FP8}
+    if getattr(config, "fp8", None):
+        recipe = getattr(config, "fp8_recipe", "delayed")
+        facts[FP8_RECIPE] = str(getattr(recipe, "value", recipe))  # an Enum in some versions
+    for name, absent in _FACTS.items():
+        value = getattr(config, name, None)
+        facts[name] = absent if value is None else type(absent)(value)
+    return facts
+
+
+def _count_parameter_bytes(config: Any) -> int:
+    # The flags first: Megatron's wrapper converts a model by them, whatever type its parameters were made with.
+    if getattr(config, "bf16", False) or getattr(config, "fp16", False):
+        return 2
+    return int(getattr(config, "params_dtype", torch.float32).itemsize)
+
+
+def set_flags(patches: Patches, selected: Sequence[str]) -> None:
+    """Let every config that is made from now on have the flags for the tags `selected`, whatever it was given.
+
+    Args:
+        patches: Put Megatron's own checks back later.
+        selected: The tags that may leave.
+
+    Raises:
+        IntegrationError: Megatron-Core has no such config.
+    """
+    accepted = list_accepted(selected)
+
+    def wrap(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def check(self: Any) -> None:
+            # Megatron's offload of whole layers excludes ours. Such a model is refused when it runs, and may never do so here.
+            if not getattr(self, "cpu_offloading", False):
+                _set(patches, self, accepted, selected)
+            original(self)
+
+        return check
+
+    wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", wrap)
+
+
+def _set(patches: Patches, config: Any, accepted: Sequence[str], selected: Sequence[str]) -> None:
+    given = config.fine_grained_activation_offloading, config.offload_modules
+    if given[0] and (ignored := set(given[1] or ()) - set(selected)):
+        logger.warning(
+            "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
+            " ".join(sorted(ignored)),
+            " ".join(selected),
+        )
+    config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
+    reference = weakref.ref(config)
+
+    def undo() -> None:
+        config = reference()
+        if config is not None:
+            config.fine_grained_activation_offloading, config.offload_modules = False, []
+
+    patches.on_remove(undo)
+
+
+def list_accepted(tags: Sequence[str]) -> list[str]:
+    """Return those of `tags` that Megatron's config accepts."""
+    return [tag for tag in tags if _is_accepted(tag)]
+
+
+@functools.cache
+def _is_accepted(tag: str) -> bool:
+    """Return whether Megatron's config accepts `tag`. It says so nowhere but in its refusal, so a tiny config is tried."""
+    config_class = load_module(CONFIG_MODULE).TransformerConfig
+    check = inspect.unwrap(config_class.__post_init__)  # Megatron's own, also where `set_flags` has replaced it
+    probe = type("Probe", (config_class,), {"__post_init__": check})
+    fields = {
+        "num_layers": 1,
+        "hidden_size": 1,
+        "num_attention_heads": 1,
+        "fine_grained_activation_offloading": True,
+        # attn_proj is refused without core_attn, which every version accepts.
+        "offload_modules": ["core_attn", tag],
+    }
+    # fused_group_mlp is refused without the op fuser, which the versions before it do not have.
+    has_fuser = any(field.name == _OP_FUSER for field in dataclasses.fields(config_class))
+    return any(_is_possible(probe, {**fields, **options}) for options in ({}, {_OP_FUSER: True} if has_fuser else {}))
+
+
+def _is_possible(probe: Callable[..., object], fields: Mapping[str, object]) -> bool:
+    try:
+        with ignore_expected_warnings():
+            probe(**fields)
+    except (AssertionError, ValueError):
+        return False
+    return True

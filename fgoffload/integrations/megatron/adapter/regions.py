@@ -1,0 +1,226 @@
+"""Sites of our own around methods and linears of single modules, where Megatron-Core has no call site."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fgoffload.engine import CapturedRegion, Region, Saving
+from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
+from fgoffload.integrations.megatron.patching.methods import wrap_method
+from fgoffload.integrations.megatron.patching.patches import Patches
+
+GetOffload = Callable[[], MegatronOffload]
+SiteRegion = Region | CapturedRegion
+
+
+def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: Sequence[str], tag: str) -> None:
+    """Make one site of `methods` of `target`, which run in this order, each once in a forward.
+
+    The region is opened before the first, saves in each of them and in nothing between them, and ends after the last.
+    """
+    opened: list[SiteRegion] = []
+    for name in methods:
+        is_first, is_last = name == methods[0], name == methods[-1]
+        wrap_method(patches, target, name, _wrap_part(get_offload, tag, opened, is_first=is_first, is_last=is_last))
+
+
+def _wrap_part(
+    get_offload: GetOffload, tag: str, opened: list[SiteRegion], *, is_first: bool, is_last: bool
+) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            offload = get_offload()
+            if is_first:
+                opened.clear()  # what a forward left that raised
+                region = offload.find_region(tag)
+                if region is not None:
+                    opened.append(region)
+                    region.enter(find_tensor(args, kwargs))
+            if not opened:
+                return original(self, *args, **kwargs)
+            with opened[-1].saving():
+                result = original(self, *args, **kwargs)
+            if is_last:
+                offload.end(opened.pop())
+            return result
+
+        return run
+
+    return wrap
+
+
+class LinearTags(NamedTuple):
+    """The tags of two linears with an activation between them; None where somebody else has the site, or nobody wants it."""
+
+    fc1: str | None = None
+    act: str | None = None
+    fc2: str | None = None
+
+    def select(self, tags: Sequence[str]) -> "LinearTags":
+        """Return the same with those of `tags` only."""
+        return LinearTags(*(tag if tag in tags else None for tag in self))
+
+
+def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pairs: Sequence[Any], tags: LinearTags) -> None:
+    """Make sites of the linears, and of what lies between them.
+
+    Args:
+        patches: Take them away later.
+        get_offload: Returns what answers.
+        owner: The module whose forward runs all of `pairs`: a dense MLP itself, or what holds several experts.
+        pairs: Modules with `linear_fc1` and `linear_fc2`.
+        tags: One group for what all first linears save, since experts' tokens are views of one storage; the other two once for
+            each pair.
+    """
+    if not any(tags):
+        return
+    passes = _Passes(get_offload, tags)
+    wrap_method(patches, owner, "forward", passes.wrap_owner)
+    for pair in pairs:
+        wrap_method(patches, pair.linear_fc1, "forward", passes.wrap_fc1)
+        wrap_method(patches, pair.linear_fc2, "forward", passes.wrap_fc2)
+
+
+class _Passes:
+    """What the linears of one module call: they find the pass that forward is in. Such modules do not nest."""
+
+    def __init__(self, get_offload: GetOffload, tags: LinearTags) -> None:
+        self._get_offload = get_offload
+        self._tags = tags
+        self._current: _Pass | None = None
+
+    def wrap_owner(self, original: Any) -> Any:
+        """Wrap the forward of the module that has the linears."""
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            current = self._current = _Pass(self._get_offload(), self._tags)
+            try:
+                current.enter(find_tensor(args, kwargs))
+                result = original(module, *args, **kwargs)
+                current.end()
+                return result
+            finally:
+                self._current = None
+                current.stop_saving()
+
+        return forward
+
+    def wrap_fc1(self, original: Any) -> Any:
+        """Wrap the forward of a first linear."""
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            current = self._current
+            if current is None:
+                return original(module, *args, **kwargs)
+            current.start_fc1()
+            result = original(module, *args, **kwargs)
+            current.start_activation(result[0])
+            return result
+
+        return forward
+
+    def wrap_fc2(self, original: Any) -> Any:
+        """Wrap the forward of a second linear."""
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            current = self._current
+            if current is None:
+                return original(module, *args, **kwargs)
+            current.start_fc2(find_tensor(args, kwargs))
+            result = original(module, *args, **kwargs)
+            current.end_pair()
+            return result
+
+        return forward
+
+
+class _Pass:
+    """One forward through the linears of a module, pair by pair."""
+
+    def __init__(self, offload: MegatronOffload, tags: LinearTags) -> None:
+        self._offload = offload
+        self._tags = tags
+        self._fc1: SiteRegion | None = None
+        self._act: SiteRegion | None = None
+        self._fc2: SiteRegion | None = None
+        self._saving: Saving | CapturedRegion | None = None
+
+    def enter(self, hidden: torch.Tensor) -> None:
+        """Open the region of all first linears."""
+        self._fc1 = self._open(self._tags.fc1, hidden)
+
+    def end(self) -> None:
+        """All pairs are through."""
+        self._end(self._fc1)
+
+    def start_fc1(self) -> None:
+        """A first linear comes."""
+        self._save_for(self._fc1)
+
+    def start_activation(self, output: torch.Tensor) -> None:
+        """A first linear is through; what follows is the activation."""
+        self.stop_saving()
+        self._act = self._open(self._tags.act, output)
+        self._save_for(self._act)
+
+    def start_fc2(self, hidden: torch.Tensor) -> None:
+        """The activation is through; a second linear comes."""
+        self.stop_saving()
+        self._fc2 = self._open(self._tags.fc2, hidden)
+        self._save_for(self._fc2)
+
+    def end_pair(self) -> None:
+        """A second linear is through, and nothing needs any more what its pair saved."""
+        self.stop_saving()
+        self._end(self._act)
+        self._end(self._fc2)
+        self._act = self._fc2 = None
+
+    def stop_saving(self) -> None:
+        """Leave the region that forward is in, if any; after an exception too."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.__exit__(None, None, None)
+
+    def _open(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
+        region = None if tag is None else self._offload.find_region(tag)
+        if region is not None:
+            region.enter(tensor)
+        return region
+
+    def _end(self, region: SiteRegion | None) -> None:
+        if region is not None:
+            self._offload.end(region)
+
+    def _save_for(self, region: SiteRegion | None) -> None:
+        if region is not None:
+            self._saving = region.saving()
+            self._saving.__enter__()
+
+
+def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, and let what it saves for backward leave where the site of `tag` does.
+
+    Args:
+        offload: Says whether it does where forward is now.
+        tag: Of the site. None saves as without one.
+        tensor: The input of the site.
+        run: Saves, and needs nothing of it any more when it is through.
+    """
+    region = None if tag is None else offload.find_region(tag)
+    if region is None:
+        return run()
+    region.enter(tensor)
+    with region.saving():
+        result = run()
+    offload.end(region)
+    return result
+
+
+def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the first tensor of a call: the hidden states, however they are passed."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    return torch.empty(0)

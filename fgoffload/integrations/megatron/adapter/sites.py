@@ -1,0 +1,138 @@
+"""The tags of each Megatron layer: which have a site, whose it is, and the sites that are ours.
+
+Which class and method saves what is in `site_table.py`.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from fgoffload.integrations.megatron.adapter.grouped_linears import choose_saved_inputs
+from fgoffload.integrations.megatron.adapter.regions import GetOffload, LinearTags, add_linear_sites, add_region
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.patches import Patches
+
+DENSE_TAGS = LinearTags("mlp_fc1", "mlp_act", "mlp_fc2")
+EXPERT_TAGS = LinearTags("expert_fc1", "moe_act", "expert_fc2")
+GROUPED_TAGS = LinearTags(fc2="expert_fc2")
+OVERLAPPED_METHODS = (
+    "pre_forward_comm",
+    "linear_fc1_forward_and_act",
+    "linear_fc2_forward",
+    "post_forward_comm",
+    "get_output",
+)
+COMBINE_METHODS = ("combine_preprocess", "token_combine", "combine_postprocess")
+
+
+def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the tags `selected` that have a site in a Megatron layer, in the order of forward.
+
+    Megatron's layers say for their own sites whether they are on; ours ask what modules are there. `layer_input` is not among
+    them: it depends on what is recomputed.
+    """
+    attention, mlp = layer.self_attention, layer.mlp
+    experts = getattr(mlp, "experts", None)
+    in_turn, has_pair = is_sequential(experts), _is_pair(mlp)
+    has_site = {
+        "attn_norm": getattr(layer, "offload_attn_norm", False),
+        "qkv_linear": getattr(attention, "offload_qkv_linear", False),
+        "gdp_qkv": getattr(attention, "offload_gdp_qkv", False),
+        "core_attn": getattr(attention, "offload_core_attention", False),
+        "attn_proj": getattr(attention, "offload_attn_proj", False),
+        "mlp_norm": getattr(layer, "offload_mlp_norm", False),
+        "mlp_fc1": has_pair,
+        "mlp_act": has_pair,
+        "mlp_fc2": has_pair,
+        "shared_expert": getattr(mlp, "shared_experts", None) is not None,
+        "router": getattr(mlp, "router", None) is not None,
+        "expert_fc1": in_turn or getattr(experts, "offload_expert_fc1", False),
+        "moe_act": in_turn or getattr(experts, "offload_moe_act", False),
+        "expert_fc2": in_turn or _is_pair(experts),
+        "fused_group_mlp": getattr(experts, "offload_fused_group_mlp", False),
+        "moe_combine": getattr(mlp, "token_dispatcher", None) is not None,
+    }
+    return tuple(tag for tag, is_there in has_site.items() if is_there and tag in selected)
+
+
+def shares_router_input(layer: Any) -> bool:
+    """Return whether another module of a Megatron layer saves the hidden states that the router gets."""
+    return any(getattr(layer.mlp, name, None) is not None for name in ("shared_experts", "fc1_latent_proj"))
+
+
+def find_fused_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the norms' tags `selected` that have no module of their own: the linear after them does the norm."""
+    identity = load_module("megatron.core.transformer.identity_op").IdentityOp
+    norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
+    return tuple(tag for tag, norm in norms.items() if tag in selected and isinstance(norm, identity))
+
+
+def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offloaded: Sequence[str]) -> None:
+    """Put our own sites into one layer.
+
+    Args:
+        patches: Take them away later.
+        get_offload: Returns what answers.
+        layer: A Megatron layer.
+        offloaded: The tags of this layer that leave; where none of ours is among them, the layer stays as it is.
+    """
+    mlp = layer.mlp
+    experts = getattr(mlp, "experts", None)
+    if experts is not None:
+        choose_saved_inputs(patches, experts, offloaded)
+    if experts is None:
+        if _is_pair(mlp):
+            add_linear_sites(patches, get_offload, mlp, [mlp], DENSE_TAGS.select(offloaded))
+        return
+    if "shared_expert" in offloaded:
+        is_overlapped = getattr(mlp, "shared_expert_overlap", False)
+        methods = OVERLAPPED_METHODS if is_overlapped else ("forward",)
+        add_region(patches, get_offload, mlp.shared_experts, methods, "shared_expert")
+    if "router" in offloaded:
+        add_region(patches, get_offload, mlp.router, ("forward",), "router")
+    if is_sequential(experts):
+        add_linear_sites(patches, get_offload, experts, list(experts.local_experts), EXPERT_TAGS.select(offloaded))
+    elif _is_pair(experts):
+        add_linear_sites(patches, get_offload, experts, [experts], GROUPED_TAGS.select(offloaded))
+    if "moe_combine" in offloaded:
+        add_region(patches, get_offload, mlp.token_dispatcher, COMBINE_METHODS, "moe_combine")
+
+
+_MEGATRON_FLAGS = (
+    *("offload_attn_norm", "offload_qkv_linear", "offload_core_attention", "offload_core_attn", "offload_attn_proj"),
+    *("offload_mlp_norm", "offload_expert_fc1", "offload_moe_act", "offload_fused_group_mlp"),
+)
+
+
+def switch_off_later(patches: Patches, layer: Any) -> None:
+    """Let Megatron's own call sites in `layer` be off when `patches` are removed: its own engine would answer them then."""
+    modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
+    references = [weakref.ref(module) for module in modules if module is not None]
+
+    def switch_off() -> None:
+        for module in (reference() for reference in references):
+            for name in _MEGATRON_FLAGS:
+                if getattr(module, name, False):
+                    setattr(module, name, False)
+
+    patches.on_remove(switch_off)
+
+
+def is_sequential(experts: Any) -> bool:
+    """Return whether `experts` are Megatron's that run one after the other."""
+    return isinstance(experts, load_module("megatron.core.transformer.moe.experts").SequentialMLP)
+
+
+def _is_pair(module: Any) -> bool:
+    """Return whether `module` calls two linears of its own, one after the other."""
+    return not has_op_fuser(module) and all(callable(getattr(module, name, None)) for name in ("linear_fc1", "linear_fc2"))
+
+
+def has_op_fuser(module: Any) -> bool:
+    """Return whether `module` leaves its linears their weights alone, and calls ops of Transformer Engine's op fuser.
+
+    A dense MLP that is built for it has `_make_fused_impl`, and experts that can use it (0.20) have `_fused_forward`.
+    """
+    config = getattr(module, "config", None)
+    can_fuse = hasattr(module, "_fused_forward") and getattr(config, "use_transformer_engine_op_fuser", False)
+    return can_fuse or hasattr(module, "_make_fused_impl")

@@ -1,0 +1,398 @@
+"""`--offload-modules auto`: the first step measures, and from the second on a plan for the memory budget applies.
+
+[Note: When a plan is made]
+A step is measured with everything kept. When the next schedule begins, the optimizer has all its memory and no activation is
+left: what is on the device then is what no plan moves. All processes exchange what they measured; the first one plans and sends
+the plan, or why there is none, to the others, so that all do the same or raise the same. A plan is for some microbatches of
+some size. All processes call a schedule with the same numbers, so that all know without asking when a step goes beyond: more
+microbatches only count more of the same, and the plan is made anew at once; larger ones are measured first.
+
+[Note: A step that does not fit]
+A model that needs a budget may not fit while everything is kept. So a layer is kept only as long as the budget has room for it,
+with a part in reserve for what is not known yet. Else all its tags are offloaded while it is measured, as far as host memory
+allows: its bytes are the same, and its times, in which it waits for copies, count only where it was kept in no microbatch
+that is timed, and no other layer of its kind in its model chunk was. Where that does not fit either, the first step fails as it
+would with every tag selected. A step that is measured again ([Note: Two plans] in `plan_trial`) need not fail, since there is a
+plan that fits: how much may stay is simulated first, and where nothing would fit it is not measured.
+
+[Note: A plan that takes more than was said]
+What operators have for a moment was measured in one step, in which other layers stayed than in those that follow. So the first
+step under a plan is looked at: where it took more than the budget on any rank, by what the allocator counts, the next plan
+leaves free what that step took beyond its prediction. After a few of these the last one stays, with a warning.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from fgoffload.config import OffloadConfig
+from fgoffload.engine import Lane, OffloadEngine, Region, Saving
+from fgoffload.errors import OffloadError, PlanError
+from fgoffload.integrations.link import QUICK_SIZES, measure_link
+from fgoffload.integrations.megatron.adapter.collectives import ask_first, broadcast, gather, is_first_process
+from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.auto.measured_plans import (
+    Layers,
+    MeasuredStep,
+    PlannedStep,
+    ProcessMeasurement,
+    TriedStep,
+)
+from fgoffload.integrations.megatron.auto.plan_trial import StepTimes
+from fgoffload.integrations.megatron.profile.device_memory import check_static
+from fgoffload.integrations.megatron.profile.recorder import StepRecorder
+from fgoffload.integrations.megatron.profile.step_measurement import MeasurementState, StepMeasurement
+from fgoffload.plan import NOTHING, OffloadPlan, Site
+from fgoffload.planner.late_host import Tried, describe_tried
+from fgoffload.planner.timing.link_profile import LinkProfile
+from fgoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+KEPT_PART = 0.8
+"""Of the budget, that a step may fill before its layers leave, where none was measured before: the rest is for the loss, for
+gradients of activations and for the largest layer's temporary tensors, of which nothing is known yet."""
+
+MOST_CHECKS = 3
+"""Plans in a row whose first step is looked at. See [Note: A plan that takes more than was said]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """What the first step under a plan took on one process, in device bytes."""
+
+    rank: int
+    """The process's pipeline rank."""
+    peak_bytes: int
+    """At its worst moment."""
+    beyond_bytes: int
+    """Of them: more than was predicted of that rank."""
+
+
+class AutoOffload(StepMeasurement):
+    """Measures, plans, and has the plan applied.
+
+    Args:
+        config: With the budget.
+        engine: Offloads what does not fit while a step is measured.
+        use_plan: Lets the integration offload by a plan.
+        clock: Goes forward alone, in seconds.
+        has_own_host: Whether the host is not the device, and can be late; None asks the device.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        engine: OffloadEngine,
+        *,
+        use_plan: Callable[[OffloadPlan], None],
+        clock: Callable[[], float] = time.perf_counter,
+        has_own_host: bool | None = None,
+    ) -> None:
+        super().__init__(
+            engine.device,
+            min_offloaded_numel=config.min_offloaded_tensor_size,
+            use_plan=use_plan,
+            observers=engine.observers,
+        )
+        self._budget_bytes = config.offload_memory_budget_bytes or 0
+        self._policy = config.transfer_policy
+        self._engine = engine
+        self._clock = clock
+        self._has_own_host = engine.device.type != "cpu" if has_own_host is None else has_own_host
+        self.planned: PlannedStep | None = None
+        """None before the first plan, and while a step is measured for another."""
+        self._measured: MeasuredStep | None = None
+        """The last step of which a plan was made."""
+        self._link: LinkProfile | None = None
+        self._kept_bytes = 0
+        """Of parameters and gradients, where nobody counts device bytes."""
+        self._staying: Layers | None = None
+        """The layers that are to stay in a measured step; None where nobody knows what fits: as many as there is room for."""
+        self._step_end_s = 0.0
+        """Of the step that was measured last, on this process."""
+        self._steps = 0
+        """That have begun."""
+        self._current: ScheduleCall | None = None
+        """The step that runs, or ran last."""
+        self._ended_call: ScheduleCall | None = None
+        """That step, when it has ended; None where it raised."""
+        self._taken_bytes: int | None = None
+        """At peak, of the first step under the plan in use; None when it was compared, and where it will not be."""
+        self._left_checks = 0
+        """Steps that will still be compared so."""
+        self._beyond_bytes = 0
+        """How much more a step took than the measurement in use predicts of its plan: what all later plans leave free."""
+        self._times: StepTimes | None = None
+        """Of the steps under the plan in use; None where no other plan is to be compared with it."""
+        self._rival: TriedStep | None = None
+        """The first plan of a trial, from when its steps were timed: a step is measured again, or a second plan is tried."""
+        self._checked: Mapping[int, int] = {}
+        """By pipeline rank: the peak of the first step under the plan in use; empty where it was not compared."""
+        self._is_leaving = False
+        """Whether the layer that forward is in is offloaded while it is measured."""
+        self.request()
+
+    def begin_step(self, call: ScheduleCall) -> None:
+        """A schedule begins: plan where a step was measured, and again where a plan was left behind by this step or the last.
+
+        Raises:
+            PlanError: No plan fits the budget; all processes raise alike.
+            OffloadError: A process has no profile of the first step; all raise then.
+        """
+        self._steps += 1
+        rival = self._rival if self.planned is None else None  # where the last step was to be measured again
+        known = self.planned if rival is None else rival.planned
+        if known is not None and not call.is_within(known.call):
+            logger.info("a step of %s is beyond the plan for %s: planning again", call, known.call)
+            self._plan(call)
+        elif rival is not None:
+            self._plan_again(rival)
+        elif self.planned is not None:
+            self._look_at(self.planned, call)
+        elif self.state is MeasurementState.RECORDED:
+            failure = self._exchange()
+            if failure is not None:
+                raise failure
+            self._plan(call)
+        if self.state is MeasurementState.WANTED:
+            self._kept_bytes = self._count_bytes()
+            if self._measured is None:
+                check_static(self._kept_bytes, budget_bytes=self._budget_bytes)
+        self._current, self._ended_call = call, None
+        super().begin_step(call)
+
+    def finish_step(self) -> None:  # noqa: D102
+        super().finish_step()
+        self._ended_call = self._current
+        if self.planned is not None and self._current == self.planned.call and self._left_checks and self._memory is not None:
+            self._taken_bytes = self._memory.count_peak()
+
+    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None] | None:
+        """Return a context that records a layer, which leaves where there is no room. See [Note: A step that does not fit]."""
+        recorder = self._recorder
+        may_stay = self._staying is None or (chunk, number) in self._staying
+        self._is_leaving = recorder is not None and not (may_stay and self._has_room(recorder))
+        if recorder is None or not self._is_leaving:
+            return super().find_layer(lane, chunk, number, hidden)
+        watch = self._engine.watch(lane)
+        return recorder.layer(chunk, number, hidden, inner=watch if isinstance(watch, Saving) else None)
+
+    def find_region(self, site: Site, lane: Lane) -> Region | None:
+        """Return a region of the measured step, with one of the engine inside where the layer leaves."""
+        if self._recorder is None or not self._is_leaving:
+            return super().find_region(site, lane)
+        return self._recorder.find_region(site, lane, inner=self._engine.find_region(site, lane))
+
+    def _has_room(self, recorder: StepRecorder) -> bool:
+        now_bytes = self._kept_bytes + recorder.live_bytes if self._memory is None else self._memory.count_allocated()
+        # Where it was found what may stay, the budget is the limit if that was wrong.
+        part = KEPT_PART if self._staying is None else 1.0
+        return now_bytes + recorder.largest_layer_bytes <= part * self._budget_bytes
+
+    # Planning.
+
+    def _exchange(self) -> OffloadError | None:
+        """Learn what all processes have measured in the last step. Where one could not say, return why. All do alike."""
+        own: ProcessMeasurement | str
+        failure: OffloadError | None = None
+        try:
+            own = self._take_own()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+            own = f"{type(error).__name__}: {error}"
+            failure = error if isinstance(error, OffloadError) else OffloadError(f"this process could not measure: {own}")
+            failure.__cause__ = None if failure is error else error
+        found = gather(own)
+        failed = next((one for one in found if isinstance(one, str)), None)
+        if failed is not None or self.call is None:
+            return failure or OffloadError(f"another process could not measure: {failed}")
+        measured = MeasuredStep(
+            processes=tuple(one for one in found if not isinstance(one, str)),
+            call=self.call,
+            number=self._steps - 1,
+            device_type=self._device.type,
+            policy=self._policy,
+        )
+        former = self._measured if self._rival is not None else None
+        self._measured = measured if former is None else measured.join_extra_bytes(former)
+        return None
+
+    def _take_own(self) -> ProcessMeasurement:
+        rank = self.take_profile()  # first, since what comes behind the step's last pass ends here
+        if self._link is None:
+            self._link = measure_link(self._device, sizes=QUICK_SIZES)
+        if self._rival is not None:
+            # No evaluation and no checkpoint that came behind the step is a part of it: the median of the steps that it is
+            # compared with has none either. Plans do not change what comes behind the last pass.
+            rank = dataclasses.replace(rank, step_end_s=min(rank.step_end_s, self._step_end_s))
+        self._step_end_s = rank.step_end_s
+        return ProcessMeasurement(rank=rank, link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
+
+    def _plan(self, call: ScheduleCall) -> None:
+        """Plan for `call`, or have it measured where its microbatches are larger than the measured ones.
+
+        Raises:
+            PlanError: No plan fits the budget.
+        """
+        self.forget()
+        self._rival = None
+        measured = self._measured
+        if measured is None or call.tokens > measured.call.tokens:
+            self._measure(None)
+            return
+        self._left_checks = MOST_CHECKS
+        microbatches = max(call.microbatches, measured.call.microbatches)
+        failure = self._try_to_plan(ScheduleCall(microbatches=microbatches, tokens=measured.call.tokens))
+        if failure is not None:
+            raise failure
+
+    def _measure(self, staying: Layers | None) -> None:
+        """Measure the step that begins now; of its layers these stay, or as many as there is room for."""
+        self._staying = staying
+        self.apply(NOTHING)
+        self.planned = self._times = self._taken_bytes = None
+        self.request()
+
+    def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
+        """Follow the fastest plan for `call` from now on; where there is none change nothing, and return why. All do alike."""
+        found: PlannedStep | str = ""  # of all but the first process, and not looked at
+        cause: Exception | None = None
+        if is_first_process():
+            try:
+                found = self._solve(call)
+            except PlanError as error:
+                found, cause = str(error), error
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+                found, cause = f"the first process could not plan: {type(error).__name__}: {error}", error
+        planned = broadcast(found)
+        if isinstance(planned, str):
+            failure = PlanError(planned)
+            failure.__cause__ = cause
+            return failure
+        self._follow(planned)
+        self._beyond_bytes = planned.free_bytes
+        if self._has_own_host:
+            self._times = StepTimes(self._clock())
+        logger.info("%s", planned.describe(self._budget_bytes))
+        return None
+
+    def _follow(self, planned: PlannedStep) -> None:
+        """Do as a plan says from now on."""
+        self.planned = planned
+        self._times = self._taken_bytes = None
+        self._checked = {}
+        self.apply(planned.plan)
+        if self._memory is not None:
+            self._memory.take_peak()  # the peak from now on is of this plan
+
+    def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
+        """The step before `call`, for which there is a plan in use, is over."""
+        if self._times is not None:
+            self._times.note_end(self._clock(), is_full=self._ended_call == planned.call)
+        if self._taken_bytes is not None:
+            self._check(planned, self._taken_bytes)
+        elif self._times is not None:
+            self._compare(planned, self._times.median_s, call)
+
+    def _compare(self, planned: PlannedStep, step_s: float | None, call: ScheduleCall) -> None:
+        """Measure again where the first plan has been timed, and go on to the faster one where both have."""
+        if step_s is None or (self._left_checks and self._memory is not None):
+            return
+        if self._rival is None and call != planned.call:
+            return  # a step with fewer microbatches is not what the plan is for: the next one may be
+        # All processes have timed the same steps: the slowest says what a step took.
+        tried = Tried(peak_bytes=max(self._checked.values(), default=0), step_s=max(gather(step_s)))
+        if self._rival is None:
+            self._measure_again(TriedStep(planned=planned, tried=tried, peaks=self._checked))
+            return
+        rival = self._rival
+        is_better = tried.score(self._budget_bytes) < rival.tried.score(self._budget_bytes)
+        made = (rival.planned.origin, f"{planned.origin}, measured when all was warm")
+        stays = "second" if is_better else "first"
+        logger.info("%s: the %s stays", describe_tried(rival.tried, tried, made=made), stays)
+        if is_better:
+            self._times = self._rival = None
+        else:
+            self._return(rival)
+
+    def _measure_again(self, first: TriedStep) -> None:
+        """Have the step that begins measured, with all warm. Where that would be above the budget the first plan stays."""
+        measured, free_bytes = self._measured, self._beyond_bytes
+        self._times = None
+        if measured is None:
+            return
+        call = first.planned.call
+        try:
+            staying = ask_first(lambda: measured.find_staying(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes))
+        except OffloadError as error:
+            logger.warning("the plan %s stays: no step is measured with all warm. %s", first.planned.origin, error)
+            return
+        self._rival = first
+        self._measure(staying)
+
+    def _plan_again(self, first: TriedStep) -> None:
+        """Plan from the step that was measured with all warm, and try that plan. Where there is none the first one stays."""
+        former = self._measured
+        # Of a process on which the step did not end the others learn so too.
+        failure = self._exchange() or self._try_to_plan(first.planned.call)
+        if failure is not None:
+            # What the first plan was made of, and what its steps took beyond that, go together.
+            self._measured = former
+            words = "the plan %s stays: step %d was measured with all warm, and no plan came of it. %s"
+            logger.warning(words, first.planned.origin, self._steps - 1, failure)
+            self._return(first)
+        elif self.planned is not None and self.planned.plan.actions == first.planned.plan.actions:
+            logger.info("the plan %s does the same: the first stays", self.planned.origin)
+            self._return(first)
+        else:
+            self._left_checks = 1
+
+    def _return(self, first: TriedStep) -> None:
+        """Follow the first plan of a trial again, for good."""
+        self.forget()
+        self._left_checks, self._rival = 0, None
+        self._follow(first.planned)
+
+    def _check(self, planned: PlannedStep, taken_bytes: int) -> None:
+        """Plan again where the first step under a plan took more than the budget on any process. All know of all."""
+        self._taken_bytes = None
+        self._left_checks -= 1
+        beyond_bytes = taken_bytes - planned.peaks[self._get_rank()]
+        taken = gather(_Taken(rank=self._get_rank(), peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
+        peak_bytes = max(one.peak_bytes for one in taken)
+        self._checked = {rank: max(one.peak_bytes for one in taken if one.rank == rank) for rank in planned.peaks}
+        # Within the budget too: the next plan may use all of it.
+        self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
+        if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival.tried.peak_bytes):
+            logger.info("a step by the plan %s took %s: the first stays", planned.origin, format_bytes(peak_bytes))
+            self._return(self._rival)
+            return
+        if peak_bytes <= self._budget_bytes or self._rival is not None:
+            self._left_checks = 0
+            return
+        above_bytes = peak_bytes - self._budget_bytes
+        above = f"a step took {format_bytes(peak_bytes)} at peak, {format_bytes(above_bytes)} above the budget"
+        if not self._left_checks:
+            logger.warning("%s, after %d plans: the last one stays. Give a budget that much smaller.", above, MOST_CHECKS)
+            return
+        logger.info("%s, and %s more than predicted: planning again", above, format_bytes(self._beyond_bytes))
+        failure = self._try_to_plan(planned.call)
+        if failure is not None:
+            self._left_checks = 0
+            logger.warning("%s, and its plan stays: no other one was found. %s", above, failure)
+
+    def _solve(self, call: ScheduleCall) -> PlannedStep:
+        """Return the plan for `call` by the last measurement.
+
+        Raises:
+            PlanError: There is none.
+        """
+        if self._measured is None:
+            raise PlanError("No step was measured.")
+        # After a trial's measurement what is left free is found anew. See [Note: What a plan leaves free].
+        free_bytes = self._beyond_bytes if self._rival is None else 0
+        return self._measured.plan(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes, known=self._rival)

@@ -1,0 +1,130 @@
+"""What Megatron's flags say of a step beside model and ranks: the optimizer's state, fused kernels, and what offload moves."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
+from fgoffload.planner.memory.static_memory import ParameterState
+from fgoffload.planner.model_ranks import Assumptions
+from fgoffload.planner.operations.ops import Execution
+from fgoffload.transfer_schedule import TransferPolicy
+from fgoffload.units import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+ASSUMPTION_FLAGS = frozenset(
+    {
+        "accumulate_allreduce_grads_in_fp32",
+        "bias_dropout_fusion",
+        "cuda_graph_impl",
+        "cuda_graph_modules",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "grad_reduce_in_bf16",
+        "gradient_accumulation_fusion",
+        "main_grads_dtype",
+        "main_params_dtype",
+        "min_offloaded_tensor_size",
+        "offload_prefetch",
+        "offload_window",
+        "optimizer",
+        "use_precision_aware_optimizer",
+    }
+)
+"""Flags, with `_` for `-`, that a prediction's assumptions come from."""
+
+DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Of a number, by the names that Megatron's flags have for types."""
+
+_OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
+    """Return what flags say of a step. What they do not say has its default.
+
+    Args:
+        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
+        has_optimizer: Steps update the parameters.
+
+    Raises:
+        ConfigError: A flag has a value that it cannot have, or flags exclude each other.
+    """
+    sizes = {
+        f"{name}_bytes": parse_bytes(values[f"offload_{name}"], name=f"--offload-{name}", needs_unit=True)
+        for name in ("window", "prefetch")
+        if f"offload_{name}" in values
+    }
+    return Assumptions(
+        state=make_parameter_state(values, has_optimizer=has_optimizer),
+        policy=TransferPolicy(**sizes),
+        min_offloaded_numel=_find_min_offloaded_numel(values),
+        execution=Execution(
+            has_fused_dropout_add=values.get("bias_dropout_fusion", True),
+            has_fused_gradient_accumulation=values.get("gradient_accumulation_fusion", True),
+        ),
+        graphs=read_graphs(values),
+    )
+
+
+def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> ParameterState:
+    """Return the bytes that a number of a parameter has beside its weight.
+
+    Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
+    core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
+
+    Args:
+        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
+        has_optimizer: Without, gradients are all that there is.
+
+    Raises:
+        ConfigError: A type needs the precision-aware optimizer, or flags exclude each other.
+    """
+    is_aware = values.get("use_precision_aware_optimizer", False)
+    types = {name: values.get(name, "fp32") for name in _OF_PRECISION_AWARE}
+    for name, dtype in types.items():
+        if dtype != "fp32" and not is_aware:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {dtype} needs --use-precision-aware-optimizer. Add that, or give {flag} fp32.")
+    gradient_bytes = _count_gradient_bytes(values, types["main_grads_dtype"])
+    if not has_optimizer:
+        return ParameterState(gradient_bytes=gradient_bytes, main_parameter_bytes=0, moment_bytes=0)
+    if (name := values.get("optimizer", "adam")) != "adam":
+        logger.warning("--optimizer %s is counted with the states of adam: what it keeps is not known here.", name)
+    return ParameterState(
+        gradient_bytes=gradient_bytes,
+        main_parameter_bytes=_count_main_parameter_bytes(values, types["main_params_dtype"]),
+        moment_bytes=DTYPE_BYTES[types["exp_avg_dtype"]] + DTYPE_BYTES[types["exp_avg_sq_dtype"]],
+    )
+
+
+def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
+    accumulates = values.get("accumulate_allreduce_grads_in_fp32", False)
+    if accumulates and main_dtype != "fp32":
+        raise ConfigError(
+            f"--main-grads-dtype {main_dtype} and --accumulate-allreduce-grads-in-fp32 exclude each other. Give one of them."
+        )
+    if values.get("bf16"):
+        return DTYPE_BYTES["bf16" if values.get("grad_reduce_in_bf16") else main_dtype]
+    return DTYPE_BYTES["fp16" if values.get("fp16") and not accumulates else "fp32"]
+
+
+def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
+    if not values.get("bf16") and not values.get("fp16"):
+        return 0  # what the model has is what the optimizer updates
+    # Transformer Engine keeps what bf16 lacks of fp32. With the other recipes of fp8 Megatron-Core itself keeps all of fp32.
+    has_remainders = values.get("bf16") and values.get("fp8_recipe", "delayed") == "delayed"
+    if values.get("use_precision_aware_optimizer") and has_remainders:
+        return DTYPE_BYTES["fp16"]
+    return DTYPE_BYTES[dtype]
+
+
+def _find_min_offloaded_numel(values: Mapping[str, Any]) -> int:
+    elements = values.get("min_offloaded_tensor_size")
+    if elements is None:
+        return DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+    if elements < 0:
+        raise ConfigError(f"--min-offloaded-tensor-size {elements} is below 0. Give a number of elements, as in 1048576.")
+    return int(elements)

@@ -1,0 +1,139 @@
+"""The experts that Megatron's flags describe, for plans."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.field_flags import name_flags
+from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
+
+logger = logging.getLogger(__name__)
+
+EXPERTS_FLAGS = frozenset(
+    {
+        "moe_aux_loss_coeff",
+        "moe_permute_fusion",
+        "moe_router_dtype",
+        "moe_router_enable_expert_bias",
+        "moe_router_force_load_balancing",
+        "moe_router_load_balancing_type",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_shared_expert_overlap",
+        "moe_token_dispatcher_type",
+    }
+)
+"""Flags, with `_` for `-`, that say how experts run and not how many or how large they are."""
+
+_FIELD_FLAGS = {
+    "num_experts": "num_experts",
+    "topk": "moe_router_topk",
+    "ffn_hidden_size": "moe_ffn_hidden_size",
+    "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
+    "has_shared_overlap": "moe_shared_expert_overlap",
+    "has_expert_bias": "moe_router_enable_expert_bias",
+    "score_function": "moe_router_score_function",
+    "has_pre_softmax": "moe_router_pre_softmax",
+}
+"""By field of experts and their router, the flag, with `_` for `-`."""
+
+_DEFAULT_TOPK = 2
+"""Experts of a token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
+
+
+def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
+    """Return the experts of a layer, or None where there are none.
+
+    Args:
+        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
+
+    Raises:
+        ConfigError: With the flag, the value, the limit and the fix.
+    """
+    if "num_experts" not in values:
+        return None
+    channels = values.get("moe_ffn_hidden_size", values.get("ffn_hidden_size"))
+    if channels is None:
+        raise ConfigError("--moe-ffn-hidden-size is missing. Give the channels of an expert, as in --moe-ffn-hidden-size 2048.")
+    with _named_by_flags():
+        experts = ExpertsShape(
+            num_experts=values["num_experts"],
+            topk=values.get("moe_router_topk", _DEFAULT_TOPK),
+            ffn_hidden_size=channels,
+            shared_ffn_hidden_size=values.get("moe_shared_expert_intermediate_size", 0),
+            imbalance=DEFAULT_IMBALANCE,
+        )
+    return change_experts(experts, values)
+
+
+def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsShape:
+    """Return `experts` as the flags of `EXPERTS_FLAGS` let them run.
+
+    Raises:
+        ConfigError: With the flag, the value, the limit and the fix.
+    """
+    dispatcher = values.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {dispatcher}: what it saves and sends is not known here "
+            "(docs/reference/saved_bytes.md). Give --moe-token-dispatcher-type alltoall for a plan of that."
+        )
+    changes: dict[str, Any] = {"router": _change_router(experts.router, values)}
+    if "moe_permute_fusion" in values:
+        changes["has_fused_permutation"] = values["moe_permute_fusion"]
+    if "moe_shared_expert_overlap" in values:
+        changes["has_shared_overlap"] = values["moe_shared_expert_overlap"]
+    if values.get("moe_router_force_load_balancing"):
+        changes["imbalance"] = 1.0
+    with _named_by_flags():
+        return dataclasses.replace(experts, **changes)
+
+
+def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShape:
+    changes: dict[str, Any] = {}
+    for field, flag in (
+        ("score_function", "moe_router_score_function"),
+        ("has_pre_softmax", "moe_router_pre_softmax"),
+        ("has_expert_bias", "moe_router_enable_expert_bias"),
+    ):
+        if flag in values:
+            changes[field] = values[flag]
+    if values.get("moe_router_dtype") == "fp64":
+        raise ConfigError(
+            "--moe-router-dtype fp64: what the router saves is only known for fp32. Give --moe-router-dtype fp32."
+        )
+    if "moe_router_dtype" in values:
+        changes["dtype_bytes"] = 4
+    if "moe_aux_loss_coeff" in values:
+        changes["balancing"] = _find_balancing(values)
+    with _named_by_flags():
+        return dataclasses.replace(router, **changes)
+
+
+@contextlib.contextmanager
+def _named_by_flags() -> Iterator[None]:
+    """Let an error of a shape of experts name what was typed."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(name_flags(str(error), _FIELD_FLAGS)) from error
+
+
+def _find_balancing(values: Mapping[str, Any]) -> Literal["none", "aux_loss", "seq_aux_loss"]:
+    """Return the first loss that balances experts and has a coefficient."""
+    kinds: list[str] = values.get("moe_router_load_balancing_type", ["aux_loss"])
+    coefficients: list[float] = values["moe_aux_loss_coeff"]
+    kind = next((kind for kind, weight in zip(kinds, coefficients, strict=False) if weight), "none")
+    if kind == "global_aux_loss":
+        logger.warning("--moe-router-load-balancing-type global_aux_loss counts as aux_loss: what it saves is not known here.")
+        return "aux_loss"
+    known: tuple[Literal["none", "aux_loss", "seq_aux_loss"], ...] = ("none", "aux_loss", "seq_aux_loss")
+    for one in known:
+        if kind == one:
+            return one
+    raise ConfigError(
+        f"--moe-router-load-balancing-type {kind}: what its router saves is not known here. Give one of: {', '.join(known)}."
+    )

@@ -1,0 +1,67 @@
+"""Megatron's flags of CUDA graphs, spelled as in 0.19 whichever version is installed.
+
+Before 0.18 `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of a whole step was a scope of `local` graphs. Both
+spellings are read, and the config of each version gets the fields that it has.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fgoffload.captured_tags import FULL_ITERATION, GRAPH_IMPLS, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser, one_of
+
+__all__ = [
+    "FULL_ITERATION",
+    "GRAPH_FIELDS",
+    "GRAPH_IMPLS",
+    "LOCAL",
+    "NO_GRAPHS",
+    "TRANSFORMER_ENGINE",
+    "add_graph_flags",
+    "read_graph_fields",
+    "to_config_fields",
+]
+
+_IMPL, _MODULES, _SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope"
+
+GRAPH_FIELDS = frozenset({_IMPL, _MODULES, _SCOPE})
+"""Fields of Megatron's config that `add_graph_flags` covers, in all versions."""
+
+_WHOLE_LAYER = "full"
+_MODULES_OF_LAYERS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+
+
+def add_graph_flags(parser: FlagParser) -> None:
+    """Add the flags for `GRAPH_FIELDS` to `parser`."""
+    modules = one_of((*_MODULES_OF_LAYERS, _WHOLE_LAYER, FULL_ITERATION))
+    parser.add_argument("--cuda-graph-impl", dest=_IMPL, type=one_of(GRAPH_IMPLS))
+    parser.add_argument("--cuda-graph-modules", "--cuda-graph-scope", dest=_MODULES, nargs="*", type=modules)
+
+
+def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the flags in `values` set, under the names of 0.19. No module stands for the whole layer."""
+    fields = {name: values[name] for name in (_IMPL, _MODULES) if name in values}
+    modules = fields.get(_MODULES)
+    if modules == [_WHOLE_LAYER]:
+        fields[_MODULES] = []
+    if modules == [FULL_ITERATION] and fields.get(_IMPL) in (LOCAL, FULL_ITERATION):
+        fields |= {_IMPL: FULL_ITERATION, _MODULES: []}
+    return fields
+
+
+def to_config_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return `fields`, those of graphs as the installed version's config takes them.
+
+    Args:
+        fields: Of Megatron's config, under the names of 0.19.
+        known: The fields that the config has.
+    """
+    changed = dict(fields)
+    if changed.get(_IMPL, NO_GRAPHS) != NO_GRAPHS:
+        changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and means the same
+    if _MODULES in known or _MODULES not in changed:
+        return changed
+    changed[_SCOPE] = changed.pop(_MODULES)
+    if changed.get(_IMPL) == FULL_ITERATION:
+        changed |= {_IMPL: LOCAL, _SCOPE: [*changed[_SCOPE], FULL_ITERATION]}
+    return changed

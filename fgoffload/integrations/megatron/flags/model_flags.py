@@ -1,0 +1,156 @@
+"""The flags of Megatron that a plan is made from, and those that it does not depend on.
+
+A small table of its own, so that planning needs neither Megatron-Core nor torch. Spellings are those of Megatron-LM, with the
+names of Megatron-Core's config fields beside them where they differ; `tests/unit/megatron/test_model_shapes.py` compares the
+table with those fields.
+"""
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any
+
+from fgoffload.integrations.megatron.flags.assumption_flags import DTYPE_BYTES
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
+from fgoffload.integrations.megatron.flags.graph_flags import add_graph_flags
+from fgoffload.integrations.megatron.flags.other_flags import NOT_COVERED, WITHOUT_EFFECT
+from fgoffload.planner.model.layer_shape import FP8_RECIPES
+
+OWN_FLAGS = ("--num-gpus",)
+"""Flags that Megatron does not have: it asks the launcher how many processes there are."""
+
+_NUMBERS: tuple[tuple[str, ...], ...] = (
+    ("--num-layers",),
+    ("--hidden-size",),
+    ("--ffn-hidden-size",),
+    ("--num-attention-heads",),
+    ("--num-query-groups",),
+    ("--kv-channels",),
+    ("--vocab-size",),
+    ("--make-vocab-size-divisible-by",),
+    ("--seq-length",),
+    ("--max-position-embeddings",),
+    ("--mtp-num-layers",),
+    ("--q-lora-rank",),
+    ("--kv-lora-rank",),
+    ("--qk-head-dim",),
+    ("--qk-pos-emb-head-dim",),
+    ("--v-head-dim",),
+    ("--num-experts", "--num-moe-experts"),
+    ("--moe-router-topk",),
+    ("--moe-ffn-hidden-size",),
+    ("--moe-shared-expert-intermediate-size",),
+    ("--tensor-model-parallel-size", "--tp"),
+    ("--pipeline-model-parallel-size", "--pp"),
+    ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size", "--vp"),
+    ("--num-layers-per-virtual-pipeline-stage",),
+    ("--context-parallel-size", "--cp"),
+    ("--expert-model-parallel-size", "--ep"),
+    ("--expert-tensor-parallel-size", "--etp"),
+    ("--microbatch-group-size-per-virtual-pipeline-stage", "--microbatch-group-size-per-vp-stage"),
+    ("--decoder-first-pipeline-num-layers", "--num-layers-in-first-pipeline-stage"),
+    ("--decoder-last-pipeline-num-layers", "--num-layers-in-last-pipeline-stage"),
+    ("--micro-batch-size",),
+    ("--global-batch-size",),
+    ("--min-offloaded-tensor-size",),
+    OWN_FLAGS,
+)
+"""Whole numbers. The short ones are ours, and those of other launchers."""
+
+_SWITCHES: tuple[tuple[str, ...], ...] = (
+    ("--swiglu",),
+    ("--quick-geglu",),
+    ("--gated-linear-unit",),
+    ("--bias-swiglu-fusion", "--bias-activation-fusion"),
+    ("--disable-bias-linear",),
+    ("--add-qkv-bias",),
+    ("--group-query-attention",),
+    ("--multi-latent-attention",),
+    ("--qk-layernorm",),
+    ("--untie-embeddings-and-output-weights",),
+    ("--sequence-parallel",),
+    ("--use-distributed-optimizer",),
+    ("--overlap-moe-expert-parallel-comm",),
+    ("--moe-shared-expert-overlap",),
+    ("--moe-grouped-gemm",),
+    ("--moe-permute-fusion",),
+    ("--moe-router-pre-softmax",),
+    ("--moe-router-enable-expert-bias",),
+    ("--moe-router-force-load-balancing",),
+    ("--account-for-embedding-in-pipeline-split",),
+    ("--account-for-loss-in-pipeline-split",),
+    ("--rope-fusion", "--apply-rope-fusion"),
+    ("--bf16",),
+    ("--fp16",),
+    ("--grad-reduce-in-bf16",),
+    ("--accumulate-allreduce-grads-in-fp32",),
+    ("--use-precision-aware-optimizer",),
+    ("--bias-dropout-fusion",),
+    ("--gradient-accumulation-fusion",),
+)
+"""On where they are given, and off as `--no-...`."""
+
+_OTHERS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
+    ("--rotary-percent",): {"type": number},
+    ("--hidden-dropout",): {"type": number},
+    ("--moe-aux-loss-coeff",): {"type": number, "nargs": "+"},
+    ("--moe-router-load-balancing-type",): {"nargs": "+"},
+    ("--moe-layer-freq",): {"type": layer_pattern},
+    ("--window-attn-skip-freq",): {"type": layer_pattern},
+    ("--window-size",): {"type": size_pair},
+    ("--normalization",): {"type": one_of(("RMSNorm", "LayerNorm"))},
+    ("--position-embedding-type",): {"type": one_of(("learned_absolute", "rope", "mrope", "yarn", "none"))},
+    ("--softmax-type",): {"type": one_of(("vanilla", "off-by-one", "learnable"))},
+    ("--moe-router-score-function",): {"type": one_of(("softmax", "sigmoid"))},
+    ("--moe-router-dtype",): {"type": one_of(("fp32", "fp64"))},
+    ("--fp8-format",): {"type": one_of(("e4m3", "hybrid"))},
+    ("--fp8-recipe",): {"type": one_of(FP8_RECIPES)},
+    ("--pipeline-model-parallel-layout",): {},
+    ("--moe-token-dispatcher-type",): {"type": one_of(("alltoall", "allgather", "flex"))},
+    ("--attention-backend",): {"type": one_of(("flash", "fused", "unfused", "local", "auto"))},
+    ("--transformer-impl",): {"type": one_of(("local", "transformer_engine", "inference_optimized"))},
+    ("--optimizer",): {},
+    ("--main-grads-dtype",): {"type": one_of(("fp32", "bf16"))},
+    ("--main-params-dtype",): {"type": one_of(("fp32", "fp16"))},
+    ("--exp-avg-dtype",): {"type": one_of(DTYPE_BYTES)},
+    ("--exp-avg-sq-dtype",): {"type": one_of(DTYPE_BYTES)},
+    ("--offload-window",): {},
+    ("--offload-prefetch",): {},
+}
+"""Each with how argparse reads it."""
+
+
+def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
+    """Return a parser of the flags that a plan is made from. A flag that is absent leaves no value.
+
+    Args:
+        source: Where the flags come from, for errors.
+        own_flags: Flags that something else reads from the same place, to be suggested for one typed wrongly.
+    """
+    parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
+    for flags in _NUMBERS:
+        parser.add_argument(*flags, type=whole_number)
+    for flags in _SWITCHES:
+        parser.add_argument(*flags, action=argparse.BooleanOptionalAction)
+    for flags, options in _OTHERS.items():
+        parser.add_argument(*flags, **options)
+    add_graph_flags(parser)
+    return parser
+
+
+def list_unknown(words: Sequence[str]) -> list[str]:
+    """Return the flags among `words` that nothing is known of, or that no plan covers, each once.
+
+    Args:
+        words: What the parser left: flags that it does not have, with their values.
+    """
+    flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+    return [flag for flag in flags if not _is_in(WITHOUT_EFFECT, flag)]
+
+
+def is_not_covered(flag: str) -> bool:
+    """Return whether `flag` is one of Megatron that changes memory or times in ways that no plan knows."""
+    return _is_in(NOT_COVERED, flag)
+
+
+def _is_in(flags: Set[str], flag: str) -> bool:
+    return flag in flags or "--" + flag.removeprefix("--no-") in flags

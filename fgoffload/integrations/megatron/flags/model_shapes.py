@@ -1,0 +1,397 @@
+"""From Megatron's flags to the model and the ranks that a plan is for.
+
+    model, parallelism = read_model_file(Path("arguments/deepseek_v3.sh"), typed=["--seq-length", "8192"])
+
+Needs neither torch nor Megatron-Core. Where a flag is absent, the value is Megatron-LM's default, with two exceptions. Without
+`--ffn-hidden-size` a gated model is refused, since Megatron-LM and Megatron-Core have different defaults. And optimizer states
+are taken to be shared, as with `--use-distributed-optimizer`, unless `--no-use-distributed-optimizer` is given: the runs that
+arguments/ has its figures from all share them, and `fgoffload train`, which reads the same files, does not know the flag.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.argument_files import parse_argument_file, read_argument_file
+from fgoffload.integrations.megatron.flags.assumption_flags import ASSUMPTION_FLAGS, make_assumptions
+from fgoffload.integrations.megatron.flags.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser, name_flags, to_flag
+from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
+from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, is_not_covered, list_unknown
+from fgoffload.integrations.megatron.flags.model_warnings import warn_of_flags
+from fgoffload.integrations.megatron.flags.parallel_flags import (
+    FIELD_FLAGS,
+    MICROBATCHES_OF_A_CHUNK,
+    PARALLEL_FLAGS,
+    make_parallelism,
+)
+from fgoffload.planner.model.huggingface import name_config_fields
+from fgoffload.planner.model.model_shape import (
+    LatentAttention,
+    ModelShape,
+    check_num_layers,
+    list_moe_layers,
+    list_window_layers,
+    pad_vocab_size,
+)
+from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model_ranks import Assumptions
+from fgoffload.text_files import read_text_file
+
+logger = logging.getLogger(__name__)
+
+_MODEL_FLAGS = {
+    name: name
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "vocab_size",
+        "seq_length",
+        "mtp_num_layers",
+        "moe_layer_freq",
+        "window_attn_skip_freq",
+        "rotary_percent",
+        "make_vocab_size_divisible_by",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+    )
+}
+"""Fields of a model, and what lists its layers, that are called as their flags are, with `_` for `-`."""
+
+_REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1}
+"""Flags that there has to be, with examples."""
+
+_LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+"""Of latent attention, in Megatron-LM and in megatron-core 0.16.1. They differ in the rank of keys and values, which is asked
+for."""
+
+_MOST_SHOWN = 20
+"""Unknown flags, in a warning."""
+
+_DEFAULT_VOCAB_SIZE = 256
+"""As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""
+
+_CHANGEABLE = frozenset(
+    {"seq_length", "mtp_num_layers", "rope_fusion", "bias_swiglu_fusion", "hidden_dropout", "fp8_format", "fp8_recipe"}
+)
+"""Flags, with `_` for `-`, that change a model from elsewhere, beside those of experts."""
+
+_OF_TYPES_AND_PADDING = frozenset({"bf16", "make_vocab_size_divisible_by"})
+"""Flags that a model from elsewhere may be given too."""
+
+
+def read_model_file(
+    path: Path, *, typed: Sequence[str] = (), own_flags: Collection[str] = ()
+) -> tuple[ModelShape, Parallelism]:
+    """Return the model and the ranks of the argument file at `path`. See `read_model`.
+
+    `NUM_GPUS=1024` in the file is the number of ranks.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not of a model that can be planned.
+    """
+    flags = read_argument_file(path)
+    return read_model(flags, source=str(path), typed=typed, num_gpus=_find_num_gpus(path), own_flags=own_flags)
+
+
+def read_model(
+    flags: Sequence[str],
+    *,
+    source: str,
+    typed: Sequence[str] = (),
+    num_gpus: int | None = None,
+    own_flags: Collection[str] = (),
+) -> tuple[ModelShape, Parallelism]:
+    """Return the model and the ranks that `flags` describe.
+
+    Args:
+        flags: Those of Megatron-LM; a later one wins. Those that are not known here are left out, with one warning.
+        source: Where they came from, for errors and for the name of the model.
+        typed: Further flags, from the command line; they win, and one that is not known is an error.
+        num_gpus: Ranks, unless `--num-gpus` says it. None is the fewest that hold the model and its experts.
+        own_flags: Flags of the command line that are read by others, to be suggested for one typed wrongly.
+
+    Raises:
+        ConfigError: A flag is absent or has a value that it cannot have, or the ranks cannot share the model.
+    """
+    values = _parse(flags, source=source, typed=typed, own_flags=own_flags)
+    try:
+        for name, example in _REQUIRED.items():
+            if name not in values:
+                raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
+        check_num_layers(values["num_layers"])
+        model = _make_model(values, name=Path(source).stem)
+        parallelism = make_parallelism(values, model, num_gpus=num_gpus)
+        list_chunks(model, parallelism)  # which refuses what ranks cannot share
+    except ConfigError as error:
+        message = name_flags(str(error), {**FIELD_FLAGS, **_MODEL_FLAGS})
+        raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {message}") from error
+    warn_of_flags(values, parallelism, source)
+    return model, parallelism
+
+
+def read_parallelism(
+    flags: Sequence[str], *, source: str, model: ModelShape, own_flags: Collection[str] = ()
+) -> tuple[ModelShape, Parallelism]:
+    """Return the ranks that `flags` describe, and `model` as they train it: for a model that does not come from flags.
+
+    Nobody has said how such a model is trained, so that more is taken for granted, each with one warning: sequence parallelism
+    where ranks share layers, and without `--global-batch-size` enough microbatches to fill the pipeline.
+
+    Args:
+        flags: As typed: the ranks, `--seq-length`, and how layers and experts run. Any other is an error.
+        source: Where they came from, for errors.
+        model: Of Hugging Face's files, for one. Its vocabulary is padded as Megatron does.
+        own_flags: Flags of the command line that are read by others, to be suggested for one typed wrongly.
+
+    Raises:
+        ConfigError: A flag has a value that it cannot have, or the ranks cannot share the model.
+    """
+    values = _parse((), source=source, typed=flags, own_flags=own_flags)
+    shares_layers = values.get("tensor_model_parallel_size", 1) > 1
+    takes_sequence_parallel = shares_layers and "sequence_parallel" not in values
+    if takes_sequence_parallel:
+        values["sequence_parallel"] = True
+    try:
+        model = _change_model(model, values)
+        parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
+        list_chunks(model, parallelism)  # which refuses what ranks cannot share
+    except ConfigError as error:
+        # The other sizes of the model are not flags here.
+        message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
+        raise ConfigError(f"{source}: {name_config_fields(message)}") from error
+    if takes_sequence_parallel:
+        reason = "which Megatron needs for experts" if model.experts else "as is usual; --no-sequence-parallel is without"
+        logger.warning("%s: --sequence-parallel is taken, %s.", source, reason)
+    if "global_batch_size" not in values:
+        logger.warning(
+            "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "
+            "--global-batch-size %d.",
+            source,
+            parallelism.microbatches,
+            MICROBATCHES_OF_A_CHUNK,
+            parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size,
+        )
+    return model, parallelism
+
+
+def read_assumptions(
+    flags: Sequence[str], *, source: str, typed: Sequence[str] = (), has_optimizer: bool = True
+) -> Assumptions:
+    """Return what flags say of a step beside model and ranks: gradients, the optimizer, fused kernels, and what offload moves.
+
+    Args:
+        flags: Those of Megatron-LM; a later one wins. Those that are not known are left out without a word.
+        source: Where they came from, for errors.
+        typed: Further flags, from the command line; they win.
+        has_optimizer: Steps update the parameters.
+
+    Raises:
+        ConfigError: A flag has a value that it cannot have, or flags exclude each other.
+    """
+    parsed, _ = build_model_parser(source).parse_known_args(list(flags))
+    parsed, _ = build_model_parser(COMMAND_LINE).parse_known_args(list(typed), parsed)
+    try:
+        return make_assumptions(vars(parsed), has_optimizer=has_optimizer)
+    except ConfigError as error:
+        raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {error}") from error
+
+
+def _find_num_gpus(path: Path) -> int | None:
+    """Return what the file assigns to NUM_GPUS, or None where it does not."""
+    text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
+    # The reader gives arrays alone: one more at the end takes the variable in, whatever way it was assigned.
+    text += '\n_NUM_GPUS=( "${NUM_GPUS:-}" )\n'
+    word = parse_argument_file(text, source=str(path))[-1]
+    if word and not word.isdecimal():
+        raise ConfigError(f"{path}: NUM_GPUS={word} is no whole number. Give one, as in NUM_GPUS=1024.")
+    return int(word) if word else None
+
+
+def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of the flags, by name with `_` for `-`."""
+    parser = build_model_parser(source)
+    parsed, left = parser.parse_known_args(list(flags))
+    if unknown := list_unknown(left):
+        shown = [_show_with_nearest(flag, parser) for flag in unknown[:_MOST_SHOWN]]
+        if len(unknown) > _MOST_SHOWN:
+            shown.append(f"and {len(unknown) - _MOST_SHOWN} more")
+        logger.warning("%s: a plan does not know %s, and is made without.", source, ", ".join(shown))
+    if "vocab_size" not in parsed and any(word.startswith("--tokenizer-") for word in left):
+        raise ConfigError(
+            f"{source}: --vocab-size is missing, and no tokenizer is opened for a plan. Give it, as in --vocab-size 128256."
+        )
+    parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
+    parsed, left = parser.parse_known_args(list(typed), parsed)
+    # A word that stands first and is no flag belongs to none.
+    for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
+        if is_not_covered(word):
+            raise ConfigError(f"{parser.source}: {word} changes memory or times in a way that no plan knows. Leave it out.")
+        parser.parse_flags([word])  # which raises, and names the flag that is nearest
+    return vars(parsed)
+
+
+def _show_with_nearest(flag: str, parser: FlagParser) -> str:
+    nearest = None if is_not_covered(flag) else parser.find_nearest(flag)
+    return flag if nearest is None else f"{flag} ({nearest}?)"
+
+
+def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
+    num_layers, heads = values["num_layers"], values["num_attention_heads"]
+    if values.get("bf16") and values.get("fp16"):
+        raise ConfigError("--bf16 and --fp16 exclude each other. Give one of them; --no-bf16 or --no-fp16 takes back a file's.")
+    experts = make_experts(values)
+    is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
+    moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)
+    latent = _make_latent(values)
+    if values.get("quick_geglu") and not values.get("bias_swiglu_fusion", True):
+        raise ConfigError(
+            "--no-bias-swiglu-fusion with --quick-geglu: what that activation saves without fusion is not known here. "
+            "Leave --no-bias-swiglu-fusion out, or give --swiglu."
+        )
+    model = ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=values["hidden_size"],
+        ffn_hidden_size=_find_ffn_hidden_size(values, is_gated=is_gated, has_dense_layers=not all(moe_layers or (False,))),
+        num_attention_heads=heads,
+        num_query_groups=_find_query_groups(values) if latent is None else heads,
+        kv_channels=_find_kv_channels(values) if latent is None else 0,
+        vocab_size=_pad(values, values.get("vocab_size", _DEFAULT_VOCAB_SIZE)),
+        seq_length=values["seq_length"],
+        normalization=values.get("normalization", "LayerNorm"),
+        is_gated=is_gated,
+        has_quick_gate=values.get("quick_geglu", False),
+        has_tied_embeddings=not values.get("untie_embeddings_and_output_weights", False),
+        has_linear_bias=not values.get("disable_bias_linear", False),
+        has_qkv_bias=values.get("add_qkv_bias", False),
+        has_qk_norm=values.get("qk_layernorm", False),
+        has_attention_sinks=values.get("softmax_type") == "learnable",
+        latent=latent,
+        experts=experts,
+        moe_layers=moe_layers,
+        has_hidden_dropout=True,  # unless a flag says otherwise
+        activation_dtype_bytes=2 if values.get("bf16") or values.get("fp16") else 4,
+        **_find_positions(values),
+        **_find_window(values, num_layers),
+    )
+    return dataclasses.replace(model, **_find_changes(values))
+
+
+def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
+    """Return a model from elsewhere as the flags train it."""
+    known = _CHANGEABLE | _OF_TYPES_AND_PADDING | PARALLEL_FLAGS | EXPERTS_FLAGS | ASSUMPTION_FLAGS
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{to_flag(name)} says what the configuration of {model.name} says. Leave it out.")
+        if name in EXPERTS_FLAGS and model.experts is None:
+            raise ConfigError(f"{to_flag(name)} is about experts, and {model.name} has none. Leave it out.")
+    if model.has_quick_gate and not values.get("bias_swiglu_fusion", True):
+        raise ConfigError(
+            f"--no-bias-swiglu-fusion with {model.name}, whose gate is that of --quick-geglu: what that activation saves "
+            "without fusion is not known here. Leave --no-bias-swiglu-fusion out."
+        )
+    experts = None if model.experts is None else change_experts(model.experts, values)
+    padded = _pad(values, model.vocab_size)
+    return dataclasses.replace(model, experts=experts, vocab_size=padded, **_find_changes(values))
+
+
+def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model that the flags of `_CHANGEABLE` give."""
+    changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
+    if "rope_fusion" in values:
+        changes["has_fused_rotary"] = values["rope_fusion"]
+    if "bias_swiglu_fusion" in values:
+        changes["has_fused_activation"] = values["bias_swiglu_fusion"]
+    if "hidden_dropout" in values:
+        if not 0 <= values["hidden_dropout"] <= 1:
+            raise ConfigError(f"--hidden-dropout {values['hidden_dropout']} is no part. Give a number from 0 to 1.")
+        changes["has_hidden_dropout"] = values["hidden_dropout"] > 0
+    if "fp8_format" in values:
+        changes["fp8_recipe"] = values.get("fp8_recipe", "delayed")
+    return changes
+
+
+def _make_latent(values: Mapping[str, Any]) -> LatentAttention | None:
+    if not values.get("multi_latent_attention"):
+        return None
+    if "kv_lora_rank" not in values:
+        raise ConfigError("--kv-lora-rank is missing beside --multi-latent-attention. Give it, as in --kv-lora-rank 512.")
+    sizes = {name: values.get(name, default) for name, default in _LATENT_DEFAULTS.items()}
+    return LatentAttention(q_lora_rank=values.get("q_lora_rank"), kv_lora_rank=values["kv_lora_rank"], **sizes)
+
+
+def _find_query_groups(values: Mapping[str, Any]) -> int:
+    if values.get("group_query_attention"):
+        return int(values.get("num_query_groups", 1))
+    if "num_query_groups" in values:
+        raise ConfigError(
+            f"--num-query-groups {values['num_query_groups']} has no effect without --group-query-attention. "
+            "Add that or leave it out."
+        )
+    return int(values["num_attention_heads"])
+
+
+def _find_kv_channels(values: Mapping[str, Any]) -> int:
+    hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
+    # A number of heads below 1 is the model's to refuse.
+    if "kv_channels" not in values and heads > 0 and hidden_size % heads:
+        raise ConfigError(
+            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, among which it is shared. Give "
+            "one that is, or the channels of a head with --kv-channels."
+        )
+    return int(values.get("kv_channels", hidden_size // max(1, heads)))
+
+
+def _find_ffn_hidden_size(values: Mapping[str, Any], *, is_gated: bool, has_dense_layers: bool) -> int:
+    if "ffn_hidden_size" in values:
+        return int(values["ffn_hidden_size"])
+    if not has_dense_layers:
+        return 0
+    if is_gated:
+        raise ConfigError(
+            "--ffn-hidden-size is missing, and Megatron-LM and Megatron-Core take different ones for a gated MLP. "
+            f"Give it, as in --ffn-hidden-size {4 * values['hidden_size']}."
+        )
+    return 4 * int(values["hidden_size"])
+
+
+def _find_positions(values: Mapping[str, Any]) -> dict[str, Any]:
+    kind = values.get("position_embedding_type", "learned_absolute")
+    if kind == "learned_absolute":
+        positions = values.get("max_position_embeddings", values["seq_length"])
+        if positions < values["seq_length"]:
+            raise ConfigError(
+                f"--max-position-embeddings {positions} is below --seq-length {values['seq_length']}. "
+                f"Give {values['seq_length']} or more."
+            )
+        return {"learned_positions": positions, "rotary_percent": 0.0}
+    return {"rotary_percent": 0.0 if kind == "none" else values.get("rotary_percent", 1.0)}
+
+
+def _find_window(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    # -1 is a window without an end.
+    tokens = values.get("window_size", (-1, 0))[0]
+    if tokens == -1:
+        return {}
+    pattern = values.get("window_attn_skip_freq")
+    layers = None if pattern is None else list_window_layers(pattern, num_layers=num_layers)
+    return {"window_tokens": tokens, "window_layers": layers}
+
+
+def _pad(values: Mapping[str, Any], vocab_size: int) -> int:
+    return pad_vocab_size(
+        vocab_size,
+        divisible_by=values.get("make_vocab_size_divisible_by", 128),
+        tensor_parallel_size=values.get("tensor_model_parallel_size", 1),
+    )

@@ -1,0 +1,172 @@
+"""The ranks and microbatches that Megatron's flags describe, for plans."""
+
+import math
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.field_flags import to_flag
+from fgoffload.planner.checks import LARGEST_SIZE, check_count
+from fgoffload.planner.model.model_shape import ModelShape
+from fgoffload.planner.model.parallelism import Parallelism, check_shared_layers
+from fgoffload.planner.model.pipeline_layout import parse_layout
+
+_SIZES = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    "micro_batch_size": "micro_batch_size",
+}
+"""By field of Parallelism, the flag, with `_` for `-`."""
+
+FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
+    {
+        **_SIZES,
+        "virtual_pipeline_size": "num_virtual_stages_per_pipeline_rank",
+        "microbatch_group_size": "microbatch_group_size_per_virtual_pipeline_stage",
+        "has_sequence_parallel": "sequence_parallel",
+        "has_distributed_optimizer": "use_distributed_optimizer",
+        "has_expert_overlap": "overlap_moe_expert_parallel_comm",
+        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+        "pipeline_layout": "pipeline_model_parallel_layout",
+    }
+)
+"""The same for all of its fields but the data-parallel size and the microbatches, which several flags say."""
+
+PARALLEL_FLAGS = frozenset({*FIELD_FLAGS.values(), "global_batch_size", "num_gpus", "num_layers_per_virtual_pipeline_stage"})
+"""Flags, with `_` for `-`, that ranks and microbatches come from."""
+
+VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""The two flags, with `_` for `-`, either of which says how many chunks a rank has. Megatron-LM takes one of them."""
+
+MICROBATCHES_OF_A_CHUNK = 4
+"""Microbatches of a step for each model chunk of each stage, where nobody says how many. So a pipeline is full, and its ranks
+idle for less than a fifth of the step. Most runs of arguments/README.md have about as many, or more."""
+
+
+def make_parallelism(
+    values: Mapping[str, Any], model: ModelShape, *, num_gpus: int | None, fills_pipeline: bool = False
+) -> Parallelism:
+    """Return the ranks that flags describe.
+
+    Args:
+        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
+        model: What they share.
+        num_gpus: Ranks, unless `values` says it. None is the fewest that hold the model and its experts.
+        fills_pipeline: Without `--global-batch-size` a step has enough microbatches for that, and not one, as in Megatron.
+
+    Raises:
+        ConfigError: With the flag, the value, the limit and the fix.
+    """
+    sizes = _read_sizes(values)
+    # First: for ranks that cannot share a layer there is no right number of them to advise.
+    of_layers = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
+    check_shared_layers(model, **{field: sizes[field] for field in of_layers})
+    name = "--num-gpus" if "num_gpus" in values else "NUM_GPUS"
+    data_parallel_size = _count_data_parallel(sizes, values.get("num_gpus", num_gpus), name=name)
+    stages = sizes["pipeline_parallel_size"]
+    virtual_size = _count_chunks(values, model.num_layers, stages)
+    one = 1
+    if fills_pipeline:
+        one = _count_microbatches_that_fill(values, stages=stages, virtual_size=virtual_size)
+    return Parallelism(
+        **sizes,
+        virtual_pipeline_size=virtual_size,
+        data_parallel_size=data_parallel_size,
+        microbatches=_count_microbatches(values, sizes["micro_batch_size"], data_parallel_size, default=one),
+        microbatch_group_size=values.get("microbatch_group_size_per_virtual_pipeline_stage"),
+        has_sequence_parallel=values.get("sequence_parallel", False),
+        has_distributed_optimizer=values.get("use_distributed_optimizer", True),
+        has_expert_overlap=values.get("overlap_moe_expert_parallel_comm", False),
+        num_layers_in_first_pipeline_stage=values.get("decoder_first_pipeline_num_layers"),
+        num_layers_in_last_pipeline_stage=values.get("decoder_last_pipeline_num_layers"),
+        account_for_embedding_in_pipeline_split=values.get("account_for_embedding_in_pipeline_split", False),
+        account_for_loss_in_pipeline_split=values.get("account_for_loss_in_pipeline_split", False),
+        pipeline_layout=values.get("pipeline_model_parallel_layout"),
+    )
+
+
+def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
+    """Return why both flags of the virtual pipeline are refused.
+
+    Args:
+        per_chunk: Of `--num-layers-per-virtual-pipeline-stage`.
+        chunks: Of `--num-virtual-stages-per-pipeline-rank`.
+    """
+    flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
+    return (
+        f"{' and '.join(flags)} (--vp) both say how many chunks a pipeline rank has. Give one of them; in place of one in a "
+        "file, the same flag with another number."
+    )
+
+
+def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {field: values.get(flag, 1) for field, flag in _SIZES.items()}
+    # Megatron shares an expert among as many ranks as share the other layers, unless a flag says otherwise.
+    sizes["expert_tensor_parallel_size"] = values.get("expert_tensor_parallel_size", sizes["tensor_parallel_size"])
+    for field, size in sizes.items():
+        check_count(to_flag(_SIZES[field]), size, most=LARGEST_SIZE)
+    return sizes
+
+
+def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None, *, name: str) -> int:
+    pipeline = sizes["pipeline_parallel_size"]
+    model = sizes["tensor_parallel_size"] * pipeline * sizes["context_parallel_size"]
+    experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * pipeline
+    fewest = math.lcm(model, experts)
+    if num_gpus is None:
+        return fewest // model
+    check_count(name, num_gpus, most=LARGEST_SIZE)
+    if num_gpus % fewest:
+        # Without experts a copy of them takes a part of the ranks that the model does.
+        needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
+        if fewest == model:
+            needs = "a copy of the model needs (tensor x pipeline x context parallel size)"
+        raise ConfigError(
+            f"{name} {num_gpus} is not a multiple of {fewest}, which {needs}. "
+            f"Give --num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes."
+        )
+    return num_gpus // model
+
+
+def _count_microbatches_that_fill(values: Mapping[str, Any], *, stages: int, virtual_size: int | None) -> int:
+    layout = values.get("pipeline_model_parallel_layout")
+    chunks = (virtual_size or 1) if layout is None else max(1, len(parse_layout(layout)) // stages)
+    group = values.get("microbatch_group_size_per_virtual_pipeline_stage") or 1
+    return -(-MICROBATCHES_OF_A_CHUNK * stages * chunks // group) * group
+
+
+def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_parallel_size: int, *, default: int) -> int:
+    one = micro_batch_size * data_parallel_size
+    sequences = values.get("global_batch_size", default * one)
+    check_count("--global-batch-size", sequences, most=LARGEST_SIZE)
+    if sequences % one:
+        raise ConfigError(
+            f"--global-batch-size {sequences} is not a multiple of --micro-batch-size {micro_batch_size} x data-parallel size "
+            f"{data_parallel_size} = {one}. Give {-(-sequences // one) * one}, or another --num-gpus."
+        )
+    return int(sequences // one)
+
+
+def _count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
+    """Return the virtual pipeline size, in either of the ways that Megatron-LM takes it."""
+    per_chunk, chunks = (values.get(name) for name in VIRTUAL_STAGE_FLAGS)
+    if per_chunk is None:
+        return chunks
+    if chunks is not None:
+        raise ConfigError(describe_two_virtual_sizes(per_chunk, chunks))
+    check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
+    # Embedding and loss are shared out like layers where they count as one.
+    counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
+    if counted % (stages * per_chunk):
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide the {counted} layers. "
+            "Give a number that does, or --num-virtual-stages-per-pipeline-rank."
+        )
+    return int(counted // (stages * per_chunk))

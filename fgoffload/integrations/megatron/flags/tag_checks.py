@@ -1,0 +1,112 @@
+"""Tags of which Megatron's flags say that nothing would leave: refused by the commands, before Megatron starts.
+
+Who calls `apply` in code may have several models, of which one has what another lacks; there tags without a site are found
+after the first step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.graphs.graph_checks import check_graphs, has_dense_layers
+
+_EXPERT_TAGS = ("router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine", "shared_expert")
+_STASHED_TAGS = ("expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp")
+_DENSE_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
+_OTHER_LAYERS = (
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "heterogeneous_layers_config_path",
+    "is_hybrid_model",
+    "use_checkpoint_args",
+)
+"""Fields of models of which something else than these flags says what each layer is."""
+
+
+def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
+    """Refuse tags that save nothing that could leave.
+
+    Args:
+        offload: What leaves.
+        values: Megatron's flags as fields of its `TransformerConfig`; what is not there has its default.
+
+    Raises:
+        ConfigError: With the tag, the flag and the fix.
+    """
+    check_selective(offload, values)
+    check_paged_stash(offload.offload_modules, values)
+    check_graphs(offload, offload.offload_modules, values)
+    if offload.is_auto:
+        return
+    for fault in (*_list_recompute_faults(offload, values), *_list_model_faults(offload, values)):
+        raise ConfigError(fault)
+
+
+def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
+    """Refuse tags whose tensors Megatron's selective recompute drops before they could leave.
+
+    Args:
+        offload: What leaves.
+        values: As for `check_tags`.
+
+    Raises:
+        ConfigError: A tag and a recompute module exclude each other.
+    """
+    if values.get("recompute_granularity") == "selective":
+        offload.check_recompute(values.get("recompute_modules") or ("core_attn",))
+
+
+def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Refuse tags of what routed experts save where Megatron stashes it.
+
+    Args:
+        tags: Those that may leave.
+        values: As for `check_tags`.
+
+    Raises:
+        ConfigError: With the tag and why.
+    """
+    for name in tags:
+        if values.get("moe_paged_stash") and name in _STASHED_TAGS:
+            raise ConfigError(
+                f"--offload-modules {name!r} and --moe-paged-stash exclude each other: the stash moves what experts save "
+                "to pages of its own as soon as autograd saves it, so nothing is left to offload. Leave one of them out."
+            )
+
+
+def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    if offload.offload_plan is not None:
+        return  # it says itself what runs again
+    is_full = values.get("recompute_granularity") == "full"
+    is_uniform = is_full and values.get("recompute_method") == "uniform"
+    for name in offload.offload_modules:
+        if name == "layer_input" and not is_full:
+            yield (
+                "--offload-modules 'layer_input' is what full recompute keeps, and nothing saves it without: give "
+                "--recompute-granularity full with it, or leave it out."
+            )
+        elif name != "layer_input" and is_uniform and name in offload.tags:
+            yield (
+                f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer runs again as a "
+                "whole and saves its input alone. Give layer_input in its place, or --recompute-method block."
+            )
+
+
+def _list_model_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    if any(values.get(field) for field in _OTHER_LAYERS):
+        return
+    experts = values.get("num_moe_experts")
+    for name in offload.offload_modules:
+        if name in _EXPERT_TAGS and not experts:
+            yield (
+                f"--offload-modules {name!r} is of layers with experts, and this model has none: give --num-experts, or leave "
+                "it out."
+            )
+        elif name == "shared_expert" and not values.get("moe_shared_expert_intermediate_size"):
+            yield (
+                "--offload-modules 'shared_expert' is of shared experts, and this model has none: give "
+                "--moe-shared-expert-intermediate-size or leave it out."
+            )
+        elif name in _DENSE_TAGS and experts and not has_dense_layers(values):
+            yield f"--offload-modules {name!r} is of dense layers, and all layers of this model have experts: leave it out."

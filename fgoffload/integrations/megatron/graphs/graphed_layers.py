@@ -1,0 +1,245 @@
+"""CUDA graphs in Megatron: where forward is when a graph is replayed, and what leaves of modules inside of one.
+
+Transformer Engine captures one graph for each layer and microbatch. Megatron calls `_te_cuda_graph_capture` of the layer for
+it, to warm up and then for the graph, and `_te_cuda_graph_replay` from then on: no `forward` of the captured modules runs
+again, and no hook on them. So a replay enters the layer as its forward would. Modules behind the graph, as the experts of
+a layer whose attention and router are captured, run in Python and are offloaded as always. What captured modules save leaves
+through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+
+A graph of a full iteration holds forward and backward of all microbatches, and the engine's copies with them: see
+`OffloadEngine.capture_step`. Python never runs again, so the numbers of the captured step stay those of the last one.
+
+Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fgoffload.engine import CapturedForward, CapturedRegion, OffloadEngine, is_inert
+from fgoffload.engine.place import Place
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
+from fgoffload.integrations.megatron.adapter.site_actions import SiteActions
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.methods import wrap_symbol
+from fgoffload.integrations.megatron.patching.patches import Patches
+
+GRAPHABLE = "megatron.core.transformer.module:GraphableMegatronModule"
+LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_CAPTURE, _REPLAY = "_te_cuda_graph_capture", "_te_cuda_graph_replay"
+_STEP_WRAPPER = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
+_TRAINING = "training"
+_RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
+
+
+class GraphedLayers:
+    """What was captured of each layer.
+
+    Args:
+        engine: Stages what captured layers save.
+        actions: What is done about each site.
+    """
+
+    def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
+        self._engine = engine
+        self._actions = actions
+        self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
+        """By microbatch. None where nothing leaves."""
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        """The microbatches whose outputs are known to stay."""
+        self._find_region: Callable[[str], CapturedRegion | None] | None = None
+        """Of the layer that is captured, or warms up for that, just now."""
+        self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Megatron's wrappers of schedules that have captured a full iteration."""
+        self.is_replaying = False
+        """Whether forward is behind the graph of a layer, so that groups may wait for the next one."""
+
+    def add_layer(self, layer: torch.nn.Module, chunk: int) -> None:
+        """Take note that `layer` is in a model chunk."""
+        self._chunks[layer] = chunk
+
+    def find_region(self, tag: str) -> CapturedRegion | None:
+        """Return a region for the site of `tag` in the layer that is captured, or None where its tensors stay."""
+        return None if self._find_region is None else self._find_region(tag)
+
+    def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
+        """Run the forward of `layer` for a capture, or to warm up for one, and let leave what its regions save."""
+        self._known.pop(layer, None)
+        chunk = self._chunks.get(layer)
+        if self._find_region is not None or is_inert() or chunk is None:
+            return run()
+        number = get_number(layer)
+        if not self._actions.list_offloaded(chunk, number):
+            return run()
+        engine = self._engine
+        capture = engine.capture(Place(None, f"layers.{number} in a graph"))
+
+        def find_region(tag: str) -> CapturedRegion | None:
+            is_offloaded = self._actions.find_offloaded(chunk, number, tag) is not None
+            return CapturedRegion(capture, engine.get_stats(tag)) if is_offloaded else None
+
+        self._find_region = find_region
+        try:
+            with capture:
+                outputs = run()
+        finally:
+            self._find_region = None
+        forward = capture.finish(_list_tensors((inputs, outputs)))
+        if engine.device.is_capturing():
+            self._forwards.setdefault(layer, []).append(forward)
+        else:
+            self._forwards.pop(layer, None)  # it warms up: what was captured before is captured anew
+        return outputs
+
+    def replay(self, layer: torch.nn.Module, run: Callable[[], Any]) -> Any:
+        """Replay the graph of `layer` for the microbatch that it is at."""
+        forwards, microbatch = self._forwards.get(layer), getattr(layer, "current_microbatch", 0)
+        forward = forwards[microbatch % len(forwards)] if forwards else None
+        if forward is None:
+            outputs = run()
+        else:
+            outputs = self._engine.staging.replay_forward(forward, run)
+            self._follow_backward(forward, outputs)
+        known = self._known.setdefault(layer, set())
+        if microbatch not in known:
+            known.add(microbatch)  # each replay has the same outputs, and the host has no time to lose
+            self._engine.keep_static(_list_tensors(outputs))
+        return outputs
+
+    def _follow_backward(self, forward: CapturedForward, outputs: Any) -> None:
+        staging = self._engine.staging
+        node = next((one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None), None)
+        if node is not None:  # one node replays all of backward
+            node.register_prehook(lambda gradients: staging.enter_backward(forward))
+            node.register_hook(lambda inputs, gradients: staging.leave_backward(forward))
+
+    def capture_step(self, wrapper: Any, run: Callable[[], Any]) -> Any:
+        """Run a full iteration that `wrapper` captures."""
+        self._steps.add(wrapper)
+        with self._engine.capture_step():
+            return run()
+
+    def close(self) -> None:
+        """Let no graph be replayed that reads what this engine would no longer bring back."""
+        for wrapper in self._steps:
+            if wrapper.cuda_graph[_TRAINING] is not None:
+                wrapper.cuda_graph[_TRAINING] = _RemovedGraph(wrapper.cuda_graph[_TRAINING])
+        self._steps.clear()
+        for layer, forwards in self._forwards.items():
+            graphs: Any = getattr(layer, "cuda_graphs", None)
+            if graphs and any(forwards):
+                graphs[:] = map(_RemovedGraph, graphs)
+        self._forwards.clear()
+
+
+class _RemovedGraph:
+    """In place of a graph whose engine is gone: it can be reset, and not replayed."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(
+            "This CUDA graph was captured with activation offload, which was removed since: what its backward reads is gone. "
+            "Capture again (`TECudaGraphHelper.create_cudagraphs`)."
+        )
+
+    replay = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+
+def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+@functools.cache
+def _get_is_capturing() -> Callable[[], bool]:
+    graphs = load_module("megatron.core.transformer.cuda_graphs")
+    return lambda: bool(graphs.is_graph_capturing())
+
+
+def is_capturing() -> bool:
+    """Return whether Megatron captures graphs of layers, or warms up for that: nothing that runs is a part of a step."""
+    return _get_is_capturing()()
+
+
+def may_query() -> bool:
+    """Return whether events may be asked whether they have passed: not while anything is captured."""
+    return not (is_capturing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
+
+
+def follow_graphs(patches: Patches, get_offload: Callable[[], Any], wrap_layer: Callable[[Any], Any]) -> None:
+    """Wrap what captures and replays graphs of layers.
+
+    Args:
+        patches: Put everything back later.
+        get_offload: Returns the integration; it exists only after everything is wrapped.
+        wrap_layer: Returns a forward of a layer that tells the integration of it, as for an eager layer.
+
+    Raises:
+        IntegrationError: Megatron-Core lacks one of them.
+    """
+    for owner in (GRAPHABLE, LAYER):
+        wrap_symbol(patches, owner, _CAPTURE, functools.partial(_wrap_capture, get_offload))
+    wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_wrap_graph, get_offload))
+    wrap_symbol(patches, LAYER, _REPLAY, lambda original: _wrap_replay(get_offload, wrap_layer(original)))
+    wrap_symbol(patches, _STEP_WRAPPER, "__call__", functools.partial(_wrap_full_iteration, get_offload))
+    module_name, _, class_name = _RUNNER.partition(":")
+    if hasattr(getattr(load_module(module_name), class_name, None), "replay_graph_capture"):
+        wrap_symbol(patches, _RUNNER, "replay_graph_capture", functools.partial(_wrap_local_graph, get_offload))
+
+
+def _wrap_capture(get_offload: Callable[[], Any], original: Any) -> Any:
+    def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return get_offload().graphs.capture(self, lambda: original(self, *args, **kwargs), (args, kwargs))
+
+    return capture
+
+
+def _wrap_graph(get_offload: Callable[[], Any], original: Any) -> Any:
+    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offload = get_offload()
+        outputs = offload.graphs.replay(self, lambda: original(self, *args, **kwargs))
+        offload.flush_delayed()  # behind the launch of the graph: the host has time now
+        return outputs
+
+    return replay
+
+
+def _wrap_replay(get_offload: Callable[[], Any], enter: Any) -> Any:
+    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = get_offload().graphs
+        graphs.is_replaying = True
+        try:
+            return enter(self, *args, **kwargs)
+        finally:
+            graphs.is_replaying = False
+
+    return replay
+
+
+def _wrap_local_graph(get_offload: Callable[[], Any], original: Any) -> Any:
+    def replay_graph_capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        get_offload().engine.keep_static(_list_tensors(outputs))
+        return outputs
+
+    return replay_graph_capture
+
+
+def _wrap_full_iteration(get_offload: Callable[[], Any], original: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_captured = not kwargs.get("forward_only") and self.curr_iter(_TRAINING) == self.cuda_graph_warmup_steps
+        if not is_captured:
+            return original(self, *args, **kwargs)
+        return get_offload().graphs.capture_step(self, lambda: original(self, *args, **kwargs))
+
+    return call

@@ -1,0 +1,229 @@
+"""Where Megatron's host waits for the device, and what keeps copies to the host out of its way.
+
+The host waits for a few bytes, the tokens of each expert, and the device has nothing to do meanwhile. Those bytes take the same
+way as what is offloaded, one copy engine for each direction, first in first out: behind a group of attention they wait for
+milliseconds. Traced with Megatron's own engine and with ours; see docs/reference/tags.md.
+"""
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fgoffload.integrations.megatron.adapter.dispatchers import DISPATCHERS, permutes_by_mask
+from fgoffload.integrations.megatron.adapter.regions import GetOffload
+from fgoffload.integrations.megatron.graphs.graphed_layers import may_query
+from fgoffload.integrations.megatron.host_waits.host_writes import HostPages, read_on_host
+from fgoffload.integrations.megatron.host_waits.known_counts import KnownCounts
+from fgoffload.integrations.megatron.host_waits.stage_exchanges import wrap_exchange, wrap_shapes
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.methods import wrap_symbol
+from fgoffload.integrations.megatron.patching.patches import Patches
+
+
+class Remedy(enum.Enum):
+    """What keeps copies to the host out of the way of a wait."""
+
+    KERNEL = "a kernel writes the bytes to the host, without the copy engine"
+    HOLD = "groups that end in the layer before the wait are held until it is over"
+    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours; with experts for nothing"
+    NONE = "nothing: where nothing leaves"
+
+
+class WaitRow(NamedTuple):
+    """One place where the host waits for the device."""
+
+    owner: str
+    """The class, as `module:Class`, or the module."""
+    method: str
+    what: str
+    """What it waits for."""
+    remedy: Remedy
+    since: str
+    """The first version of megatron-core that has the place."""
+
+    is_needed: Callable[[Any], bool] = lambda config: True
+    """Whether a model with this config has the wait."""
+
+
+_COUNTS = "the number of tokens of each expert"
+_CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
+_EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication"
+_ROTARY = "megatron.core.models.common.embeddings.rope_utils"
+
+WAITS = (
+    WaitRow(f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", _COUNTS, Remedy.KERNEL, "0.16.1"),
+    WaitRow(
+        f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher",
+        "dispatch_preprocess",
+        "the number of tokens that masked_select finds, in the permutation that is not fused; since 0.17 that sorts instead",
+        Remedy.HOLD,
+        "0.16.1",
+        is_needed=lambda config: not config.moe_permute_fusion and permutes_by_mask(),
+    ),
+    WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
+    WaitRow(
+        f"{DISPATCHERS}:MoEFlexTokenDispatcher",
+        "dispatch_preprocess",
+        "the most tokens of any rank, with `moe_hybridep_pad_uneven_dispatch_inputs`",
+        Remedy.HOLD,
+        "0.19",
+        is_needed=lambda config: getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False),
+    ),
+    WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
+    WaitRow(
+        _CHECKS,
+        "validate_result",
+        "whether each microbatch's loss, and each bucket's gradients, are finite, with `check_for_nan_in_loss_and_grad`",
+        Remedy.KERNEL,
+        "0.16.1",
+    ),
+    WaitRow(
+        f"{_EXCHANGES}:P2PCommunicator",
+        "_communicate",
+        "the whole device and all copies under way, after each exchange between stages, with `batch_p2p_sync`",
+        Remedy.STREAM,
+        "0.16.1",
+    ),
+    WaitRow(
+        f"{_EXCHANGES}:P2PCommunicator",
+        "_communicate_shapes",
+        "the same, and the shapes that stages exchange where sequence lengths differ",
+        Remedy.KERNEL,
+        "0.16.1",
+    ),
+    WaitRow(
+        _ROTARY,
+        "_apply_rotary_pos_emb_thd",
+        "the lengths of packed sequences, in rotary embeddings that are not fused",
+        Remedy.KERNEL,
+        "0.16.1",
+    ),
+    WaitRow(
+        "megatron.core.optimizer.clip_grads",
+        "get_grad_norm_fp32",
+        "the norm of all gradients, behind the last backward",
+        Remedy.NONE,
+        "0.16.1",
+    ),
+    WaitRow(
+        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer",
+        "_unscale_main_grads_and_check_for_nan",
+        "whether a gradient is not finite, behind the last backward, with a loss scale",
+        Remedy.NONE,
+        "0.16.1",
+    ),
+)
+
+
+def step_aside(patches: Patches, get_offload: GetOffload) -> None:
+    """Wrap the waits of `WAITS`.
+
+    Args:
+        patches: Put them back later.
+        get_offload: Returns what holds and submits groups; it exists only after everything is wrapped.
+
+    Raises:
+        IntegrationError: Megatron-Core lacks one of them.
+    """
+    for wait in _list_held():
+        wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload, wait))
+    wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
+    exchange = functools.partial(wrap_exchange, get_offload)
+    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", exchange)
+    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
+    wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
+    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
+    KnownCounts().follow(patches)  # around what was wrapped before: whichever way counts come, they are remembered
+
+
+def has_wait(layer: Any) -> bool:
+    """Return whether the host waits in each forward of `layer`, for its routing."""
+    dispatcher = _find_dispatcher(layer)
+    # With a fixed number of tokens for each expert nothing has to be asked.
+    return dispatcher is not None and not layer.config.moe_pad_expert_input_to_capacity
+
+
+def _find_dispatcher(layer: Any) -> Any:
+    return getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+
+
+def has_held_wait(layer: Any) -> bool:
+    """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
+    dispatcher = _find_dispatcher(layer)
+    return dispatcher is not None and _find_last_held(dispatcher, layer.config) is not None
+
+
+def _find_last_held(dispatcher: Any, config: Any) -> WaitRow | None:
+    """Return the last wait in a forward of `dispatcher` that groups are held for."""
+    return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.is_needed(config)), None)
+
+
+@functools.cache  # each forward of a layer asks
+def _list_held_of(dispatcher: type) -> list[WaitRow]:
+    module = load_module(DISPATCHERS)
+    return [wait for wait in _list_held() if issubclass(dispatcher, getattr(module, wait.owner.partition(":")[2]))]
+
+
+def _list_held() -> list[WaitRow]:
+    return [wait for wait in WAITS if wait.remedy is Remedy.HOLD]
+
+
+def _wrap_held_wait(get_offload: GetOffload, wait: WaitRow, original: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        # Copies that begin behind an earlier wait would be ahead of the last one.
+        if not (offload := get_offload()).is_idle and _find_last_held(self, self.config) is wait:
+            offload.flush()
+        return result
+
+    return run
+
+
+def _wrap_check(original: Any) -> Any:
+    def validate_result(self: Any, result: Any, rejection_func: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, result, lambda value: _read_flag(rejection_func(value)), *args, **kwargs)
+
+    return validate_result
+
+
+def _read_flag(flag: Any) -> Any:
+    """Return what a tensor of one element on a CUDA device says, around the copy engine; anything else as it is."""
+    if not (isinstance(flag, torch.Tensor) and flag.is_cuda and flag.numel() == 1):
+        return flag
+    return bool(read_on_host(flag.to(torch.int32)))
+
+
+def _wrap_packed_rotary(original: Any) -> Any:
+    if "max_seqlen" in inspect.signature(original).parameters:
+        # Of the development branch: it computes with lengths on the device, and waits only where its caller knows no longest.
+        return original
+
+    def apply_rotary(t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # It splits by these lengths and looks up by them, on the host alone: so it may have them there.
+        return original(t, read_on_host(cu_seqlens), *args, **kwargs)
+
+    return apply_rotary
+
+
+def _wrap_move(get_offload: GetOffload, original: Any) -> Any:
+    pages = HostPages()
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
+        if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
+            return original(tensor, as_numpy, record_stream)
+        # Where nothing is on its way to the host nothing can be in the way, and Megatron's copy costs the host less.
+        host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
+        if host is None:
+            return original(tensor, as_numpy, record_stream)
+        if record_stream:
+            tensor.record_stream(torch.cuda.current_stream())
+        return host.numpy() if as_numpy else host
+
+    return move
+
+
+_WHOLE_NUMBERS = (torch.int32, torch.int64)

@@ -1,0 +1,1 @@
+"""Megatron-Core's symbols: importing, replacing and putting them back."""

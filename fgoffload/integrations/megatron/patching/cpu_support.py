@@ -1,0 +1,309 @@
+"""Running the released Megatron-Core on a machine without a GPU, or without Transformer Engine.
+
+Megatron-Core takes a current CUDA device for granted. With the symbols below replaced, its own models, pipeline schedules and
+recompute run on the CPU, forward and backward, with Gloo between processes; with `remove` everything is as it was.
+
+Two rules keep results right. CUDA's random state is the CPU's random state here, so that what recompute saves and restores is
+what dropout draws from. And nothing pretends to succeed: a stub for an absent package raises when asked for what it lacks.
+
+    with apply_cpu_support():
+        ...  # build and train a GPTModel of the local layer spec
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fgoffload.errors import IntegrationError
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
+
+_logger = logging.getLogger(__name__)
+
+_FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
+"""The functions of `torch` that megatron-core 0.16.1 calls with `device="cuda"`, and their nearest relatives."""
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+class CpuSupport(Patches):
+    """Replaced symbols of torch and Megatron-Core, until `remove`."""
+
+
+def needs_cpu_support() -> bool:
+    """Return whether this machine has no GPU that CUDA could use."""
+    return not torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Megatron-Core has found Transformer Engine."""
+    return bool(load_module("megatron.core.models.gpt.gpt_layer_specs").HAVE_TE)
+
+
+def apply_cpu_support() -> CpuSupport:
+    """Make Megatron-Core run on the CPU, and without Transformer Engine.
+
+    Returns:
+        What was replaced; `remove` puts it back.
+
+    Raises:
+        IntegrationError: A symbol to replace does not exist; nothing stays replaced.
+    """
+    steps = (
+        _replace_current_device,
+        _replace_synchronize,
+        _replace_manual_seed,
+        _replace_rng_state,
+        _replace_streams,
+        _replace_tensor_cuda,
+        _replace_module_cuda,
+        _replace_factories,
+        _replace_tracker_fork,
+        _replace_set_cuda_rng_state,
+        _replace_compilation,
+        _replace_move_to_cpu,
+        *_steps_of_local_layers(),
+    )
+    support = _apply(steps)
+    _logger.info("Megatron-Core runs on the CPU: %d symbols of torch and megatron.core are replaced.", len(support.names))
+    return support
+
+
+def apply_local_layer_support() -> CpuSupport:
+    """Make Megatron-Core's local layers run where Transformer Engine and Apex are absent, on whichever device.
+
+    Raises:
+        IntegrationError: A symbol to replace does not exist; nothing stays replaced.
+    """
+    support = _apply(_steps_of_local_layers())
+    _logger.info(
+        "Megatron-Core's local layers run without Transformer Engine and Apex: %d symbols are replaced.", len(support.names)
+    )
+    return support
+
+
+def _steps_of_local_layers() -> tuple[Callable[[CpuSupport], None], ...]:
+    if load_module(_RANDOM).HAVE_TE:
+        return (_replace_torch_norm,)
+    return (
+        _replace_torch_norm,
+        _replace_general_gemm,
+        _replace_fp8_state,
+        _replace_activation_recompute,
+        _replace_fp8_autocast,
+        _replace_latent_attention_flag,
+    )
+
+
+def _apply(steps: tuple[Callable[[CpuSupport], None], ...]) -> CpuSupport:
+    support = CpuSupport()
+    try:
+        for step in steps:
+            step(support)
+    except BaseException:
+        support.remove()
+        raise
+    return support
+
+
+def _replace_current_device(support: CpuSupport) -> None:
+    support.replace("torch.cuda", "current_device", lambda: torch.device("cpu"))
+
+
+def _replace_synchronize(support: CpuSupport) -> None:
+    support.replace("torch.cuda", "synchronize", lambda device=None: None)
+
+
+def _replace_manual_seed(support: CpuSupport) -> None:
+    support.replace("torch.cuda", "manual_seed", torch.manual_seed)
+
+
+def _replace_rng_state(support: CpuSupport) -> None:
+    # Megatron reads both spellings; the second is where the first is defined.
+    for module in ("torch.cuda", "torch.cuda.random"):
+        support.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
+        support.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
+
+
+def _replace_streams(support: CpuSupport) -> None:
+    # The all-to-all dispatcher and the shared experts put copies on streams of their own.
+    stream = _InlineStream()
+    support.replace("torch.cuda", "Stream", _InlineStream)
+    support.replace("torch.cuda", "current_stream", lambda device=None: stream)
+    support.replace("torch.cuda", "stream", lambda stream: contextlib.nullcontext())
+
+
+def _replace_tensor_cuda(support: CpuSupport) -> None:
+    support.replace("torch:Tensor", "cuda", _return_self)
+
+
+def _replace_module_cuda(support: CpuSupport) -> None:
+    support.replace("torch.nn:Module", "cuda", _return_self)
+
+
+def _replace_factories(support: CpuSupport) -> None:
+    for name in _FACTORIES:
+        support.replace("torch", name, _on_cpu(getattr(torch, name)))
+
+
+def _replace_tracker_fork(support: CpuSupport) -> None:
+    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_where_ranks_share_layers)
+
+
+def _replace_set_cuda_rng_state(support: CpuSupport) -> None:
+    # Megatron's own reaches into CUDA's generators; recompute restores random state through it.
+    support.replace(
+        _RANDOM, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    )
+
+
+def _replace_compilation(support: CpuSupport) -> None:
+    # Megatron decorates small functions with torch.compile. On a CPU that needs a C++ compiler and seconds per layer.
+    support.enter(torch.compiler.set_stance("force_eager"))
+
+
+def _replace_move_to_cpu(support: CpuSupport) -> None:
+    # The all-to-all dispatcher moves its split sizes to the CPU and there to NumPy, but only those that were on a GPU.
+    support.replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _convert_on_cpu)
+
+
+def _replace_torch_norm(support: CpuSupport) -> None:
+    # The norm that stands in for Apex's refuses sequence parallelism, since nothing would sum its gradients over the ranks.
+    norm = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
+    original = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm.__new__
+    support.replace(norm, "__new__", staticmethod(_mark_for_sequence_parallelism(original)))
+
+
+def _replace_general_gemm(support: CpuSupport) -> None:
+    # The router looks this name up, and without Transformer Engine nothing defines it; None selects plain torch.
+    module = "megatron.core.transformer.moe.moe_utils"
+    require_symbol(module, "RouterGatingLinearFunction")
+    support.define(module, "te_general_gemm", None)
+
+
+def _replace_fp8_state(support: CpuSupport) -> None:
+    # CheckpointWithoutOutput() in 0.16.1 believes that FP8 is on (`False is not None`) and asks for its state.
+    require_symbol(_RANDOM, "CheckpointWithoutOutput")
+    support.define(_RANDOM, "FP8GlobalStateManager", _NoFp8)
+
+
+def _replace_activation_recompute(support: CpuSupport) -> None:
+    require_symbol(_RANDOM, "CheckpointWithoutOutput")
+    support.define(_RANDOM, "activation_recompute_forward", _recompute_without_fp8)
+
+
+def _replace_fp8_autocast(support: CpuSupport) -> None:
+    require_symbol(_RANDOM, "CheckpointWithoutOutput")
+    support.define(_RANDOM, "fp8_autocast", _autocast_without_fp8)
+
+
+def _return_self(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _replace_latent_attention_flag(support: CpuSupport) -> None:
+    # Latent attention in 0.16.1 takes placeholders that it could import for Transformer Engine's classes.
+    support.replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", value=False)
+
+
+def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _mark_for_sequence_parallelism(original: Any) -> Any:
+    """Return what builds torch's norm with the mark that Apex's has: `finalize_model_grads` sums what carries it."""
+
+    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return build
+
+
+@contextlib.contextmanager
+def _fork_where_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Switch to another random state where processes hold parts of one layer.
+
+    They have to draw different numbers for their parts and the same ones for what they hold alike. One process by itself has
+    one random state, as a CPU has, and nothing to switch to.
+    """
+    parallel_state = load_module("megatron.core.parallel_state")
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if max(sizes) == 1:
+        yield
+        return
+    outside = torch.get_rng_state()
+    torch.set_rng_state(self.states_[name])
+    try:
+        yield
+    finally:
+        self.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outside)
+
+
+class _InlineStream:
+    """A stream whose work is done when it is queued."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Return at once: what `stream` was given is done."""
+
+    def wait_event(self, event: Any) -> None:
+        """Return at once."""
+
+    def record_event(self, event: Any = None) -> "_InlineStream":
+        """Return an event that has passed."""
+        return self
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+class _NoFp8:
+    """Says that FP8 is off, as it is without Transformer Engine."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """Return False."""
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> Any:
+        """Raise, since there is no recipe where FP8 is off."""
+        raise IntegrationError("An FP8 recipe is needed and Transformer Engine is not installed. Install it or leave FP8 out.")
+
+
+def _recompute_without_fp8(*, activation_recompute: bool, recompute_phase: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _autocast_without_fp8(*, enabled: bool, fp8_recipe: Any = None) -> contextlib.AbstractContextManager[None]:
+    if enabled:
+        raise IntegrationError("FP8 was switched on and Transformer Engine is not installed. Install it or leave FP8 out.")
+    return contextlib.nullcontext()

@@ -1,0 +1,111 @@
+"""Importing and running Megatron-Core without the warnings that its user can do nothing about."""
+
+import contextlib
+import importlib
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from fgoffload.errors import IntegrationError
+
+CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
+"""Environment variable. With 1, Transformer Engine 2.10 or newer reads what Megatron's engine sets around its regions, and
+Megatron-LM asks for it with its own flag. What it changes: docs/reference/environment.md."""
+
+_EXPECTED_WARNINGS = (
+    # Raised at import where those optional packages are absent. The layers that we build need none.
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "absl.logging is not installed",
+    # Of the config: about defaults and about layers of Transformer Engine.
+    "full scope is deprecated",
+    "If you are using transformer_engine",
+    "moe_ffn_hidden_size is not set",
+    # Megatron's own router and linear layers call each other in a way that it has deprecated.
+    "Warning: tp_group is None",
+    "MLP requires ffn_hidden_size",
+    # Since 0.19, where a config is made before its ranks are.
+    "Could not determine rank from torch.distributed",
+    # Of torch, about how Megatron spells its collectives.
+    "`torch.distributed.",
+)
+"""How the warnings of megatron-core 0.16.1 to 0.19 begin that no flag caused and none could end."""
+
+_EXPECTED_LOGS = {
+    # While Megatron is imported on a machine with a CUDA toolkit and without a GPU.
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    # Since 0.19, of the model that training scripts and we build.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+}
+"""By logger, how its lines begin that are like those warnings."""
+
+_ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
+"""Warnings to Megatron's developers (torch.jit.script, modules that move), raised while its files are read."""
+
+
+@contextlib.contextmanager
+def ignore_expected_warnings() -> Iterator[None]:
+    """Leave out the warnings that Megatron-Core raises whatever its user does."""
+    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
+        for start in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=re.escape(start))
+        for name, start in _EXPECTED_LOGS.items():
+            undo.enter_context(_without_lines(logging.getLogger(name), start))
+        yield
+
+
+@contextlib.contextmanager
+def _without_lines(logger: logging.Logger, start: str) -> Iterator[None]:
+    def accept(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(start)
+
+    logger.addFilter(accept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(accept)
+
+
+def require_torch() -> None:
+    """Check that torch can be imported, and import it.
+
+    Raises:
+        IntegrationError: It cannot; the error says how to install it.
+    """
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
+        raise IntegrationError(
+            f"torch cannot be imported: {error}. Install torch 2.9 or newer: pip install 'fgoffload[megatron]'."
+        ) from error
+
+
+def load_module(name: str) -> Any:
+    """Import the module called `name`, quietly, and return it.
+
+    Returns:
+        The module, typed as Any since Megatron-Core ships no types.
+
+    Raises:
+        IntegrationError: The module cannot be found.
+    """
+    if (loaded := sys.modules.get(name)) is not None:
+        return loaded  # every forward of a layer comes here, and changing the filters of warnings is slow
+    with ignore_expected_warnings():
+        for category in _ABOUT_ITS_OWN_CODE:
+            warnings.simplefilter("ignore", category)
+        try:
+            module: ModuleType = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise IntegrationError(f"{name} cannot be imported: {error}. {_name_fix(error)}") from error
+    return module
+
+
+def _name_fix(error: ModuleNotFoundError) -> str:
+    if error.name and error.name != "megatron" and "." not in error.name:  # triton, since 0.18
+        return f"Megatron-Core needs {error.name}: pip install {error.name}."
+    return "Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."

@@ -1,0 +1,1 @@
+"""Measuring a step of a Megatron training, for the planner."""

@@ -1,0 +1,101 @@
+"""Device bytes as the allocator counts them, and what stands in for that where there is none."""
+
+import abc
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from fgoffload.errors import PlanError
+from fgoffload.integrations.megatron.adapter.collectives import gather
+from fgoffload.units import format_bytes
+
+
+class MemoryReading(NamedTuple):
+    """Device bytes at one moment."""
+
+    allocated_bytes: int
+    """Now."""
+    peak_bytes: int
+    """The most since the reading before."""
+
+
+class DeviceMemory(abc.ABC):
+    """Counts the device bytes of this process."""
+
+    @abc.abstractmethod
+    def count_allocated(self) -> int:
+        """Return the bytes now. The host does not block."""
+
+    @abc.abstractmethod
+    def count_peak(self) -> int:
+        """Return the most bytes since the last `read`. The host does not block."""
+
+    @abc.abstractmethod
+    def read(self) -> MemoryReading:
+        """Return the bytes now and at peak since the last call. The host does not block."""
+
+
+class CudaMemory(DeviceMemory):
+    """What PyTorch's allocator has handed out on the current CUDA device. It starts the allocator's own peak anew."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._peak_bytes = 0
+
+    def count_allocated(self) -> int:  # noqa: D102
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def count_peak(self) -> int:  # noqa: D102
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def read(self) -> MemoryReading:  # noqa: D102
+        counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+        reading = MemoryReading(allocated_bytes=int(counted["current"]), peak_bytes=int(counted["peak"]))
+        self._peak_bytes = max(self._peak_bytes, reading.peak_bytes)
+        return reading
+
+    def take_peak(self) -> int:
+        """Return the most of all readings since the last call."""
+        peak_bytes, self._peak_bytes = max(self._peak_bytes, self.read().peak_bytes), 0
+        return peak_bytes
+
+
+def find_device_memory(device_type: str) -> CudaMemory | None:
+    """Return what counts the bytes of devices of this type, or None where nobody does, as on a CPU."""
+    return CudaMemory() if device_type == "cuda" else None
+
+
+def check_static(static_bytes: int, *, budget_bytes: int) -> None:
+    """Refuse a budget that what is there before the first step is not below. All processes call this, and raise alike.
+
+    Args:
+        static_bytes: Of weights, gradients and whatever else is on the device of this process.
+        budget_bytes: Of each device.
+
+    Raises:
+        PlanError: With both sizes and the fix.
+    """
+    largest_bytes = max(gather(static_bytes))
+    if largest_bytes >= budget_bytes:
+        raise PlanError(
+            f"--offload-memory-budget {format_bytes(budget_bytes)} is not above the static memory of a rank, weights and "
+            f"gradients, which is {format_bytes(largest_bytes)} before the first step. Give a larger budget, or spread the "
+            "model over more ranks."
+        )
+
+
+def count_parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
+    """Return the bytes of all parameters of `models` and of their gradients, each storage once: what stays where nobody counts.
+
+    What an optimizer holds is not among them.
+    """
+    found: dict[int, int] = {}
+    for model in models:
+        for parameter in model.parameters():
+            for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

@@ -1,0 +1,265 @@
+"""Models of layers for the planner, made from what a recorder saw."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Collection, Sequence
+
+from fgoffload.integrations.megatron.profile.measured_recomputes import MeasureGather, UnitBuilder
+from fgoffload.integrations.megatron.profile.measured_units import LAYER_INPUT, LayerFacts
+from fgoffload.integrations.megatron.profile.recorder import LAST, STALLED_MICROBATCHES, StepRecorder
+from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, Stretch
+from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
+from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
+
+
+class _Storages:
+    """Which storages of a chunk's runs count, and in which layer."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._microbatches: dict[int, set[int]] = {}
+        numbers: dict[int, set[int]] = {}
+        for run in runs:
+            for key in run.saved:
+                self._microbatches.setdefault(key, set()).add(run.microbatch)
+                numbers.setdefault(key, set()).add(run.number)
+        layers = {run.number for run in runs if run.number >= 0}
+        self._shared = {key for key, found in numbers.items() if len(layers) > 1 and layers <= found}
+        self._owners: dict[tuple[int, int], Run] = {}
+        for run in runs:
+            for key in run.saved:
+                self._owners.setdefault((key, run.microbatch), run)
+
+    def is_static(self, key: int) -> bool:
+        """Return whether several microbatches saved it: a table or a buffer, which is there whatever is saved."""
+        return len(self._microbatches[key]) > 1
+
+    def is_in_all_layers(self, key: int) -> bool:
+        """Return whether all layers of the chunk saved it."""
+        return key in self._shared
+
+    def is_owned(self, key: int, run: Run) -> bool:
+        """Return whether `run` is the one that counts it: the first of its microbatch that saved it, or each."""
+        return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
+
+
+def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts], measure_gather_s: MeasureGather) -> ChunkModel:
+    """Return the model of a chunk from the microbatches that were recorded.
+
+    Args:
+        recorder: Of a step that is over.
+        chunk: Its number.
+        facts: Of its layers, in the order of forward.
+        measure_gather_s: Measures what permuting tokens again takes.
+
+    Returns:
+        Each layer of a kind of its own.
+    """
+    runs = [run for run in recorder.runs if run.chunk == chunk]
+    storages = _Storages(runs)
+    layers = []
+    left: set[int] = set()
+    for one in facts:
+        own = [run for run in runs if run.number == one.number]
+        if own:
+            model = _LayerBuilder(recorder, storages, own, one, measure_gather_s).build()
+            layers.append(NumberedLayer(number=one.number, model=model))
+            if all(run.is_leaving for run in _list_timed(own)):
+                left.add(one.number)
+    layers = [_borrow(layer, layers, left) if layer.number in left else layer for layer in layers]
+    segments = _build_segments(recorder, [run for run in runs if run.number < 0])
+    first, last = segments[:1], segments[1:]
+    # Logits are there for one microbatch at a time: its backward comes right after its forward, in every schedule.
+    last_bytes = _count_outer_bytes(runs, storages, is_last=True)
+    last = tuple(_add_extra_bytes(segment, last_bytes) for segment in last)
+    saved_bytes = _count_outer_bytes(runs, storages, is_last=False)
+    return ChunkModel(layers=tuple(layers), first=first, last=last, saved_bytes=saved_bytes)
+
+
+def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
+    """Return a layer that left while it was timed, with what others of its kind say of it.
+
+    It ran beside copies, whose cost a plan counts by itself, and with a host that had more to do: its times are those of
+    layers that stayed, where there are any. What it has for a moment was not read, since what left is in the counters too: it
+    is the most of any.
+
+    Args:
+        layer: The layer.
+        layers: All of its chunk.
+        left: The numbers of those that left.
+    """
+    alike = [other for other in layers if _is_of_kind(other.model, layer.model)]
+    stayed = [other for other in alike if other.number not in left] or [layer]
+    segments = tuple(
+        dataclasses.replace(
+            segment,
+            forward_s=statistics.fmean(other.model.segments[index].forward_s for other in stayed),
+            backward_s=statistics.fmean(other.model.segments[index].backward_s for other in stayed),
+            forward_extra_bytes=max(other.model.segments[index].forward_extra_bytes for other in alike),
+            backward_extra_bytes=max(other.model.segments[index].backward_extra_bytes for other in alike),
+        )
+        for index, segment in enumerate(layer.model.segments)
+    )
+    return dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments))
+
+
+def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
+    """Return whether layers have the same stretches, and save as much by the same tags: their times are not looked at."""
+    names = [[(segment.name, segment.host_wait) for segment in layer.segments] for layer in (first, other)]
+    tags = [[tensor.tags for tensor in layer.tensors] for layer in (first, other)]
+    least_bytes, most_bytes = sorted((first.saved_bytes, other.saved_bytes))
+    return names[0] == names[1] and tags[0] == tags[1] and least_bytes >= (1 - DEFAULT_TOLERANCE) * most_bytes
+
+
+def _list_tags(record: SavedRecord) -> tuple[str, ...]:
+    """Return the tags that save a storage; where none does, the stretch that does so first, which nobody can select."""
+    return tuple(record.tags) or tuple(record.stretches)[:1]
+
+
+def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
+    """Return what a microbatch saves outside of the layers, and what others hold of what layers save: the most of any.
+
+    Args:
+        runs: Of a chunk.
+        storages: What of it counts.
+        is_last: Count what is saved behind the layers alone; or all but that.
+    """
+    found: dict[int, int] = {}
+    for run in runs:
+        size_bytes = sum(
+            record.size_bytes
+            for key, record in run.saved.items()
+            if not storages.is_static(key)
+            and storages.is_owned(key, run)
+            and (run.number < 0 or record.is_held)
+            and is_last == (run.number < 0 and next(iter(record.stretches)) == LAST)
+        )
+        found[run.microbatch] = found.get(run.microbatch, 0) + size_bytes
+    return max(found.values(), default=0)
+
+
+def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
+    return dataclasses.replace(
+        segment,
+        forward_extra_bytes=segment.forward_extra_bytes + size_bytes,
+        backward_extra_bytes=segment.backward_extra_bytes + size_bytes,
+    )
+
+
+def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
+    """Return those of some runs of the same place whose times count."""
+    first = min((run.microbatch for run in runs), default=0)
+    # The first microbatch of a process warms up, and device bytes are read in it.
+    timed = [run for run in runs if run.microbatch > first] or runs
+    timed = [run for run in timed if not run.is_leaving] or timed
+    # In later ones the host may be late.
+    return [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
+
+
+def _build_segments(
+    recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
+) -> tuple[Segment, ...]:
+    """Return the stretches of some runs of the same place, with the median of their times."""
+    timed = _list_timed(runs)
+    names = list(dict.fromkeys(name for run in runs for name in run.stretches))
+
+    def measure(get_spans: Callable[[Stretch], object], name: str) -> float:
+        stretches = [run.stretches[name] for run in timed if name in run.stretches]
+        return statistics.median(recorder.measure_seconds(get_spans(one)) for one in stretches) if stretches else 0.0  # type: ignore[arg-type]
+
+    return tuple(
+        Segment(
+            name=name,
+            forward_s=measure(lambda one: one.forward, name),
+            backward_s=measure(lambda one: one.backward, name),
+            forward_extra_bytes=max(run.stretches[name].forward_extra_bytes for run in runs if name in run.stretches),
+            backward_extra_bytes=max(run.stretches[name].backward_extra_bytes for run in runs if name in run.stretches),
+            host_wait=wait[1] if wait is not None and wait[0] == name else None,
+        )
+        for name in names
+    )
+
+
+class _LayerBuilder:
+    """Makes the model of one layer from its microbatches."""
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        storages: _Storages,
+        runs: Sequence[Run],
+        facts: LayerFacts,
+        measure_gather_s: MeasureGather,
+    ) -> None:
+        self._measure_gather_s = measure_gather_s
+        self._recorder = recorder
+        self._storages = storages
+        self._runs = runs
+        self._facts = facts
+        # Experts save more tensors where more of them have tokens.
+        self._run = max(runs, key=lambda run: len(run.saved))
+        self._names = self._name_tensors(self._run)
+
+    def build(self) -> LayerModel:
+        """Return the model."""
+        kind = f"{self._facts.kind} (layer {self._facts.number})"
+        # Of what is packed to leave, and when, only a plan tells: room for all of it is left throughout the layer, in backward
+        # too, where it comes back packed and is put into its places.
+        packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
+        segments = tuple(
+            _add_extra_bytes(segment, packed_bytes)
+            for segment in _build_segments(self._recorder, self._runs, self._find_wait())
+        )
+        if self._facts.has_experts_in_turn:
+            segments = tuple(map(self._add_other_experts, segments))
+        units = UnitBuilder(self._facts, self._run, self._names, self._storages.is_in_all_layers, self._measure_gather_s)
+        return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
+
+    def _add_other_experts(self, segment: Segment) -> Segment:
+        """Return a stretch with what it has beside it where experts run in turn.
+
+        Backward comes to the first linear of the last expert while all others still have what is behind theirs.
+        """
+        if segment.name != "expert_fc1":
+            return segment
+        behind = (one for one in self._build_tensors() if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
+        size_bytes = sum(one.size_bytes for one in behind)
+        return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
+
+    def _name_tensors(self, run: Run) -> dict[int, str]:
+        """Return by key what the tensors of a run are called: by the stretch that saves them first, and their number there."""
+        counts: dict[str, int] = {}
+        names = {}
+        for key, record in run.saved.items():
+            if self._storages.is_static(key) or not self._storages.is_owned(key, run) or record.is_held:
+                continue
+            if key == run.input_key:
+                names[key] = LAYER_INPUT
+                continue
+            stretch = next(iter(record.stretches))
+            counts[stretch] = counts.get(stretch, 0) + 1
+            names[key] = f"{stretch} {counts[stretch]}"
+        return names
+
+    def _build_tensors(self) -> tuple[SavedTensor, ...]:
+        most: dict[str, int] = {}
+        for run in self._runs:
+            for key, name in self._name_tensors(run).items():
+                most[name] = max(most.get(name, 0), run.saved[key].size_bytes)
+        return tuple(
+            SavedTensor(
+                name=name,
+                # The input leaves as `layer_input` where the layer runs again as a whole.
+                tags=(("layer_input",) if name == LAYER_INPUT else ()) + _list_tags(self._run.saved[key]),
+                size_bytes=most[name],
+                is_same_in_all_layers=self._storages.is_in_all_layers(key),
+                element_bytes=self._run.saved[key].element_bytes,
+            )
+            for key, name in self._names.items()
+        )
+
+    def _find_wait(self) -> tuple[str, HostWait] | None:
+        if self._facts.wait is None:
+            return None
+        name = next((name for name in ("expert_fc1", "after router") if name in self._run.stretches), None)
+        return None if name is None else (name, self._facts.wait)

@@ -1,0 +1,180 @@
+"""What of a layer could run again, found out while it runs once: which modules, what goes in and out, and whether bits stay.
+
+[Note: Units that keep every bit]
+A unit that runs again computes what it computed before. But a checkpoint sums the gradients of its input by itself, and hands
+on their sum. Where others use that input too, the sum without recompute may take their gradients in between, and sums of
+three or more floating-point numbers depend on their order. So such a unit is offered where its graph reaches its input once,
+or where nobody else uses the input. What runs again for the graph of its forward (`reruns.py`) keeps every bit, whatever it
+is made of: a norm of plain ops too, which uses its input twice, beside a residual that uses it once more. In FP8 such units
+are checkpoints of Megatron's all the same.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fgoffload.engine import is_inert
+from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.profile.recorder import StepRecorder
+from fgoffload.integrations.megatron.profile.step_records import ModuleRecord, Run
+from fgoffload.planner.ranks.layer_model import HostWait
+
+GetRecorder = Callable[[], StepRecorder | None]
+
+
+class UnitForm(enum.Enum):
+    """How a unit runs again."""
+
+    CHECKPOINT = "its input is kept, and all that it saved inside is not"  # `tensor_parallel.checkpoint`
+    REFILL = "its output is emptied too, and there again before it is needed"  # `CheckpointWithoutOutput`, or `reruns.py`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WatchedUnit:
+    """A unit of a layer that is a module of it."""
+
+    name: str
+    module: torch.nn.Module
+    form: UnitForm
+    has_shared_input: bool
+    """Whether others use its input too."""
+    sums_gradients: bool
+    """Whether its recompute sums the gradients of its input by itself. See [Note: Units that keep every bit]."""
+
+
+LAYER_INPUT = "layer input"
+"""The name of that tensor."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """What a layer is, as its modules say."""
+
+    chunk: int
+    number: int
+    kind: str
+    """For people: `dense`, `moe`."""
+    tags: tuple[str, ...]
+    """Those that have a site there."""
+    units: tuple[str, ...]
+    """What can run again by itself."""
+    watched: tuple[WatchedUnit, ...]
+    """Those of them that are modules."""
+    wait: HostWait | None
+    """What the host waits for before it launches the experts."""
+    is_quantized: bool = False
+    """Whether its linears work in FP8, and checkpoints of Megatron's run again what `reruns.py` does else."""
+    has_experts_in_turn: bool = False
+    """Whether experts run one after the other, each with its activation, and not all of them in grouped linears."""
+
+
+def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
+    """Return those of the `units` of a Megatron layer that are modules, with how they run again.
+
+    `layer` is all of it and needs no watching. `moe_act` and first linears, with what is behind them, lie between sites.
+    Up-projections of latent attention are no module, and are not offered.
+    """
+    identity = load_module("megatron.core.transformer.identity_op").IdentityOp
+    mlp = layer.mlp
+    # Without a norm of its own before it the MLP takes the residual.
+    takes_residual = isinstance(layer.pre_mlp_layernorm, identity)
+    found = {
+        "attn_norm": (layer.input_layernorm, UnitForm.REFILL, True),
+        "core_attn": (getattr(layer.self_attention, "core_attention", None), UnitForm.CHECKPOINT, False),
+        "mlp_norm": (layer.pre_mlp_layernorm, UnitForm.REFILL, True),
+        "mlp": (mlp, UnitForm.CHECKPOINT, takes_residual),
+        "moe": (mlp, UnitForm.CHECKPOINT, takes_residual),
+        "shared_expert": (getattr(mlp, "shared_experts", None), UnitForm.CHECKPOINT, True),
+    }
+    return [
+        WatchedUnit(name, module, form, is_shared, form is UnitForm.CHECKPOINT or is_quantized(layer.config))
+        for name, (module, form, is_shared) in found.items()
+        if name in units and module is not None
+    ]
+
+
+def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
+    """Let the recorder know when forward is in these modules. Returns handles, whose `remove` undoes it.
+
+    Args:
+        get_recorder: Returns the recorder, or None while no step is measured.
+        watched: Modules of one layer.
+    """
+    handles = []
+    for unit in watched:
+        begin, end = _make_hooks(get_recorder, unit.name)
+        handles += [
+            unit.module.register_forward_pre_hook(begin, with_kwargs=True),
+            unit.module.register_forward_hook(end, with_kwargs=True),
+        ]
+    return handles
+
+
+def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
+    """Return whether a step has the same bits when `unit` runs again. See [Note: Units that keep every bit]."""
+    return not unit.sums_gradients or not unit.has_shared_input or record.input_edges == 1
+
+
+def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    def find_run() -> Run | None:
+        recorder = get_recorder()
+        return None if recorder is None or is_inert() else recorder.current_layer
+
+    def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        run = find_run()
+        if run is not None:
+            # Megatron's sites are around the modules and ours inside of them.
+            around = run.current
+            tensors = list(_list_tensors((args, kwargs)))
+            run.modules[unit] = ModuleRecord(
+                inputs=frozenset(map(run.name_storage, tensors)),
+                input_bytes={run.name_storage(one): one.untyped_storage().nbytes() for one in tensors if one.requires_grad},
+                tensor_bytes=frozenset(one.numel() * one.element_size() for one in tensors if one.requires_grad),
+                stretches={} if around is None or around.tag != unit else {around.name: None},
+            )
+            run.open_modules |= {unit}
+
+    def end(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        run = find_run()
+        if run is not None and unit in run.open_modules:
+            run.open_modules -= {unit}
+            record, outputs = run.modules[unit], list(_list_tensors(output))
+            record.outputs = frozenset(map(run.name_storage, outputs))
+            record.input_edges = count_edges(outputs, list(_list_tensors((args, kwargs))))
+
+    return begin, end
+
+
+def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
+    """Return how often the graph of `outputs` reaches the one of `inputs` that it reaches most often."""
+    ends = {_get_edge(tensor): 0 for tensor in inputs if tensor.requires_grad}
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    known = set(nodes)
+    while nodes:
+        for edge in nodes.pop().next_functions:
+            if edge in ends:
+                ends[edge] += 1
+            elif edge[0] is not None and edge[0] not in known:
+                known.add(edge[0])
+                nodes.append(edge[0])
+    return max(ends.values(), default=0)
+
+
+def _get_edge(tensor: torch.Tensor) -> tuple[Any, int]:
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _list_tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or results, as they are nested."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _list_tensors(value)
+    elif isinstance(values, dict):
+        yield from _list_tensors(list(values.values()))

@@ -1,0 +1,1 @@
+"""Recomputing parts of a Megatron layer in backward, as a plan says."""

@@ -1,0 +1,97 @@
+"""The sites of `layer_input`: what a checkpoint around whole layers keeps, Megatron's or that of a plan.
+
+The first layer's input of a pipeline stage came from the stage before, and Megatron's schedule holds it until backward: it
+leaves and frees nothing, is counted as held elsewhere, and stays from the next step on.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fgoffload.engine import is_inert
+from fgoffload.engine.place import Place
+from fgoffload.integrations.megatron.adapter.layer_numbers import find_first, get_number
+from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
+from fgoffload.integrations.megatron.adapter.regions import find_tensor, run_in_site
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.methods import wrap_symbol
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn
+
+TAG = "layer_input"
+BLOCK_MODULE = "megatron.core.transformer.transformer_block"
+HYBRID_BLOCK_MODULE = "megatron.core.models.hybrid.hybrid_block"
+RECOMPUTE_MODULE = "megatron.core.recompute"
+MTP_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+PARALLEL = "megatron.core.tensor_parallel"
+_PLACE = Place(None, "a checkpoint of a part of a layer")
+
+
+class LayerInputs:
+    """Regions around the checkpoints of layers, and around no other checkpoint: Megatron uses the same function for many."""
+
+    def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
+        """Wrap the checkpoints, and what tells that they are of layers.
+
+        Args:
+            patches: Put it back later.
+            get_offload: Returns what answers; it exists only after everything is wrapped.
+
+        Raises:
+            IntegrationError: Megatron-Core lacks one of them.
+        """
+        self.get_offload = get_offload
+        self._depth = 0
+        # Since 0.18 one function, which the blocks of transformer layers and the hybrid ones import by name.
+        is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
+        if is_function:
+            wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
+            wrap_symbol(patches, HYBRID_BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
+        else:
+            wrap_symbol(patches, f"{BLOCK_MODULE}:TransformerBlock", "_checkpointed_forward", self._wrap_block)
+        wrap_symbol(patches, MTP_LAYER, "_checkpointed_forward", self._wrap_mtp_layer)
+        wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
+        user = RECOMPUTE_MODULE if is_function else BLOCK_MODULE
+        if getattr(load_module(user), "te_checkpoint", None) is not None:  # None, or absent, without Transformer Engine
+            wrap_symbol(patches, user, "te_checkpoint", self._wrap_checkpoint)
+
+    @contextlib.contextmanager
+    def layers_from(self, number: int) -> Iterator[None]:
+        """Take the checkpoints inside for those of layers, the first of them of layer `number`."""
+        self.get_offload().pass_layer(number - 1)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _wrap_block(self, original: Any) -> Any:
+        def run(block: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.layers_from(get_number(block.layers[0])):
+                return original(block, *args, **kwargs)
+
+        return run
+
+    def _wrap_mtp_layer(self, original: Any) -> Any:
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.layers_from(get_number(find_first(module))):
+                return original(module, *args, **kwargs)
+
+        return run
+
+    def _wrap_checkpoint(self, original: Any) -> Any:
+        def checkpoint(run_function: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_inert():
+                return original(run_function, *args, **kwargs)
+            offload = self.get_offload()
+            if self._depth == 0:
+                # Of a part of a layer. It may be given what a norm returned that runs again too, and saves that when its
+                # forward is through.
+                made = offload.open_reruns.find_made()
+                with HandingOn(made, _PLACE) if made else contextlib.nullcontext():
+                    return original(run_function, *args, **kwargs)
+            offload.enter_layer(offload.last_layer + 1)
+            # Inside, grad mode is off and nothing is saved; the checkpoint saves its arguments when its forward is through.
+            return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(run_function, *args, **kwargs))
+
+        return checkpoint

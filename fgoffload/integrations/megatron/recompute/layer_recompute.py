@@ -1,0 +1,250 @@
+"""Running parts of a layer again in backward, layer by layer, as a plan says.
+
+Where Megatron's modules have an attribute of their own for it, that attribute is set in the layers of the plan; Megatron's
+flags set it in all layers alike. Where the module has a checkpoint without output then, `reruns.py` takes its place (see
+`checkpoints.py`). A whole layer goes through a checkpoint: Megatron's, which restores the random states of all its
+generators, or Transformer Engine's where FP8 is on, which restores the scaling too. First linears, with what is before and
+behind them, are the first parts of their modules' forward. Tokens are permuted again by `permutations.py`.
+
+| unit | what does it | since |
+|---|---|---|
+| `layer` | `tensor_parallel.checkpoint` or `te_checkpoint` around `TransformerLayer.forward` | 0.16.1 |
+| `attn_norm` | `TransformerLayer.recompute_input_layernorm` | 0.16.1 |
+| `qkv_linear` | `partial_recompute.py` around `SelfAttention.forward` | 0.16.1 |
+| `mla_up_proj` | `MLASelfAttention.recompute_up_proj` | 0.16.1 |
+| `core_attn` | `SelfAttention.checkpoint_core_attention` | 0.16.1 |
+| `mlp_norm` | `TransformerLayer.recompute_pre_mlp_layernorm` | 0.16.1 |
+| `mlp_fc1` | `partial_recompute.py` around `MLP.forward` | 0.16.1 |
+| `mlp` | `TransformerLayer.recompute_mlp` | 0.16.1 |
+| `moe` | `MoELayer.moe_layer_recompute` | 0.16.1 |
+| `shared_expert` | `MoELayer.shared_experts_recompute` | 0.16.1 |
+| `expert_fc1` | `partial_recompute.py` around `TEGroupedMLP.forward` | 0.16.1 |
+| `moe_act` | `TEGroupedMLP.activation_recompute` | 0.16.1 |
+| `dispatch` | `permutations.py` around `MoEAlltoAllTokenDispatcher` and the experts' first linear | 0.16.1 |
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fgoffload.engine import is_inert
+from fgoffload.engine.place import Place
+from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized, save_whole_input
+from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
+from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.methods import set_attribute, wrap_method
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.recompute import partial_recompute, permutations
+from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn
+from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Switch:
+    """How one unit of one layer is made to run again."""
+
+    target: Any
+    """The module with the attribute."""
+    attribute: str
+    prepare_fp8: Callable[[], object] | None = None
+    """What else quantized modules need: to keep the original input, whose quantized copy would outlive the recompute."""
+
+
+def find_units(layer: Any) -> tuple[str, ...]:
+    """Return the units of a Megatron layer that can run again by themselves, by the names of `RECOMPUTE_UNITS`."""
+    switches = _find_switches(layer)
+    if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
+        # They need linears that save their original input, which Transformer Engine refuses with delayed scaling.
+        switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
+    permutation = (permutations.UNIT,) if permutations.can_permute_again(layer) else ()
+    return ("layer", *switches, *partial_recompute.find_first_parts(layer), *permutation)
+
+
+def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:
+    """Let `unit` of `layer` run again in backward, until `patches` are removed."""
+    if unit == "layer":
+        wrap_method(patches, layer, "forward", functools.partial(_run_again, inputs))
+        return
+    part = partial_recompute.find_first_parts(layer).get(unit)
+    if part is not None:
+        partial_recompute.run_again(patches, inputs.get_offload, part)
+        return
+    if unit == permutations.UNIT:
+        permutations.permute_again(patches, layer, lambda: inputs.get_offload().open_reruns)
+        return
+    switch = _find_switches(layer)[unit]
+    set_attribute(patches, switch.target, switch.attribute, True)  # noqa: FBT003 - the value of Megatron's attribute
+    wrap_method(patches, layer, "forward", _run_once_without_grad)
+    if is_quantized(layer.config):
+        if switch.prepare_fp8 is not None:
+            switch.prepare_fp8()
+    elif unit == "moe_act":
+        save_whole_input(patches, getattr(layer.mlp.experts, "linear_fc2", None))  # one stand-in, and not one for each expert
+
+
+def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
+    """Let whoever uses what Megatron's checkpoints without output return save nothing of it, until `patches` are removed.
+
+    Args:
+        patches: Undo it; wrapped before anything else of the layer is, so that the hooks are inside of regions.
+        get_offload: Returns what knows what runs again and is in use.
+        layer: A Megatron layer.
+        units: What may run again in it.
+    """
+    for unit in units:
+        for module, name in _list_users(layer, unit):
+            if callable(getattr(module, name, None)):
+                place = Place(None, f"{type(module).__name__}.{name} of layer {get_number(layer)}")
+                wrap_method(patches, module, name, functools.partial(_hand_on, get_offload, place))
+
+
+def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
+    """Yield the methods that save what a unit of `layer` returns, and open no region inside."""
+    attention, mlp = layer.self_attention, layer.mlp
+    if unit == "attn_norm":
+        yield from ((getattr(attention, name, None), "forward") for name in _ATTENTION_INPUTS)
+    elif unit == "mla_up_proj":
+        yield getattr(attention, "core_attention", None), "forward"
+    elif unit == "moe_act":
+        yield getattr(mlp.experts, "linear_fc2", None), "forward"
+    elif unit == "mlp_norm":
+        shared = getattr(mlp, "shared_experts", None)
+        for module in (mlp, shared):
+            yield getattr(module, "linear_fc1", None), "forward"
+        yield getattr(mlp, "fc1_latent_proj", None), "forward"
+        yield getattr(mlp, "router", None), "gating"
+        if getattr(shared, "use_shared_expert_gate", False) and not getattr(mlp, "shared_expert_overlap", False):
+            yield shared, "forward"
+
+
+_ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
+"""The first linears of Megatron's attentions."""
+
+
+def _hand_on(get_offload: GetOffload, place: Place, original: Any) -> Any:
+    """Wrap a method of whoever uses what may run again."""
+
+    def use(module: Any, *args: Any, **kwargs: Any) -> Any:
+        made = get_offload().open_reruns.find_made()
+        if not made:
+            return original(module, *args, **kwargs)
+        with HandingOn(made, place):
+            return original(module, *args, **kwargs)
+
+    return use
+
+
+def _find_switches(layer: Any) -> dict[str, _Switch]:
+    identity = load_module("megatron.core.transformer.identity_op").IdentityOp
+    attention, mlp = layer.self_attention, layer.mlp
+    switches = {}
+
+    def add(unit: str, target: Any, attribute: str, prepare_fp8: Callable[[], object] | None = None) -> None:
+        if hasattr(target, attribute):
+            switches[unit] = _Switch(target, attribute, prepare_fp8)
+
+    if not isinstance(layer.input_layernorm, identity):
+        # Not every attention is Megatron's `Attention`, and only in FP8 has it to be prepared.
+        prepare_attention = getattr(attention, "set_for_recompute_input_layernorm", None)
+        if prepare_attention is not None or not is_quantized(layer.config):
+            add("attn_norm", layer, "recompute_input_layernorm", prepare_attention)
+    add("mla_up_proj", attention, "recompute_up_proj")
+    add("core_attn", attention, "checkpoint_core_attention")
+    experts = getattr(mlp, "experts", None)
+    if not isinstance(layer.pre_mlp_layernorm, identity):
+        add("mlp_norm", layer, "recompute_pre_mlp_layernorm", lambda: _prepare_mlp(mlp))
+    if experts is None:
+        # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for what computed that
+        # parameter: the recompute in backward runs into itself until memory is full. Seen with megatron-core 0.16.1.
+        if not layer.config.add_bias_linear:
+            add("mlp", layer, "recompute_mlp")
+        return switches
+    add("moe", mlp, "moe_layer_recompute")
+    if getattr(mlp, "shared_experts", None) is not None and not getattr(mlp, "shared_expert_overlap", False):
+        add("shared_expert", mlp, "shared_experts_recompute")
+    add("moe_act", experts, "activation_recompute", lambda: _save_original(experts.linear_fc2))
+    return switches
+
+
+def _prepare_mlp(mlp: Any) -> None:
+    if hasattr(mlp, "set_for_recompute_pre_mlp_layernorm"):
+        mlp.set_for_recompute_pre_mlp_layernorm()
+    else:
+        _save_original(mlp.linear_fc1)
+
+
+def _save_original(linear: Any) -> None:
+    load_module("megatron.core.extensions.transformer_engine").set_save_original_input(linear)
+
+
+def _run_once_without_grad(original: Any) -> Any:
+    """Return a forward of a layer that recomputes nothing where its input needs no gradient, as behind frozen layers.
+
+    Megatron's checkpoints are reentrant: they reach the parameters through their input, and where that has no gradient, the
+    parameters get none, without a word.
+    """
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
+            return original(layer, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for switch in _find_switches(layer).values():
+                stack.enter_context(_switched_off(switch))
+            return original(layer, *args, **kwargs)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _switched_off(switch: _Switch) -> Iterator[None]:
+    before = getattr(switch.target, switch.attribute)
+    setattr(switch.target, switch.attribute, False)
+    try:
+        yield
+    finally:
+        setattr(switch.target, switch.attribute, before)
+
+
+def _run_again(inputs: LayerInputs, original: Any) -> Any:
+    """Return a forward of a layer that keeps its input alone."""
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        count = len(args)
+        names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+        # Reentrant checkpoints reach the parameters through their input: without its gradient they would have none.
+        if is_inert() or not any(given[name].requires_grad for name in names):
+            return original(layer, *args, **kwargs)
+
+        def run(*tensors: torch.Tensor) -> Any:
+            values = given | dict(zip(names, tensors, strict=True))
+            return original(layer, *(values.pop(index) for index in range(count)), **values)
+
+        tensors = [given[name] for name in names]
+        # The closure lives as long as the checkpoint, and must not hold the input, which is to leave.
+        given.update(dict.fromkeys(names))
+        with inputs.layers_from(get_number(layer)):
+            return _checkpoint(layer, run, tensors)
+
+    return forward
+
+
+def _checkpoint(layer: Any, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    parallel = load_module("megatron.core.tensor_parallel")
+    if not is_quantized(layer.config):
+        return parallel.checkpoint(run, False, *tensors)  # noqa: FBT003 - Megatron's signature
+    # Where its user imports it by name: a block until 0.17, a module of its own since.
+    block = load_module("megatron.core.transformer.transformer_block")
+    user = load_module("megatron.core.recompute") if hasattr(block, "checkpointed_forward") else block
+    return user.te_checkpoint(
+        run,
+        False,  # noqa: FBT003 - Megatron's signature
+        parallel.random.get_cuda_rng_tracker,
+        layer.pg_collection.tp,
+        *tensors,
+    )

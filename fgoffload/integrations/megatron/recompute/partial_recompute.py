@@ -1,0 +1,310 @@
+"""Running the first part of a module's forward again in backward: up to the submodule that saves what that part made.
+
+    forward     first part, which saves its input alone  ->  submodule  ->  rest
+    backward    rest  ->  first part again  ->  submodule  ->  first part
+
+The submodule saves nothing of what the first part made (`detached_outputs.py`). That is emptied behind it, and comes again
+before the submodule's backward (`reruns.py`). So nothing stays of the first part but its input, and the submodule runs once.
+
+| unit | module | up to |
+|---|---|---|
+| `qkv_linear` | `SelfAttention` | `core_attention` |
+| `mlp_fc1` | `MLP` | `linear_fc2` |
+| `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
+
+[Note: What else is handed on]
+What the first part hands to the submodule is emptied, and made again. Whatever else the rest of forward uses of it would stay,
+and no plan would count it. So a unit is there where the module's forward is Megatron's own and hands on nothing else: not with
+an output gate, which is made together with query and key, and not where biases of the experts' second linear are multiplied by
+probabilities that the first part has reshaped.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from fgoffload.engine import is_inert
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized, save_whole_input
+from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor, run_in_site
+from fgoffload.integrations.megatron.adapter.sites import has_op_fuser
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.methods import wrap_method
+from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.recompute.random_states import RandomUse
+from fgoffload.integrations.megatron.recompute.reruns import Rerun, as_tuple
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FirstPart:
+    """The first part of one module's forward."""
+
+    unit: str
+    """The unit of `fgoffload.tags.RECOMPUTE_UNITS` that it is, and the tag of its input."""
+    module: Any
+    until: str
+    """The submodule with whose call it ends, by the name of its attribute."""
+    until_tag: str | None = None
+    """The tag of that submodule where Megatron opens its site before the call, and so without grad."""
+
+    @property
+    def submodule(self) -> Any:
+        """Return the submodule with whose call the part ends."""
+        return getattr(self.module, self.until)
+
+
+def find_first_parts(layer: Any) -> dict[str, FirstPart]:
+    """Return the first parts of a Megatron layer that can run again by themselves, by unit."""
+    if is_quantized(layer.config):
+        # What ran again would quantize again, and move on the scaling that it was quantized with.
+        return {}
+    attention, mlp = layer.self_attention, layer.mlp
+    experts = getattr(mlp, "experts", None)
+    parts = []
+    if _runs_forward_of(attention, "attention:Attention") and not getattr(layer.config, "attention_output_gate", False):
+        parts.append(FirstPart(unit="qkv_linear", module=attention, until="core_attention", until_tag="core_attn"))
+    if _runs_forward_of(mlp, "mlp:MLP"):
+        parts.append(FirstPart(unit="mlp_fc1", module=mlp, until="linear_fc2"))
+    if _runs_forward_of(experts, "moe.experts:TEGroupedMLP") and not layer.config.add_bias_linear:
+        parts.append(FirstPart(unit="expert_fc1", module=experts, until="linear_fc2"))
+    return {part.unit: part for part in parts}
+
+
+def _runs_forward_of(module: Any, path: str) -> bool:
+    """Return whether `module` runs the forward of a class of `megatron.core.transformer`, and calls its submodules in it."""
+    module_name, _, class_name = path.partition(":")
+    base = getattr(load_module(f"megatron.core.transformer.{module_name}"), class_name)
+    return isinstance(module, base) and type(module).forward is base.forward and not has_op_fuser(module)
+
+
+def run_again(patches: Patches, get_offload: GetOffload, part: FirstPart) -> None:
+    """Let `part` run again in backward, until `patches` are removed."""
+    runs = _Runs(part, get_offload)
+    if part.unit == "expert_fc1":
+        save_whole_input(patches, part.submodule)  # one stand-in, and not one for each expert
+    wrap_method(patches, part.module, "forward", runs.wrap_module)
+    wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
+    reference = weakref.ref(runs)  # a model must not live on because it was patched
+
+    def note_removal() -> None:
+        runs = reference()
+        if runs is not None:
+            runs.is_removed = True
+
+    patches.on_remove(note_removal)
+
+
+class _Arguments:
+    """What a method is called with.
+
+    Args:
+        values: By place, from 0, or by name.
+        count: How many have a place and no name.
+    """
+
+    def __init__(self, values: Mapping[Any, Any], *, count: int) -> None:
+        self.values: dict[Any, Any] = dict(values)
+        self._count = count
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Arguments":
+        """Return those of a call."""
+        return cls(dict[Any, Any](enumerate(args)) | kwargs, count=len(args))
+
+    def replace(self, values: Mapping[Any, Any]) -> "_Arguments":
+        """Return the same arguments with `values` in place of those of the same keys."""
+        return _Arguments({**self.values, **values}, count=self._count)
+
+    def call(self, method: Callable[..., Any], owner: Any) -> Any:
+        """Return what `method` of `owner` makes of them."""
+        named = dict(self.values)
+        return method(owner, *[named.pop(place) for place in range(self._count)], **named)
+
+    def find_inputs(self) -> dict[Any, torch.Tensor]:
+        """Return the tensors that need a gradient."""
+        return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
+
+    def find_made(self, given: "_Arguments") -> dict[Any, torch.Tensor]:
+        """Return the tensors that were computed from `given`: those that could have a gradient, and are not among these.
+
+        Parameters were computed by nobody, and are not to be emptied.
+        """
+        known = {id(one) for one in given.values.values()}
+        tensors = {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and id(one) not in known}
+        return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
+
+
+class _Reached(BaseException):
+    """What runs again has come to the submodule, and ends there. No error, so that nobody takes it for one on its way."""
+
+    def __init__(self, made: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.made = made
+
+
+class _Runs:
+    """The forwards of one module. At most one of them is in its first part: such modules do not nest."""
+
+    def __init__(self, part: FirstPart, get_offload: GetOffload) -> None:
+        self._part = part
+        self._get_offload = get_offload
+        self._random_use = RandomUse()
+        self.is_removed = False
+        """Whether the modules have their own forward again. What ran before may still have its backward to come."""
+        self._take_over: Callable[[Any, Any, _Arguments], Any] | None = None
+        """What the next call of the submodule does in place of its forward, given that, the submodule and its arguments."""
+
+    def wrap_module(self, original: Any) -> Any:
+        """Wrap the forward of the module."""
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            given = _Arguments.of(args, kwargs)
+            inputs = given.find_inputs()
+            # Where nothing that it is given needs a gradient, as behind frozen layers, a plan's units run once.
+            if is_inert() or not inputs:
+                return original(module, *args, **kwargs)
+            # It lives as long as the graph, and must not hold the input, which may leave.
+            kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
+
+            def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
+
+            offload, tensors = self._get_offload(), tuple(inputs.values())
+            name = f"{self._part.unit} of {type(module).__name__}"
+            # A norm before it may run again too.
+            found = offload.open_reruns.find_made()
+            begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
+            rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
+            with contextlib.ExitStack() as dropping:
+                dropping.enter_context(rerun)
+                self._take_over = functools.partial(self._end, offload, given, rerun, dropping)
+                try:
+                    result = original(module, *args, **kwargs)
+                    self._check_reached()
+                finally:
+                    self._take_over = None
+            return result
+
+        return forward
+
+    def wrap_submodule(self, original: Any) -> Any:
+        """Wrap the forward of the submodule."""
+
+        def forward(submodule: Any, *args: Any, **kwargs: Any) -> Any:
+            take_over, self._take_over = self._take_over, None
+            if take_over is None:
+                return original(submodule, *args, **kwargs)
+            return take_over(original, submodule, _Arguments.of(args, kwargs))
+
+        return forward
+
+    def _end(
+        self,
+        offload: Any,
+        given: _Arguments,
+        rerun: Rerun,
+        dropping: contextlib.ExitStack,
+        original: Any,
+        submodule: Any,
+        reached: _Arguments,
+    ) -> Any:
+        """End the first part, and run the submodule on what it made of `given`.
+
+        Args:
+            offload: Whose engine is told of what the first part made.
+            given: What the module was called with.
+            rerun: That of the first part.
+            dropping: Drops what is saved, until it is closed.
+            original: The forward of the submodule.
+            submodule: That of the module that runs, which may be a copy of the part's.
+            reached: What the first part calls the submodule with.
+        """
+        made = reached.find_made(given)
+        outputs = self._separate(made.values())
+        dropping.close()
+        offload.keep_recomputed(rerun.note_outputs(outputs))
+        arguments = reached.replace(dict(zip(made, outputs, strict=True)))
+
+        def use() -> Any:
+            with rerun.handing_on():
+                return arguments.call(original, submodule)
+
+        result = run_in_site(offload, self._part.until_tag, outputs[0], use)
+        rerun.empty_outputs()
+        # Before the backward of what made the submodule's output, and behind all hooks of that output: the norm before a dense
+        # MLP may run again too, by a hook of the MLP's output, which is that of `linear_fc2`. It is put there later, and has
+        # to fill what the first part of the MLP is given before that runs again.
+        node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
+        node.register_prehook(lambda gradients: rerun.run())
+        return result
+
+    def _run_again(self, original: Any, module: Any, given: _Arguments) -> tuple[torch.Tensor, ...]:
+        """Return what the first part makes of `given`."""
+
+        def stop(_: Any, submodule: Any, reached: _Arguments) -> NoReturn:
+            raise _Reached(self._separate(reached.find_made(given).values()))
+
+        self._take_over = stop
+        try:
+            with _closed_ranges(), self._wrapped(module):
+                given.call(original, module)
+            self._check_reached()
+        except _Reached as reached:
+            return reached.made
+        finally:
+            self._take_over = None
+        raise AssertionError  # `stop` has raised
+
+    def _wrapped(self, module: Any) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the submodule of `module` asks whether to be taken over, as it does until the removal."""
+        if not self.is_removed:
+            return contextlib.nullcontext()
+        patches = Patches()
+        wrap_method(patches, getattr(module, self._part.until), "forward", self.wrap_submodule)
+        return patches
+
+    def _check_reached(self) -> None:
+        """Refuse a forward that has not come to the submodule: what it returned has no gradient.
+
+        Raises:
+            StateError: With the module, and the fix.
+        """
+        if self._take_over is not None:
+            raise StateError(
+                f"The plan recomputes {self._part.unit!r}, and a forward of {type(self._part.module).__name__} did not call "
+                f"its {self._part.until}: it would have no gradient. Keep {self._part.unit!r} in the plan."
+            )
+
+    def _separate(self, made: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return `made`, with copies in place of views where the submodule would copy these itself.
+
+        It would save its copies, which nobody could empty. Transformer Engine's attention copies query, key and value where
+        they are not parts of one storage in an order that it knows. Source: `get_qkv_layout`, Transformer Engine 2.20.
+        """
+        tensors = tuple(made)
+        copies_views = any(base.__name__ == "TEDotProductAttention" for base in type(self._part.submodule).__mro__)
+        if not copies_views or not any(map(_has_own_storage, tensors)):
+            return tensors
+        return tuple(tensor.contiguous() for tensor in tensors)
+
+
+def _has_own_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@contextlib.contextmanager
+def _closed_ranges() -> Iterator[None]:
+    """Close the profiler's ranges that Megatron opens inside and, where that is left early, does not close."""
+    utils = load_module("megatron.core.utils")
+    open_ranges = getattr(utils, "_nvtx_range_messages", [])
+    before = len(open_ranges)
+    try:
+        yield
+    finally:
+        while len(open_ranges) > before:
+            utils.nvtx_range_pop(msg=open_ranges[-1])

@@ -1,0 +1,283 @@
+"""The flags that `fgoffload train` reads: those of Megatron's model and of training, and those of offload.
+
+The model's flags are the fields of Megatron's config classes (see `field_flags.py`), the training's are the fields of
+`TrainingArguments`. Written down here is only where Megatron-LM's spelling is not the name of the field.
+"""
+
+import argparse
+import dataclasses
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.adapter.model_config import list_accepted
+from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser, add_field_flags, to_flag, whole_number
+from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE, FlagSources
+from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS, add_graph_flags, read_graph_fields, to_config_fields
+from fgoffload.integrations.megatron.flags.parallel_flags import describe_two_virtual_sizes
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
+from fgoffload.trainer.training_arguments import TrainingArguments
+
+__all__ = ["TrainingArguments", "build_transformer_config", "parse_arguments"]
+
+_logger = logging.getLogger(__name__)
+
+_CONFIG_MODULE = "megatron.core.transformer.transformer_config"
+
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_moe_experts": ("--num-experts",),
+    "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers",),
+    "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers",),
+    "virtual_pipeline_model_parallel_size": ("--num-virtual-stages-per-pipeline-rank",),
+    "overlap_p2p_comm": ("--overlap-p2p-communication",),
+    "apply_rope_fusion": ("--rope-fusion",),
+    "bias_activation_fusion": ("--bias-swiglu-fusion", "--bias-gelu-fusion"),
+    "fp8_param": ("--fp8-param-gather",),
+    "use_te_rng_tracker": ("--te-rng-tracker",),
+}
+"""By field of the config, how Megatron-LM spells its flag where the field itself does not say. `--no-` works with each boolean
+one: `--no-bias-swiglu-fusion`."""
+
+_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Megatron-LM fuses swiglu unless told not to, and it matters here: the fused one saves less.
+    "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
+    "--recompute-activations": {"recompute_granularity": "selective"},
+}
+"""Flags of Megatron-LM that set several fields; a flag for one of those fields wins."""
+
+_OFFLOAD_FIELDS = frozenset(
+    {
+        "fine_grained_activation_offloading",
+        "offload_modules",
+        "min_offloaded_tensor_size",
+        # Since 0.19:
+        "delay_offload_until_cuda_graph",
+        "delta_offload_bytes_across_pp_ranks",
+        "activation_offload_fraction",
+    }
+)
+"""Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
+
+_MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})
+"""Fields of Megatron's config for latent attention that every model with rotary embeddings has as training flags."""
+
+_MLA_DEFAULTS: Mapping[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "normalization": "LayerNorm",
+}
+"""What an absent flag means with latent attention. The config's own defaults are another model: queries through a rank of 512,
+for one, where Megatron-LM projects them in one go. Source: `_add_mla_args` of megatron/training/arguments.py, and for norms
+`TransformerConfig`, of Megatron-LM core 0.16.1; both still so in 0.20."""
+
+
+def parse_arguments(
+    argv: Sequence[str],
+    *,
+    source: str,
+    world_size: int | None = None,
+    typed: Sequence[str] = (),
+    known_elsewhere: Collection[str] = (),
+) -> TrainingArguments:
+    """Return the training that `argv` describes.
+
+    Args:
+        argv: Flags as Megatron-LM takes them; a later one wins over an earlier one.
+        source: Where they came from, for errors.
+        world_size: Processes of the training; None takes what one copy of the model needs.
+        typed: Further flags, from the command line; they win over those of `argv`.
+        known_elsewhere: Flags of the command line that are read by others, to be suggested for one typed wrongly.
+
+    Raises:
+        ConfigError: A flag is unknown or has a value that it cannot have; the error names source, flag, value and fix.
+    """
+    parser, typed_parser = _build_parser(source), _build_parser(COMMAND_LINE, known_elsewhere)
+    values = typed_parser.parse_flags(typed, earlier=parser.parse_flags(argv))
+    given = {flag: source for flag in parser.find_given(argv)} | {flag: COMMAND_LINE for flag in typed_parser.find_given(typed)}
+    sources = FlagSources((source, COMMAND_LINE) if typed else (source,), MappingProxyType(given))
+    try:
+        offload = OffloadConfig.from_flags(argparse.Namespace(**values))
+    except ConfigError as error:
+        raise sources.refuse(str(error)) from error
+    _warn_of_flags_without_effect(values, offload, is_switched="--fine-grained-activation-offloading" in given)
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    training = {name: value for name, value in values.items() if name in names}
+    transformer = _collect_transformer_fields(values, sources)
+    for name, given_fields in (
+        ("seq_length", training),
+        ("micro_batch_size", training),
+        *((n, transformer) for n in _REQUIRED),
+    ):
+        if name not in given_fields:
+            raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
+    world_size = max(1, _count_processes(transformer)) if world_size is None else world_size
+    training.setdefault("max_position_embeddings", training["seq_length"])
+    # One microbatch a step on every data-parallel rank, as Megatron-LM defaults.
+    training.setdefault(
+        "global_batch_size",
+        max(1, training["micro_batch_size"]) * max(1, world_size // max(1, _count_model_parallel(transformer))),
+    )
+    return TrainingArguments(
+        transformer=MappingProxyType(transformer), offload=offload, source=sources, world_size=world_size, **training
+    )
+
+
+def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadConfig | None) -> Any:
+    """Return Megatron's TransformerConfig for `arguments`.
+
+    Args:
+        arguments: The training.
+        offload: Offload to build for, or None for off. Megatron gets the tags that its config accepts; where it accepts none,
+            its own flag is off, and the others reach the engine alone.
+
+    Raises:
+        ConfigError: Megatron refuses the combination; the error carries its text.
+    """
+    module = load_module(_CONFIG_MODULE)
+    fields = dict(arguments.transformer)
+    dtype = torch.bfloat16 if fields.get("bf16") else torch.float16 if fields.get("fp16") else torch.float32
+    # The interleaved schedule sends both ways to one neighbour when there are two stages. Batched sends match by order alone
+    # and would swap an activation for a gradient, silently; overlapped ones use two groups. Megatron-LM does the same.
+    fields.setdefault("overlap_p2p_comm", arguments.virtual_pipeline_size is not None)
+    fields.setdefault("transformer_impl", "local")
+    fields |= {"batch_p2p_comm": not fields["overlap_p2p_comm"], "params_dtype": dtype, "pipeline_dtype": dtype}
+    known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
+    fields = to_config_fields(fields, known) | {"use_te_rng_tracker": arguments.uses_te_rng_tracker}
+    accepted = [] if offload is None else list_accepted(offload.offload_modules)
+    if offload is not None and accepted:
+        fields |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": accepted,
+            "min_offloaded_tensor_size": offload.min_offloaded_tensor_size,
+        }
+        if "delay_offload_until_cuda_graph" in known:
+            fields["delay_offload_until_cuda_graph"] = offload.delay_offload_until_cuda_graph
+    config_class = module.TransformerConfig
+    if fields.get("multi_latent_attention"):
+        config_class = module.MLATransformerConfig
+        rotary = {"rotary_base": arguments.rotary_base, "rotary_percent": arguments.rotary_percent}
+        fields = {**_MLA_DEFAULTS, **fields, **rotary}
+    try:
+        with ignore_expected_warnings():
+            return config_class(**fields)
+    except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
+        raise arguments.source.refuse(f"Megatron-Core refuses this combination of flags: {error}") from error
+
+
+_EXAMPLES: Mapping[str, int] = {
+    "seq_length": 256,
+    "micro_batch_size": 1,
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+}
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagParser:
+    module = load_module(_CONFIG_MODULE)
+    model_fields = {field.name for field in dataclasses.fields(module.TransformerConfig)}
+    parser = FlagParser(source=source, known_elsewhere=known_elsewhere)
+    add_fine_grained_offload_args(parser)
+    add_field_flags(parser, TrainingArguments, leave_out=("transformer", "offload", "source", "world_size"))
+    # BooleanOptionalAction gives each spelling its --no- form, as Megatron-LM writes most booleans that are on by default.
+    add_field_flags(parser, module.TransformerConfig, leave_out=_OFFLOAD_FIELDS | GRAPH_FIELDS, aliases=_ALIASES)
+    add_graph_flags(parser)
+    add_field_flags(parser, module.MLATransformerConfig, leave_out=model_fields | _MLA_FIELDS_OF_TRAINING)
+    parser.add_argument("--group-query-attention", action="store_true", default=False)
+    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=whole_number)
+    for flag in _PRESETS:
+        parser.add_argument(flag, action="store_true", default=False)
+    return parser
+
+
+def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources) -> dict[str, Any]:
+    """Return the fields of Megatron's config that `values` gives, with Megatron-LM's flags translated."""
+    module = load_module(_CONFIG_MODULE)
+    known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
+    latent_only = {field.name for field in dataclasses.fields(module.MLATransformerConfig)} - known - _MLA_FIELDS_OF_TRAINING
+    fields: dict[str, Any] = {}
+    for flag, preset in _PRESETS.items():
+        if values[flag[2:].replace("-", "_")]:
+            fields |= preset
+    fields |= {name: value for name, value in values.items() if name in (known | latent_only) - _OFFLOAD_FIELDS - GRAPH_FIELDS}
+    fields |= read_graph_fields(values)
+    if (latent := latent_only & fields.keys()) and not fields.get("multi_latent_attention"):
+        raise sources.refuse(
+            f"{to_flag(min(latent))} has no effect without --multi-latent-attention. Add that or leave it out."
+        )
+    if values["group_query_attention"]:
+        fields.setdefault("num_query_groups", 1)
+    elif "num_query_groups" in fields:
+        raise sources.refuse(
+            f"--num-query-groups {fields['num_query_groups']} has no effect without --group-query-attention. "
+            "Add that or leave it out."
+        )
+    if "num_layers_per_virtual_pipeline_stage" in values:
+        fields["virtual_pipeline_model_parallel_size"] = _count_chunks(values, fields, sources)
+    if (fields.get("virtual_pipeline_model_parallel_size") or 1) > 1 and fields.get("pipeline_model_parallel_size", 1) < 2:
+        raise sources.refuse(
+            "the interleaved schedule (virtual pipeline) needs 2 stages or more. "
+            "Give --pipeline-model-parallel-size 2 or leave the virtual pipeline out."
+        )
+    return fields
+
+
+def _count_chunks(values: Mapping[str, Any], fields: Mapping[str, Any], sources: FlagSources) -> int | None:
+    """Return the virtual pipeline size that `--num-layers-per-virtual-pipeline-stage` stands for."""
+    per_chunk = int(values["num_layers_per_virtual_pipeline_stage"])
+    if (chunks := fields.get("virtual_pipeline_model_parallel_size")) is not None:
+        raise sources.refuse(describe_two_virtual_sizes(per_chunk, chunks))
+    layers, stages = int(fields.get("num_layers", 0)), int(fields.get("pipeline_model_parallel_size", 1))
+    if per_chunk < 1 or stages < 1 or layers % (stages * per_chunk):
+        raise sources.refuse(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide --num-layers "
+            f"{layers}. Give a number of layers per chunk that divides the {layers // max(1, stages)} layers of a stage."
+        )
+    return layers // (stages * per_chunk)
+
+
+def _count_model_parallel(transformer: Mapping[str, Any]) -> int:
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    tensor, pipeline, context = (int(transformer.get(name, 1)) for name in sizes)
+    return tensor * pipeline * context
+
+
+def _count_processes(transformer: Mapping[str, Any]) -> int:
+    """Return the fewest processes that the model fits on: whole copies of it, with room for all of its experts."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    tensor, pipeline, expert = (int(transformer.get(name, 1)) for name in sizes)
+    experts = expert * pipeline * int(transformer.get("expert_tensor_parallel_size") or tensor)
+    return math.lcm(max(1, _count_model_parallel(transformer)), max(1, experts))
+
+
+def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None, *, is_switched: bool) -> None:
+    """Say which flags change nothing, and why.
+
+    Args:
+        values: Of all flags.
+        offload: What they mean; None where offload is off.
+        is_switched: Whether a flag says so itself, in which case being off is no oversight.
+    """
+    if offload is None and values.get("offload_modules") and not is_switched:
+        _logger.warning(
+            "--offload-modules has no effect without --fine-grained-activation-offloading: nothing leaves. Add that flag."
+        )
+    if offload is not None and offload.activation_offload_fraction == 0:
+        _logger.warning(
+            "--activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above 0, or "
+            "--no-fine-grained-activation-offloading."
+        )

@@ -1,0 +1,143 @@
+"""One microbatch through a model chunk, as Megatron's schedules ask for it."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.trainer.data import Microbatch
+from fgoffload.trainer.training_arguments import TrainingArguments
+
+LOSS = "lm loss"
+"""Under this name the schedules hand back the loss of each microbatch."""
+
+
+class ForwardStep:
+    """Takes the next prepared microbatch and runs a chunk on it.
+
+    Nothing in a call waits for the device or copies to it, so that a CUDA graph can hold one: `prepare` does that before.
+    """
+
+    def __init__(self, arguments: TrainingArguments, device: torch.device) -> None:
+        self._arguments = arguments
+        self._device = device
+
+    def prepare(self, batch: Microbatch) -> dict[str, Any]:
+        """Return this rank's part of a microbatch on its device: the chunk's arguments, by name."""
+        length = batch.tokens.shape[1]
+        bounds = find_packed_bounds(length, self._share) if self._arguments.packed_sequences else None
+        positions = batch.position_ids if bounds is None else restart_positions(batch.position_ids, bounds)
+        indices = self._find_own_tokens(bounds or [0, length])
+        tensors = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask, "position_ids": positions}
+        own = {
+            name: (tensor if indices is None else tensor.index_select(1, indices)).to(self._device)
+            for name, tensor in tensors.items()
+        }
+        return {**own, "packed_seq_params": None if bounds is None else self._pack(bounds)}
+
+    def __call__(
+        self,
+        microbatches: Iterator[Mapping[str, Any]],
+        chunk: torch.nn.Module,
+        return_schedule_plan: bool = False,  # noqa: FBT001, FBT002 - Megatron's signature
+    ) -> tuple[Any, Any]:
+        """Return the chunk's output, or the plan that computes it, and what computes the loss from it."""
+        batch = next(microbatches)
+        loss_mask = batch["loss_mask"]
+        run = get_unwrapped(chunk).build_schedule_plan if return_schedule_plan else chunk
+        output = run(
+            batch["tokens"],
+            batch["position_ids"],
+            None,  # no mask: attention makes the causal one itself
+            labels=batch["labels"],
+            loss_mask=loss_mask,
+            packed_seq_params=batch["packed_seq_params"],
+        )
+        return output, functools.partial(_compute_loss, loss_mask)
+
+    @property
+    def _share(self) -> int:
+        """The parts that a sequence is cut into over context-parallel ranks."""
+        size = self._arguments.context_parallel_size
+        return 2 * size if size > 1 else 1
+
+    def _find_own_tokens(self, bounds: Sequence[int]) -> torch.Tensor | None:
+        """Return which tokens of a microbatch are this context-parallel rank's, or None where all are."""
+        size = self._arguments.context_parallel_size
+        if size == 1:
+            return None
+        rank = int(load_module("megatron.core.parallel_state").get_context_parallel_rank())
+        return find_context_parallel_tokens(bounds, rank=rank, size=size)
+
+    def _pack(self, bounds: Sequence[int]) -> Any:
+        lengths = torch.tensor(bounds, dtype=torch.int32, device=self._device)
+        longest = max(after - before for before, after in itertools.pairwise(bounds))
+        return load_module("megatron.core.packed_seq_params").PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+
+def get_unwrapped(chunk: Any) -> Any:
+    """Return the model in its wrappers, for data parallelism or for the cast to half precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
+    """Return where sequences begin and end that are packed into one of `length` tokens: a half, a quarter, and what is left.
+
+    Args:
+        length: Tokens, a multiple of `multiple`.
+        multiple: Each sequence is a multiple of this long.
+    """
+    parts = length // multiple
+    return [multiple * bound for bound in sorted({0, parts // 2, 3 * parts // 4, parts})]
+
+
+def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int) -> torch.Tensor:
+    """Return the tokens of one context-parallel rank, as Megatron and Transformer Engine cut sequences.
+
+    Each sequence is cut into `2 * size` parts, of which a rank has one from the front and the matching one from the back: in
+    causal attention later parts cost more.
+
+    Args:
+        bounds: Where sequences begin and end; the length of each is a multiple of `2 * size`.
+        rank: From 0.
+        size: Ranks.
+    """
+    indices = []
+    for begin, end in itertools.pairwise(bounds):
+        part = (end - begin) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            indices.append(torch.arange(begin + number * part, begin + (number + 1) * part))
+    return torch.cat(indices)
+
+
+def restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
+    """Let positions, `[b, s]`, begin at 0 in every packed sequence."""
+    starts = torch.zeros(position_ids.shape[1], dtype=position_ids.dtype)
+    for begin, end in itertools.pairwise(bounds):
+        starts[begin:end] = begin
+    return position_ids - starts
+
+
+def _compute_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the summed loss of a microbatch, its tokens, and the mean for the report.
+
+    Megatron divides the sum by the tokens and by the number of microbatches, in place.
+
+    Args:
+        loss_mask: `[b, s]`.
+        output: The loss of each token, `[b, s]`.
+    """
+    loss = (output.float() * loss_mask).sum()
+    tokens = loss_mask.sum()
+    return loss, tokens.detach().to(torch.int), {LOSS: (loss / tokens).detach().clone()}

@@ -1,0 +1,94 @@
+"""GPT models of Megatron-Core, of its local layers or Transformer Engine's: the model chunks of this rank."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
+from fgoffload.trainer.training_arguments import TrainingArguments
+
+
+def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
+    """Return the model chunks of this rank: one, or as many as the virtual pipeline size says.
+
+    Args:
+        arguments: The training.
+        config: Megatron's TransformerConfig for it.
+
+    Raises:
+        ConfigError: Megatron refuses to build such a model; the error carries its text.
+    """
+    count = arguments.virtual_pipeline_size
+    try:
+        with ignore_expected_warnings():
+            return [_build_chunk(arguments, config, vp_stage) for vp_stage in (range(count) if count else (None,))]
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise arguments.source.refuse(f"Megatron-Core cannot build this model: {error}") from error
+
+
+def forget_embeddings(chunks: Iterable[Any]) -> None:
+    """Let Megatron forget the rotary embeddings of models that are no longer needed.
+
+    Their forward is an `lru_cache` of the class, which holds the module and [s, 1, 1, d] in fp32 on the device for each of the
+    last 32: 2 MiB a model at a sequence of 4096 and 128 channels. A model that lives computes its own once more.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        forget = getattr(type(module).forward, "cache_clear", None)
+        if forget is not None:
+            forget()
+
+
+def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None) -> Any:
+    parallel_state = load_module("megatron.core.parallel_state")
+    gpt_model = load_module("megatron.core.models.gpt.gpt_model")
+    layer_spec = _build_layer_spec(config, vp_stage)
+    return gpt_model.GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=arguments.padded_vocab_size,
+        max_sequence_length=arguments.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
+        position_embedding_type=arguments.position_embedding_type,
+        rotary_percent=arguments.rotary_percent,
+        rotary_base=arguments.rotary_base,
+        mtp_block_spec=_build_mtp_spec(config, layer_spec, vp_stage),
+        vp_stage=vp_stage,
+    )
+
+
+def _build_layer_spec(config: Any, vp_stage: int | None) -> Any:
+    """Return the spec of all layers of a chunk, or of one where all are alike."""
+    specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
+    uses_transformer_engine = config.transformer_impl == "transformer_engine"
+    if config.num_moe_experts is not None:
+        return specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=uses_transformer_engine,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    common = {
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "qk_l2_norm": config.qk_l2_norm,
+    }
+    if uses_transformer_engine:
+        return specs.get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=config.use_te_activation_func)
+    return specs.get_gpt_layer_local_spec(**common, normalization=config.normalization)
+
+
+def _build_mtp_spec(config: Any, layer_spec: Any, vp_stage: int | None) -> Any:
+    """Return the spec of the layers that predict further tokens, or None where this chunk has none."""
+    if not config.mtp_num_layers:
+        return None
+    specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
+    uses_transformer_engine = config.transformer_impl == "transformer_engine"
+    if not getattr(layer_spec, "layer_specs", True):
+        # A last stage without a layer of the decoder: they are built like the decoder's last.
+        layer_spec = specs.get_gpt_decoder_layer_specs(
+            config, uses_transformer_engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+        )[-1]
+    return specs.get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=uses_transformer_engine, vp_stage=vp_stage)

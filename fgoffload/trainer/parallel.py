@@ -1,0 +1,142 @@
+"""The processes of a training: their groups, their device, their seeds, and what Megatron keeps for a whole process."""
+
+import os
+import random
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.planner.timing.profile import CPU
+from fgoffload.trainer.limits import refuse_what_is_not_built
+from fgoffload.trainer.training_arguments import TrainingArguments
+
+
+def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
+    """Make the process group of all processes that a launcher has started, and choose this one's GPU.
+
+    Args:
+        rank: Of this process, from 0.
+        world_size: Processes of the training.
+        local_rank: Of this process among those of its machine, from 0: the number of its GPU.
+        store: A file that does not exist yet, by which the processes meet. None lets them meet where `MASTER_ADDR` and
+            `MASTER_PORT` say, which `torchrun` sets.
+
+    Raises:
+        ConfigError: The machine has no GPU of that number, or the environment does not say where to meet.
+    """
+    if not needs_cpu_support():
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"LOCAL_RANK {local_rank} is beyond the {torch.cuda.device_count()} GPU(s) of this machine. "
+                "Start one process a GPU: torchrun --nproc-per-node gpu."
+            )
+        torch.cuda.set_device(local_rank)
+        # NVLink's own sums may be added in any order; all other algorithms add in one, and bits are compared here.
+        os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    try:
+        shared = None if store is None else torch.distributed.FileStore(str(store), world_size)  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(_choose_backend(), store=shared, rank=rank, world_size=world_size)
+    except ValueError as error:
+        raise ConfigError(f"the processes cannot meet: {error}. Start them with torchrun, which says where.") from error
+
+
+def initialize_parallel(arguments: TrainingArguments) -> None:
+    """Make Megatron's process groups: for this process by itself, or within the process group that exists already.
+
+    What a launcher left in the environment (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`) is not looked at: a training of one process
+    must not wait for others. `join_processes` looks at it.
+
+    Raises:
+        ConfigError: The sizes do not fit the number of processes, or ask for what this version does not have.
+    """
+    parallel_state = load_module("megatron.core.parallel_state")
+    if not torch.distributed.is_initialized():
+        # A store of its own needs no port that something else could hold, and reads nothing from the environment.
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(_choose_backend(), store=store, rank=0, world_size=1)
+    world_size = torch.distributed.get_world_size()
+    if world_size != arguments.world_size:
+        raise ConfigError(
+            f"{arguments.source}: the arguments are for {arguments.world_size} process(es), and the process group has "
+            f"{world_size}. Call torch.distributed.init_process_group in {arguments.world_size} process(es) first."
+        )
+    refuse_what_is_not_built(arguments)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=arguments.tensor_parallel_size,
+        pipeline_model_parallel_size=arguments.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=arguments.virtual_pipeline_size,
+        context_parallel_size=arguments.context_parallel_size,
+        expert_model_parallel_size=arguments.expert_parallel_size,
+        expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,  # for checkpoints, which are not written here
+    )
+
+
+def destroy_parallel() -> None:
+    """Take down what `initialize_parallel` made, and the process group."""
+    load_module("megatron.core.parallel_state").destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def get_device() -> torch.device:
+    """Return where models live: the CPU, or the current GPU."""
+    return torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
+
+
+def name_device() -> str:
+    """Return what the driver calls the device of this process, or `CPU`."""
+    return CPU if needs_cpu_support() else torch.cuda.get_device_name()
+
+
+def get_data_parallel_rank() -> int:
+    """Return which copy of the model this process belongs to, from 0."""
+    return int(load_module("megatron.core.parallel_state").get_data_parallel_rank())
+
+
+def seed_everything(arguments: TrainingArguments) -> None:
+    """Set all random state from the seed, as Megatron-LM does: in generators that graphs may hold, where some are captured.
+
+    Each pipeline stage draws weights of its own. So do tensor- and expert-parallel ranks, through Megatron's tracker, where
+    they hold parts of one weight; what they hold alike is drawn alike, as it is by all copies of the model.
+    """
+    parallel_state = load_module("megatron.core.parallel_state")
+    rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
+    random.seed(rank_seed)
+    torch.manual_seed(rank_seed)
+    load_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(
+        rank_seed,
+        te_rng_tracker=arguments.uses_te_rng_tracker,
+        use_cudagraphable_rng=arguments.captures_graphs,
+        force_reset_rng=True,
+    )
+    torch.manual_seed(rank_seed)
+
+
+def clear_megatron_buffers() -> None:
+    """Empty what Megatron and Transformer Engine keep for the whole process: scratch memory, losses by layer, FP8's scales."""
+    parallel_state = load_module("megatron.core.parallel_state")
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.get_global_memory_buffer().buffer.clear()
+    get_router_losses().clear()
+    load_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper.tracker.clear()
+    if has_transformer_engine():
+        load_module("megatron.core.tensor_parallel.random").FP8GlobalStateManager.reset()
+
+
+def get_router_losses() -> MutableMapping[str, Any]:
+    """Return what Megatron has noted of each loss of its routers: itself, so that clearing it empties Megatron's."""
+    utils = load_module("megatron.core.transformer.moe.moe_utils")
+    # The development branch keeps them in an object, and its function of the old name returns a copy.
+    find_tracker = getattr(utils, "get_moe_metrics_tracker", None)
+    losses: MutableMapping[str, Any] = find_tracker().metrics if find_tracker else utils.get_moe_layer_wise_logging_tracker()
+    return losses
+
+
+def _choose_backend() -> str:
+    return "gloo" if needs_cpu_support() else "nccl"

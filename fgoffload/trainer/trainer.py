@@ -1,0 +1,285 @@
+"""A small training on the released Megatron-Core: its GPT model, its schedules and parallel layouts, a plain optimizer.
+
+It exists to run the same training with and without offload and compare every bit. So two trainers with the same arguments and
+text compute the same losses and gradients, in one process or in many, and what would break that is refused. Where times are
+measured, its policy says what to do without.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fgoffload.config import OffloadConfig
+from fgoffload.engine import ActivationLedger
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, apply_local_layer_support, needs_cpu_support
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
+from fgoffload.trainer import megatron_engine, parallel
+from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config
+from fgoffload.trainer.data import TokenSource
+from fgoffload.trainer.forward_step import LOSS, ForwardStep
+from fgoffload.trainer.gradients import (
+    MainGradOptimizer,
+    NoOptimizer,
+    Optimizer,
+    digest_tensors,
+    get_main_grad,
+    release_graphs,
+    wrap_chunks,
+)
+from fgoffload.trainer.limits import refuse_what_is_not_built
+from fgoffload.trainer.microbatches import count_microbatches, iterate_microbatches
+from fgoffload.trainer.models import build_chunks, forget_embeddings
+from fgoffload.trainer.process_state import keep_environment, use_deterministic_algorithms
+from fgoffload.trainer.training_graphs import choose_graphs
+from fgoffload.trainer.training_policy import DEFAULT_POLICY, Engine, Kernels, TrainingPolicy, Update
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step computed on this rank."""
+
+    step: int
+    """From 0."""
+    losses: tuple[float, ...]
+    """One for each microbatch of this rank, in order, over this rank's tokens; empty on all pipeline stages but the last."""
+    gradient_digests: dict[str, str]
+    """By parameter, as `chunk.name`: the SHA-256 of the bytes of its gradient, reduced over all ranks. Empty where not asked
+    for."""
+    seconds: float
+    """From the start of forward until the device had finished the optimizer, digests left out."""
+
+
+class Trainer:
+    """A model, its optimizer and its data. Call `initialize_parallel` first and `close` at the end."""
+
+    def __init__(
+        self,
+        arguments: TrainingArguments,
+        text: TokenSource,
+        *,
+        offload: OffloadConfig | None,
+        policy: TrainingPolicy = DEFAULT_POLICY,
+    ) -> None:
+        """Build this rank's part of the model.
+
+        Args:
+            arguments: The training.
+            text: What to train on.
+            offload: Offload for this training, or None for none; `arguments.offload` is not looked at, so that one set of
+                arguments serves both.
+            policy: Kernels, update, and whose engine offloads.
+
+        Raises:
+            ConfigError: The arguments ask for what this version or machine does not have, or the text is too short.
+            IntegrationError: Megatron-Core lacks a symbol that is needed.
+            StateError: `initialize_parallel` was not called.
+        """
+        refuse_what_is_not_built(arguments)
+        text.check_length(arguments.seq_length)
+        if not torch.distributed.is_initialized():
+            raise StateError("no process group is initialized. Call Trainer.initialize_parallel(arguments) first.")
+        self.arguments = arguments
+        self.text = text
+        self.policy = policy
+        self.integration: Any = None
+        """Our engine in Megatron-Core; None where nothing is offloaded, or Megatron's own engine does it."""
+        self.chunks: list[torch.nn.Module] = []
+        """The model chunks of this rank, as Megatron builds them; in the schedules each is wrapped for data parallelism."""
+        self.graphs = choose_graphs(arguments)
+        """What captures the CUDA graphs of this training."""
+        self._wrapped_chunks: list[Any] = []
+        self._step = 0
+        self._evaluations = 0
+        self._consumed_samples = 0
+        self._is_closed = False
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._build(offload)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, offload: OffloadConfig | None) -> None:
+        arguments = self.arguments
+        self._cleanup.enter_context(apply_cpu_support() if needs_cpu_support() else apply_local_layer_support())
+        if self.policy.kernels is Kernels.DETERMINISTIC:
+            self._cleanup.enter_context(use_deterministic_algorithms())
+        self._cleanup.enter_context(keep_environment())
+        self._cleanup.callback(parallel.clear_megatron_buffers)
+        if offload is not None:
+            # Before the model: layers ask for the offload interface while they are built.
+            self._start_offload(offload)
+        self._device = parallel.get_device()
+        parallel.clear_megatron_buffers()
+        parallel.seed_everything(arguments)
+        config = build_transformer_config(arguments, offload=offload)
+        if offload is not None and self.policy.engine is Engine.MEGATRON:
+            megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
+        self.chunks = [
+            # The local norms are fp32 whatever the config says; Megatron-LM converts the whole model too.
+            chunk.to(self._device, dtype=config.params_dtype)
+            for chunk in build_chunks(arguments, config)
+        ]
+        with self.graphs.wrapping():
+            self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
+        self.graphs.start(self._wrapped_chunks, config)
+        self._forward_step = ForwardStep(arguments, self._device)
+        self._optimizer: Optimizer = NoOptimizer()
+        if self.policy.update is Update.ADAMW:
+            self._optimizer = MainGradOptimizer(self.parameters(), lr=arguments.lr)
+        _logger.info(
+            "%d parameters in %d model chunk(s) on %s.",
+            sum(parameter.numel() for parameter in self.parameters()),
+            len(self.chunks),
+            self._device,
+        )
+
+    def _start_offload(self, offload: OffloadConfig) -> None:
+        if self.policy.engine is Engine.MEGATRON:
+            megatron_engine.prepare(offload)
+            self._cleanup.callback(megatron_engine.reset)
+            return
+        from fgoffload.integrations import megatron
+
+        self.integration = megatron.apply(offload)
+        self._cleanup.callback(self.integration.remove)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Iterate over the parameters of this rank, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the parameters of this rank with their names: `chunk.name`."""
+        for index, chunk in enumerate(self.chunks):
+            yield from chunk.named_parameters(prefix=str(index))
+
+    def run_step(self, *, with_digests: bool = True) -> StepResult:
+        """Run one optimizer step: all microbatches forward and backward, then the update.
+
+        Args:
+            with_digests: Also hash every gradient, after the time is taken.
+
+        Raises:
+            StateError: The trainer is closed.
+        """
+        self._check_open()
+        for chunk in self._wrapped_chunks:
+            chunk.train()
+        self.graphs.prepare_step(self._step)  # a capture is no part of the step
+        start = time.perf_counter()
+        for chunk in self._wrapped_chunks:
+            chunk.zero_grad_buffer()
+        count = count_microbatches(self.arguments, consumed_samples=self._consumed_samples)
+        losses = self._run_schedule(count, is_evaluation=False)
+        digests: dict[str, str] = {}
+        if with_digests:
+            # Threads copy on streams of their own choice, which are not ordered behind this one. And to wait for backward is a
+            # part of the step, where the time of hashing, between it and the update, is none.
+            self._synchronize()
+            hashing = time.perf_counter()
+            digests = digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
+            start += time.perf_counter() - hashing
+        self._optimizer.step()
+        values = tuple(float(loss) for loss in losses)
+        self._synchronize()
+        result = StepResult(step=self._step, losses=values, gradient_digests=digests, seconds=time.perf_counter() - start)
+        self._step += 1
+        self._consumed_samples += count * self.arguments.micro_batch_size * self.arguments.data_parallel_size
+        return result
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, ...]:
+        """Run one global batch forward only, in eval mode, through the same schedule. Possible before, between and after steps.
+
+        Returns:
+            Losses as in `StepResult.losses`, of text that no step takes: another part of it each time.
+
+        Raises:
+            StateError: The trainer is closed.
+        """
+        self._check_open()
+        for chunk in self._wrapped_chunks:
+            chunk.eval()
+        losses = self._run_schedule(self.arguments.num_microbatches, is_evaluation=True)
+        self._evaluations += 1
+        return tuple(float(loss) for loss in losses)
+
+    @contextlib.contextmanager
+    def observe(self, ledger: ActivationLedger) -> Iterator[None]:
+        """Let `ledger` count the activation bytes of what runs inside, what our engine brings back included.
+
+        It does not see what hooks of others take, as those of Megatron's own engine.
+        """
+        engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
+        with engine, ledger.watch():
+            yield
+
+    def close(self) -> None:
+        """Free the model and put back everything that was replaced. A second call does nothing."""
+        self._is_closed = True
+        self.graphs.close()
+        release_graphs(self.chunks)
+        forget_embeddings(self.chunks)
+        self.chunks = []
+        self._wrapped_chunks = []
+        self._optimizer = NoOptimizer()
+        self._cleanup.close()
+        # Megatron's modules hold cycles (a layer and its bound methods), and the next trainer needs the memory.
+        gc.collect()
+
+    @staticmethod
+    def initialize_parallel(arguments: TrainingArguments) -> None:
+        """Make the process groups. See `parallel.initialize_parallel`."""
+        parallel.initialize_parallel(arguments)
+
+    @staticmethod
+    def destroy_parallel() -> None:
+        """Take down what `initialize_parallel` made, and the process group."""
+        parallel.destroy_parallel()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StateError("this trainer is closed. Build another one.")
+
+    def _run_schedule(self, count: int, *, is_evaluation: bool) -> list[torch.Tensor]:
+        """Run `count` microbatches through Megatron's schedule and return their losses, one element each."""
+        arguments = self.arguments
+        # A stage with several chunks asks for the same microbatch once for each.
+        iterators = [
+            map(
+                self._forward_step.prepare,
+                iterate_microbatches(
+                    arguments,
+                    self.text,
+                    step=self._evaluations if is_evaluation else self._step,
+                    count=count,
+                    data_parallel_rank=parallel.get_data_parallel_rank(),
+                    is_evaluation=is_evaluation,
+                ),
+            )
+            for _ in self._wrapped_chunks
+        ]
+        with ignore_expected_warnings():
+            reports = self.graphs.get_schedule()(
+                forward_step_func=self._forward_step,
+                data_iterator=iterators,
+                model=self._wrapped_chunks,
+                num_microbatches=count,
+                seq_length=arguments.seq_length,
+                micro_batch_size=arguments.micro_batch_size,
+                forward_only=is_evaluation,
+            )
+        return [report[LOSS] for report in reports]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()

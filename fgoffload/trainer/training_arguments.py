@@ -1,0 +1,330 @@
+"""A training as Megatron's flags describe it, checked for what Megatron's own config does not check."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from fgoffload.config import OffloadConfig
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.field_flags import to_flag
+from fgoffload.integrations.megatron.flags.flag_sources import FlagSources
+from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS, NO_GRAPHS
+from fgoffload.integrations.megatron.flags.tag_checks import check_tags
+
+BYTE_VALUES = 256
+"""The text is read byte by byte, and each value of a byte is a token."""
+
+DEFAULT_ROUTER_TOPK = 2
+"""Experts of a token where no flag says so. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
+
+DEFAULT_GRAPH_WARMUP_STEPS = 3
+"""Steps where no flag says so. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
+
+LARGEST_SEED = 2**32 - 1
+"""The largest that every generator of random numbers takes; NumPy's takes no larger one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingArguments:
+    """A training, as Megatron's flags describe it."""
+
+    transformer: Mapping[str, Any]
+    """Fields of Megatron's TransformerConfig that were given; the rest keep their defaults."""
+    offload: OffloadConfig | None
+    """Fine-grained activation offload, or None where it is off."""
+    source: FlagSources
+    """Where the flags came from, for errors."""
+    world_size: int
+    """Processes of the training."""
+    seq_length: int
+    """Tokens of a sequence."""
+    max_position_embeddings: int
+    """Positions that the model can tell apart."""
+    micro_batch_size: int
+    """Sequences of a microbatch."""
+    global_batch_size: int
+    """Sequences of a step, over all microbatches and data-parallel ranks."""
+    train_iters: int = 10
+    """Steps."""
+    lr: float = 1e-3
+    """Learning rate."""
+    seed: int = 1234
+    """Of weights, dropout and the order of the data. Source: Megatron-LM's default."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: int = 10000
+    """Base period of rotary embeddings."""
+    rotary_percent: float = 1.0
+    """The part of a head that rotary embeddings turn."""
+    vocab_size: int = 256
+    """Tokens of the vocabulary, before padding. 256 is one for each byte."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer weights of its own."""
+    rampup_batch_size: list[int] | None = None
+    """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Sum and reduce gradients in fp32, whatever the type of the parameters."""
+    packed_sequences: bool = False
+    """Pack several sequences into each: they do not see each other. Ours; Megatron-LM packs by its data set."""
+
+    def __post_init__(self) -> None:
+        """Check what Megatron's own config does not.
+
+        Raises:
+            ConfigError: With the flag, the value, the limit and the fix.
+        """
+        checks = (
+            self._check_sizes,
+            self._check_ranges,
+            self._check_attention,
+            self._check_experts,
+            self._check_processes,
+            self._check_batch,
+            self._check_length,
+        )
+        for check in checks:
+            for fault in check():
+                raise self.source.refuse(fault)
+        if self.offload is not None:
+            try:
+                check_tags(self.offload, self.transformer)
+            except ConfigError as error:
+                raise self.source.refuse(str(error)) from error
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Processes that share each layer."""
+        return int(self.transformer.get("tensor_model_parallel_size", 1))
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Pipeline stages."""
+        return int(self.transformer.get("pipeline_model_parallel_size", 1))
+
+    @property
+    def virtual_pipeline_size(self) -> int | None:
+        """Model chunks of each stage under the interleaved schedule, or None without it."""
+        return self.transformer.get("virtual_pipeline_model_parallel_size")
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Processes that share each sequence."""
+        return int(self.transformer.get("context_parallel_size", 1))
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Processes that the experts of a layer are spread over."""
+        return int(self.transformer.get("expert_model_parallel_size", 1))
+
+    @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Processes that share each expert; as many as share the other layers where no flag says so."""
+        return int(self.transformer.get("expert_tensor_parallel_size") or self.tensor_parallel_size)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one copy of the model; its experts may be spread over several copies."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """Whether the layers are those of Transformer Engine."""
+        return bool(self.transformer.get("transformer_impl", "local") == "transformer_engine")
+
+    @property
+    def cuda_graph_impl(self) -> str:
+        """Who captures CUDA graphs, one of `GRAPH_IMPLS`."""
+        return str(self.transformer.get("cuda_graph_impl", NO_GRAPHS))
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether CUDA graphs are captured."""
+        return self.cuda_graph_impl != NO_GRAPHS
+
+    @property
+    def steps_until_replay(self) -> int:
+        """Steps from the first one on that do more than replay graphs: eager ones, and the one that captures; 0 without any."""
+        return self.cuda_graph_warmup_steps + 1 if self.captures_graphs else 0
+
+    @property
+    def cuda_graph_warmup_steps(self) -> int:
+        """Steps that run eagerly before graphs are captured."""
+        return int(self.transformer.get("cuda_graph_warmup_steps", DEFAULT_GRAPH_WARMUP_STEPS))
+
+    @property
+    def uses_te_rng_tracker(self) -> bool:
+        """Whether Transformer Engine keeps the random states: where it runs layers or captures them, graphs need that."""
+        engine = "transformer_engine"
+        has_te_graphs = self.cuda_graph_impl == engine or (self.captures_graphs and self.uses_transformer_engine)
+        return has_te_graphs or bool(self.transformer.get("use_te_rng_tracker", False))
+
+    @property
+    def has_variable_lengths(self) -> bool:
+        """Whether sequences of each microbatch have a length of their own, from half of `seq_length` up to it."""
+        return bool(self.transformer.get("variable_seq_lengths", False))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches that a rank runs in a step, once the batch has ramped up."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Tokens of the vocabulary with padding, as the embedding has them."""
+        multiple = self.make_vocab_size_divisible_by * self.tensor_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    def without_graphs(self) -> "TrainingArguments":
+        """Return the same training with every step eager."""
+        fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
+        return dataclasses.replace(self, transformer=MappingProxyType(fields))
+
+    # Each check yields what it finds wrong; the first fault of all is raised.
+
+    def _check_sizes(self) -> Iterator[str]:
+        training = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "vocab_size")
+        sizes = {name: getattr(self, name) for name in (*training, "make_vocab_size_divisible_by", "rotary_base")}
+        sizes |= {name: self.transformer.get(name, 0) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+        others = ("kv_channels", "num_query_groups", "num_moe_experts", "moe_router_topk", "moe_layer_freq")
+        sizes |= {name: size for name, size in self.transformer.items() if name.endswith("_size") or name in others}
+        for name, size in (*sizes.items(), ("world_size", self.world_size)):
+            if isinstance(size, int) and size < 1:
+                yield f"{_spell(name)} {size} is below 1. Give 1 or more."
+
+    def _check_ranges(self) -> Iterator[str]:
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            yield f"--lr {self.lr} is no learning rate. Give a finite number from 0, as in 1e-3."
+        if not 0 <= self.seed <= LARGEST_SEED:
+            yield f"--seed {self.seed} is outside 0 to {LARGEST_SEED}. Give a number in between, as in 1234."
+        if not 0 < self.rotary_percent <= 1:
+            yield f"--rotary-percent {self.rotary_percent} is no part of a head. Give a number above 0 and up to 1, as in 0.5."
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= self.transformer.get(name, 0) <= 1:
+                yield f"{to_flag(name)} {self.transformer[name]} is outside 0 to 1. Give a probability, as in 0.1."
+        if self.padded_vocab_size < BYTE_VALUES:
+            yield (
+                f"--vocab-size {self.vocab_size}, padded to {self.padded_vocab_size} by --make-vocab-size-divisible-by "
+                f"{self.make_vocab_size_divisible_by}, is below the {BYTE_VALUES} values of a byte, which are the tokens of "
+                f"the text. Give --vocab-size {BYTE_VALUES}."
+            )
+
+    def _check_attention(self) -> Iterator[str]:
+        heads, hidden = self.transformer["num_attention_heads"], self.transformer["hidden_size"]
+        groups = self.transformer.get("num_query_groups")
+        if groups is not None and heads % groups:
+            yield (
+                f"--num-query-groups {groups} does not divide --num-attention-heads {heads}. Give a number of groups that does."
+            )
+        channels = self.transformer.get("kv_channels")
+        if channels is None and hidden < heads:
+            yield (
+                f"--hidden-size {hidden} is below --num-attention-heads {heads}: a head would have no channel. "
+                f"Give --hidden-size {heads} or more, or --kv-channels."
+            )
+        is_rotary = self.position_embedding_type == "rope" and not self.transformer.get("multi_latent_attention")
+        if is_rotary and channels is not None and channels % 2:
+            yield (
+                f"--kv-channels {channels} is odd, and --position-embedding-type rope turns pairs of channels. "
+                f"Give --kv-channels {channels + 1}."
+            )
+        if is_rotary and channels is None and hidden // heads % 2:
+            yield (
+                f"--hidden-size {hidden} over --num-attention-heads {heads} gives a head {hidden // heads} channels, an odd "
+                "number, and --position-embedding-type rope turns pairs of them. "
+                f"Give --hidden-size {heads * (hidden // heads + 1)}, or an even --kv-channels."
+            )
+
+    def _check_experts(self) -> Iterator[str]:
+        experts = self.transformer.get("num_moe_experts")
+        topk = self.transformer.get("moe_router_topk", DEFAULT_ROUTER_TOPK)
+        if experts is not None and topk > experts:
+            default = "" if "moe_router_topk" in self.transformer else " (the default)"
+            yield (
+                f"--moe-router-topk {topk}{default} is above --num-experts {experts}. "
+                f"Give --moe-router-topk {experts} or less, or more experts."
+            )
+        pattern, layers = self.transformer.get("moe_layer_freq"), self.transformer["num_layers"]
+        if isinstance(pattern, list) and (len(pattern) != layers or not set(pattern) <= {0, 1}):
+            yield (
+                f"--moe-layer-freq {pattern} has {len(pattern)} entries for --num-layers {layers}. "
+                "Give one entry a layer: 1 for experts, 0 for dense."
+            )
+
+    def _check_processes(self) -> Iterator[str]:
+        """Yield what does not fit the number of processes."""
+        experts = self.expert_tensor_parallel_size * self.expert_parallel_size * self.pipeline_parallel_size
+        for what, size, factors in (
+            ("one copy of the model takes", self.model_parallel_size, "tensor x pipeline x context"),
+            ("the experts of a model take", experts, "expert-tensor x expert x pipeline"),
+        ):
+            if self.world_size % size:
+                needed = math.lcm(self.model_parallel_size, experts)
+                started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
+                yield (
+                    f"{what} {size} processes ({factors} parallel sizes), and {started}. Start a multiple of {needed}, as in "
+                    f"torchrun --nproc-per-node {needed} -m fgoffload train."
+                )
+
+    def _check_batch(self) -> Iterator[str]:
+        """Yield what does not fit the microbatches of a step."""
+        one_microbatch = self.micro_batch_size * self.data_parallel_size
+        one = f"--micro-batch-size {self.micro_batch_size} x data-parallel size {self.data_parallel_size} = {one_microbatch}"
+        if self.global_batch_size % one_microbatch:
+            yield (
+                f"--global-batch-size {self.global_batch_size} is not a multiple of {one}. "
+                f"Give {max(1, self.global_batch_size // one_microbatch) * one_microbatch}."
+            )
+        if self.packed_sequences and self.micro_batch_size > 1:
+            yield (
+                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences are "
+                "one. Give --micro-batch-size 1."
+            )
+        if self.rampup_batch_size is None:
+            return
+        if len(self.rampup_batch_size) != 3:
+            yield (
+                f"--rampup-batch-size takes START, INCREMENT and SAMPLES, and {len(self.rampup_batch_size)} number(s) came. "
+                f"Give three, as in {one_microbatch} {one_microbatch} 1000."
+            )
+            return
+        start, increment, samples = self.rampup_batch_size
+        spelled = f"--rampup-batch-size {start} {increment} {samples}"
+        if min(start, increment, samples) < 1:
+            yield f"{spelled} has a number below 1. Give 1 or more each."
+        elif start % one_microbatch or increment % one_microbatch:
+            yield f"{spelled}: START and INCREMENT are no multiples of {one}. Give multiples of {one_microbatch}."
+        elif self.global_batch_size <= start or (self.global_batch_size - start) % increment:
+            yield (
+                f"{spelled} does not come from START to --global-batch-size {self.global_batch_size} in whole INCREMENTs. "
+                f"Give --global-batch-size {start + max(1, (self.global_batch_size - start) // increment) * increment}."
+            )
+
+    def _check_length(self) -> Iterator[str]:
+        """Yield what does not fit the length of a sequence."""
+        if self.seq_length > self.max_position_embeddings:
+            yield (
+                f"--seq-length {self.seq_length} is above --max-position-embeddings "
+                f"{self.max_position_embeddings}. Give --max-position-embeddings {self.seq_length} or more."
+            )
+        shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
+        shares *= 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        if self.seq_length % shares:
+            yield (
+                f"--seq-length {self.seq_length} is not a multiple of {shares}, the parts that --sequence-parallel and "
+                f"--context-parallel-size {self.context_parallel_size} cut a sequence into. "
+                f"Give {max(1, self.seq_length // shares) * shares}."
+            )
+
+
+def _spell(name: str) -> str:
+    # As Megatron-LM spells it, which is what users type.
+    return "--num-experts" if name == "num_moe_experts" else to_flag(name)

@@ -1,0 +1,216 @@
+"""CUDA graphs of a training, captured by Megatron-Core's own means: when a capture runs, and what has to go afterwards.
+
+Megatron keeps graphs, their inputs and their memory pool in classes and modules. So a trainer takes all of that down when it
+closes, and the next one in the process captures its own. Names of Megatron's for graphs that are not public stand here alone.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fgoffload.errors import IntegrationError
+from fgoffload.integrations.megatron.adapter.collectives import gather
+from fgoffload.integrations.megatron.flags.graph_flags import FULL_ITERATION, LOCAL, TRANSFORMER_ENGINE
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
+from fgoffload.trainer.training_arguments import TrainingArguments
+
+_logger = logging.getLogger(__name__)
+
+_LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
+_STEP_GRAPH = "megatron.core.full_cuda_graph"
+
+_TRAINING = "training"
+"""How Megatron's graph of a whole step names the steps that train."""
+
+
+class NoGraphs:
+    """Every step runs eagerly. What captures graphs derives from this.
+
+    Args:
+        arguments: The training.
+    """
+
+    def __init__(self, arguments: TrainingArguments) -> None:
+        self._arguments = arguments
+        self._chunks: Sequence[Any] = ()
+        self._config: Any = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps replay graphs."""
+        return False
+
+    @contextlib.contextmanager
+    def wrapping(self) -> Iterator[None]:
+        """Let the data-parallel wrapper be built inside on the stream that captures need."""
+        yield
+
+    def start(self, chunks: Sequence[Any], config: Any) -> None:
+        """Take the wrapped chunks of this rank and their config."""
+        self._chunks, self._config = chunks, config
+
+    def get_schedule(self) -> Callable[..., Any]:
+        """Return Megatron's schedule for these ranks."""
+        schedule: Callable[..., Any] = load_module("megatron.core.pipeline_parallel").get_forward_backward_func()
+        return schedule
+
+    def prepare_step(self, step: int) -> None:
+        """Capture where it is time. The chunks are in training mode, and no step runs.
+
+        Args:
+            step: From 0.
+
+        Raises:
+            IntegrationError: Nothing was captured when graphs should replay.
+        """
+
+    def close(self) -> None:
+        """Release the graphs and what Megatron keeps of them. The model still exists."""
+        self._chunks, self._config = (), None
+
+
+class _Graphs(NoGraphs):
+    """What all kinds of graphs have in common."""
+
+    @contextlib.contextmanager
+    def wrapping(self) -> Iterator[None]:
+        # The wrapper keeps the nodes that accumulate gradients, and those keep the stream on which they were made. Were it
+        # the default stream, backward would wait for it, which no capture may do. Megatron-LM does the same.
+        stream = self._find_wrapping_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def prepare_step(self, step: int) -> None:
+        if step >= self._arguments.steps_until_replay and not self.is_captured:
+            raise IntegrationError(
+                f"--cuda-graph-impl {self._arguments.cuda_graph_impl}: Megatron-Core has captured no CUDA graph in the first "
+                f"{step} steps. Name other --cuda-graph-modules, or leave the flag out."
+            )
+
+    def close(self) -> None:
+        self._chunks, self._config = (), None
+        # cuBLAS keeps a workspace for each stream. One that was allocated in the pool of a graph would keep the pool alive.
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # noqa: SLF001 - no public name
+
+    def _find_wrapping_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+class _LocalGraphs(_Graphs):
+    """Megatron captures modules by itself, at the end of the first step's schedule."""
+
+    @property
+    def is_captured(self) -> bool:
+        record = load_module(_LAYER_GRAPHS)._CudagraphGlobalRecord  # noqa: SLF001 - the only name
+        return bool(record.cudagraph_created)
+
+    def close(self) -> None:
+        load_module(_LAYER_GRAPHS).delete_cuda_graphs()
+        super().close()
+
+
+class _LayerGraphs(_Graphs):
+    """Transformer Engine captures layers or parts of them, between two steps."""
+
+    def __init__(self, arguments: TrainingArguments) -> None:
+        super().__init__(arguments)
+        self._helper: Any = None
+        self._is_captured = False
+
+    @property
+    def is_captured(self) -> bool:
+        return self._is_captured
+
+    def start(self, chunks: Sequence[Any], config: Any) -> None:
+        super().start(chunks, config)
+        # The capture asks for the microbatches of a step.
+        load_module("megatron.core.num_microbatches_calculator").init_num_microbatches_calculator(
+            rank=1,  # says nothing
+            rampup_batch_size=None,
+            global_batch_size=self._arguments.global_batch_size,
+            micro_batch_size=self._arguments.micro_batch_size,
+            data_parallel_size=self._arguments.data_parallel_size,
+        )
+
+    def prepare_step(self, step: int) -> None:
+        if step == self._arguments.cuda_graph_warmup_steps:
+            self._capture()
+        super().prepare_step(step)
+
+    def close(self) -> None:
+        if self._helper is not None and self._helper.graphs_created():
+            self._helper.delete_cuda_graphs()
+        self._helper, self._is_captured = None, False
+        load_module("megatron.core.num_microbatches_calculator").destroy_num_microbatches_calculator()
+        super().close()
+
+    def _capture(self) -> None:
+        with ignore_expected_warnings():
+            self._helper = load_module(_LAYER_GRAPHS).TECudaGraphHelper(
+                model=list(self._chunks),
+                config=self._config,
+                seq_length=self._arguments.seq_length,
+                micro_batch_size=self._arguments.micro_batch_size,
+                optimizers=[],  # ours leaves no gradients behind
+            )
+            # No manual hooks afterwards: they gather parameters, which nothing shards here.
+            self._helper.create_cudagraphs()
+        # A stage may have no layer that can be captured.
+        self._is_captured = any(gather(bool(self._helper.graphs_created())))
+        _logger.info("CUDA graphs of the layers are captured.")
+
+
+class _StepGraph(_Graphs):
+    """Megatron captures forward and backward of all microbatches as one graph, in the schedule's own place."""
+
+    def __init__(self, arguments: TrainingArguments) -> None:
+        super().__init__(arguments)
+        self._schedule: Any = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._schedule is not None and self._schedule.cuda_graph[_TRAINING] is not None
+
+    def get_schedule(self) -> Callable[..., Any]:
+        if self._schedule is None:
+            module = load_module(_STEP_GRAPH)
+            options = {"cuda_graph_warmup_steps": self._arguments.cuda_graph_warmup_steps}
+            if hasattr(module, "get_graph_pool"):  # since 0.18
+                options["use_single_mempool"] = self._config.cuda_graph_use_single_mempool
+            self._schedule = module.FullCudaGraphWrapper(super().get_schedule(), **options)
+        return self._schedule  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        module = load_module(_STEP_GRAPH)
+        for kept, empty in (
+            (module.FullCudaGraphWrapper.cuda_graph, lambda: None),
+            (module.FullCudaGraphWrapper.result, lambda: None),
+            (module.FullCudaGraphWrapper.curr_iteration, lambda: 0),
+            (module.StaticBufferLoader.static_buffers, list),
+        ):
+            kept.update({stage: empty() for stage in kept})
+        # A pool whose graphs are gone cannot take another one in.
+        if hasattr(module, "_shared_graph_pool"):
+            module._shared_graph_pool = None  # noqa: SLF001 - nothing public forgets it
+        self._schedule = None
+        super().close()
+
+    def _find_wrapping_stream(self) -> torch.cuda.Stream:
+        module = load_module(_STEP_GRAPH)
+        if hasattr(module, "get_shared_capture_stream"):  # since 0.18
+            stream: torch.cuda.Stream = module.get_shared_capture_stream()
+            return stream
+        return super()._find_wrapping_stream()
+
+
+_KINDS: dict[str, type[NoGraphs]] = {LOCAL: _LocalGraphs, TRANSFORMER_ENGINE: _LayerGraphs, FULL_ITERATION: _StepGraph}
+
+
+def choose_graphs(arguments: TrainingArguments) -> NoGraphs:
+    """Return what captures the graphs that `arguments` ask for."""
+    return _KINDS.get(arguments.cuda_graph_impl, NoGraphs)(arguments)
