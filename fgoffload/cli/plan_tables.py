@@ -12,9 +12,7 @@ from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
 from fgoffload.planner.planning import PlanReport
-from fgoffload.planner.simulation.known_passes import KnownSteps
 from fgoffload.planner.simulation.simulation_result import RankResult, StepResult
-from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import choose_usual_modules
 from fgoffload.planner.solving.prices import price_decisions
 from fgoffload.planner.solving.reasons import Decision
@@ -120,12 +118,8 @@ def build_decision_table(report: PlanReport) -> Table:
     for decision in solution.decisions:
         if decision.action is not Action.KEEP:
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
-    # What passes come to is the same for most rows: it is found out before processes share them.
-    known = KnownSteps()
-    if groups:
-        simulate(report.ranks, solution.plan, known=known)
     get_price = functools.partial(
-        price_decisions, report.ranks, solution.plan, solution.result, budget_bytes=solution.budget_bytes, known=known
+        price_decisions, report.ranks, solution.plan, solution.result, budget_bytes=solution.budget_bytes
     )
     prices = map_in_processes(get_price, groups.values())
     for ((kind, tag, action), decisions), price in zip(groups.items(), prices, strict=True):

@@ -1,14 +1,14 @@
-"""From a rank's chunks and a plan to the steps of each pass: see `chunk_program`, and `layer_compiler` for those of a layer."""
+"""From a rank's chunks and a plan to the events of each pass: see `chunk_events`, and `layer_compiler` for those of a layer."""
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.rank_model import HOST_LAYER_S, ChunkModel, RankModel
-from fgoffload.planner.simulation.chunk_program import ChunkProgram, GroupPlace, Parcel, Part, ReadStep, Step, TurnStep
+from fgoffload.planner.simulation.chunk_events import CompiledChunk, EventKind, Events, Parcel, PlacedGroup
 from fgoffload.planner.simulation.layer_choice import ResolvedLayer, resolve_layer
-from fgoffload.planner.simulation.layer_compiler import LayerCompiler, StepList
+from fgoffload.planner.simulation.layer_compiler import EventList, LayerCompiler, LayerRules
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """What a plan says, by chunk and number of the layer, and there by tag or unit."""
@@ -17,17 +17,19 @@ _ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]
 """What it says of the layers of a chunk, in order."""
 
 _KNOWN_CHUNKS = 128
-"""A plan is simulated after one that differs from it in a layer or two: its other chunks are known. All ranks of a pipeline
-have no more, and a program of 61 layers takes a megabyte."""
+"""A plan is simulated after one that differs from it in a layer or two. All ranks of a pipeline have no more chunks."""
 
 
-def compile_rank(rank: RankModel, actions: Actions, *, loss_window_bytes: int | None = None) -> tuple[ChunkProgram, ...]:
+def compile_rank(
+    rank: RankModel, actions: Actions, *, loss_window_bytes: int | None = None, merges: bool = True
+) -> tuple[CompiledChunk, ...]:
     """Return what each chunk of `rank` does under a plan.
 
     Args:
         rank: The rank.
         actions: Of the plan.
         loss_window_bytes: As the plan says.
+        merges: Whether compute with nothing in between becomes one event.
 
     Raises:
         PlanError: A layer cannot do what the plan says of it.
@@ -35,18 +37,17 @@ def compile_rank(rank: RankModel, actions: Actions, *, loss_window_bytes: int | 
     chosen = [_list_chosen(chunk, number, actions) for number, chunk in enumerate(rank.chunks)]
     numel = rank.min_offloaded_numel
     resolved = [_resolve_chunk(chunk, number, chosen[number], numel) for number, chunk in enumerate(rank.chunks)]
-    # Where nothing leaves nobody waits behind copies or looks for them, and more stretches are one step.
+    # Where nothing leaves nobody waits behind copies or looks for them, and more segments are one event.
     has_copies = any(layer.leaving for layers in resolved for layer in layers)
+    rules = LayerRules(has_copies=has_copies, has_engine=rank.has_engine, host_s=HOST_LAYER_S, merges=merges)
     return tuple(
         _compile_chunk(
             chunk,
             number,
             chosen[number],
             numel,
-            has_copies=has_copies,
-            has_engine=rank.has_engine,
-            host_s=HOST_LAYER_S,
-            turn=TurnStep(loss_window_bytes) if has_copies and number == rank.turning_chunk else None,
+            rules,
+            turn=(loss_window_bytes,) if has_copies and number == rank.turning_chunk else (),
         )
         for number, chunk in enumerate(rank.chunks)
     )
@@ -62,7 +63,7 @@ def _resolve_chunk(
 ) -> tuple[ResolvedLayer, ...]:
     resolved = []
     for layer, actions in zip(chunk.layers, chosen, strict=True):
-        # The input of a stage is held by the pipeline's schedule until its backward: to move it would free nothing.
+        # The pipeline's schedule references the input of a stage until its backward: to move it would free nothing.
         is_held = layer is chunk.layers[0] and not chunk.first
         try:
             one = resolve_layer(
@@ -83,76 +84,51 @@ def _compile_chunk(
     number: int,
     chosen: _ChunkActions,
     min_offloaded_numel: int,
+    rules: LayerRules,
     *,
-    has_copies: bool,
-    has_engine: bool,
-    host_s: float,
-    turn: TurnStep | None,
-) -> ChunkProgram:
-    layers = [
-        LayerCompiler(
-            layer,
-            resolved,
-            dict(actions),
-            has_copies=has_copies,
-            dispatcher=None if has_engine else (number, layer.number),
-            has_held_input=bool(chunk.first) and layer is chunk.layers[0],
-            host_s=host_s,
-        )
-        for layer, actions, resolved in zip(
-            chunk.layers, chosen, _resolve_chunk(chunk, number, chosen, min_offloaded_numel), strict=True
-        )
-    ]
+    turn: tuple[int | None, ...],
+) -> CompiledChunk:
+    resolved = _resolve_chunk(chunk, number, chosen, min_offloaded_numel)
     parcels: list[Parcel] = []
-    groups: list[GroupPlace] = []
-    for layer in layers:
-        layer.number_groups(groups, parcels)
-    shared = {tensor.name: tensor.size_bytes for layer in layers for tensor in layer.resolved.shared}
-    return ChunkProgram(
-        forward=_compile_forward(chunk, layers, turn),
-        backward=_compile_backward(chunk, layers),
+    groups: list[PlacedGroup] = []
+    layers = []
+    for numbered, actions, one in zip(chunk.layers, chosen, resolved, strict=True):
+        is_held = bool(chunk.first) and numbered is chunk.layers[0]
+        layers.append(LayerCompiler(numbered, number, one, dict(actions), rules, has_held_input=is_held))
+        layers[-1].add_groups(groups, parcels)
+    shared = {tensor.name: tensor.size_bytes for one in resolved for tensor in one.shared}
+    return CompiledChunk(
+        forward=_list_forward(chunk, layers, turn, merges=rules.merges),
+        backward=_list_backward(chunk, layers, merges=rules.merges),
         groups=tuple(groups),
         parcels=tuple(parcels),
         base_bytes=chunk.saved_bytes + sum(shared.values()),
-        staged_bytes=max((layer.resolved.staged_bytes for layer in layers), default=0),
-        recompute_s=sum(layer.resolved.recompute_s for layer in layers),
-        content=_list_content(chunk, (chosen, min_offloaded_numel, has_copies, host_s, turn)) if has_engine else object(),
+        staged_bytes=max((one.staged_bytes for one in resolved), default=0),
+        recompute_s=sum(one.recompute_s for one in resolved),
     )
 
 
-def _list_content(chunk: ChunkModel, rules: Hashable) -> Hashable:
-    """Return all that a program is made of but the numbers of its layers, and of the chunk, which dispatchers alone ask for.
-
-    Args:
-        chunk: Which.
-        rules: What a plan says of its layers in order, and what is asked of its engine.
-    """
-    models = tuple(layer.model for layer in chunk.layers)
-    return models, chunk.first, chunk.last, chunk.saved_bytes, rules
-
-
-def _compile_forward(chunk: ChunkModel, layers: Sequence[LayerCompiler], turn: TurnStep | None) -> tuple[Step, ...]:
-    steps = StepList()
+def _list_forward(chunk: ChunkModel, layers: Sequence[LayerCompiler], turn: tuple[int | None, ...], *, merges: bool) -> Events:
+    events = EventList(merges=merges)
     for segment in chunk.first:
-        steps.compute(Part(segment.name, segment.forward_pass_s, segment.forward_extra_bytes, 0))
+        events.compute(segment.name, segment.forward_pass_s, segment.forward_extra_bytes)
     for layer in layers:
-        layer.run_forward(steps)
-    if turn is not None:
-        steps.add(turn)
+        layer.run_forward(events)
+    for window_bytes in turn:
+        events.add(EventKind.TURN, window_bytes)
     for segment in chunk.last:
-        steps.compute(Part(segment.name, segment.forward_pass_s, segment.forward_extra_bytes, 0))
-    held = tuple(parcel for layer in layers for parcel in layer.held_parcels)
-    if held:
-        steps.add(ReadStep(held))
-    return steps.finish()
+        events.compute(segment.name, segment.forward_pass_s, segment.forward_extra_bytes)
+    if read := tuple(parcel for layer in layers for parcel in layer.list_read_last()):
+        events.add(EventKind.READ, read)
+    return events.finish()
 
 
-def _compile_backward(chunk: ChunkModel, layers: Sequence[LayerCompiler]) -> tuple[Step, ...]:
-    steps = StepList()
+def _list_backward(chunk: ChunkModel, layers: Sequence[LayerCompiler], *, merges: bool) -> Events:
+    events = EventList(merges=merges)
     for segment in reversed(chunk.last):
-        steps.compute(Part(segment.name, segment.backward_s, segment.backward_extra_bytes, 0))
+        events.compute(segment.name, segment.backward_s, segment.backward_extra_bytes)
     for layer in reversed(layers):
-        layer.run_backward(steps)
+        layer.run_backward(events)
     for segment in reversed(chunk.first):
-        steps.compute(Part(segment.name, segment.backward_s, segment.backward_extra_bytes, 0))
-    return steps.finish()
+        events.compute(segment.name, segment.backward_s, segment.backward_extra_bytes)
+    return events.finish()

@@ -1,6 +1,6 @@
 """What a plan makes of one layer: which saved tensors stay, which leave and with which group, and what runs again.
 
-Stretches are named by their place in `LayerModel.segments`, from 0. A plan that a layer cannot follow is refused here, by the
+Segments are named by their place in `LayerModel.segments`, from 0. A plan that a layer cannot follow is refused here, by the
 rules of `fgoffload.tags`, as the engine and the executor refuse it.
 """
 
@@ -14,7 +14,7 @@ from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTenso
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.tags import default_tags, list_read_tags
 
-_LAST = "the last stretch"
+_LAST = "the last segment"
 
 _ENDS_AFTER = {
     "layer_input": _LAST,
@@ -24,55 +24,42 @@ _ENDS_AFTER = {
     "mlp_act": "mlp_fc2",
     "moe_act": "expert_fc2",
 }
-"""By tag: the stretch after which its group ends, where that is not its own. A norm's input is the residual too, and a
+"""By tag: the segment after which its group ends, where that is not its own. A norm's input is the residual too, and a
 checkpoint saves its input when its forward is through. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
 sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
 _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
-"""Tags whose groups end behind the others that end after the same stretch. Source: as above."""
-
-
-class ResidentTensor(NamedTuple):
-    """A tensor that is on the device from a forward, the first or one that runs again, until its backward."""
-
-    tensor: SavedTensor
-    """What it is."""
-    saved_after: int
-    """The stretch after whose forward it is there."""
-    freed_after: int
-    """The stretch after whose backward it is gone."""
-    takes: tuple["Take", ...] = ()
-    """Who asks for what was saved, in the order of backward. Empty for what runs again made."""
+"""Tags whose groups end behind the others that end after the same segment. Source: as above."""
 
 
 class Take(NamedTuple):
     """Backward asks for a tensor."""
 
     before: int
-    """The stretch before whose backward it does."""
+    """The segment before whose backward it does."""
     unit: str | None
-    """The unit that asks, which runs again there. None where it is the backward of that stretch."""
+    """The unit that asks, which runs again there. None where it is the backward of that segment."""
     group: int | None
     """The group of the site that asks, which tells the engine that backward has come there. None where that site stays."""
 
 
-class LeavingTensor(NamedTuple):
-    """A tensor that leaves for the host and comes back."""
+class PlacedTensor(NamedTuple):
+    """A tensor from a forward, the first or one that runs again, until its backward. Some leave in between."""
 
     tensor: SavedTensor
     """What it is."""
     saved_after: int
-    """The stretch after whose forward it is there."""
-    used_until: int
-    """The stretch up to whose forward it is read. It is not freed before that, whenever its copy is done."""
-    leaves_with: int
-    """The group that it leaves with: of those that save it, the first to be submitted."""
-    returns_for: int
-    """The group that it comes back for: of those that save it, the last that forward reached."""
-    takes: tuple[Take, ...]
-    """Who asks for it, in the order of backward."""
+    """The segment after whose forward it is there."""
     freed_after: int
-    """The stretch after whose backward it is gone."""
+    """The segment after whose backward it is gone."""
+    takes: tuple[Take, ...] = ()
+    """Who asks for what was saved, in the order of backward. Empty for what runs again made."""
+    used_until: int = -1
+    """Of one that leaves: the segment up to whose forward it is read, before which it is not freed."""
+    leaves_with: int = -1
+    """The group that it leaves with: of those that save it, the first to be submitted."""
+    returns_for: int = -1
+    """The group that it comes back for: of those that save it, the last that forward reached."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +69,19 @@ class LeavingGroup:
     tag: str
     """Its tag."""
     tensors: tuple[SavedTensor, ...]
-    """What leaves with it. Empty where all that it saves is too small or leaves with another; backward comes to it all the
-    same."""
+    """What leaves with it. Backward comes to it where there is nothing, too."""
     starts_at: int
-    """The stretch with which its site begins. The order of groups is that of these."""
+    """The segment with which its site begins. The order of groups is that of these."""
     ends_after: int
-    """The stretch after whose forward it ends. It is submitted then, unless it is held."""
+    """The segment after whose forward it ends. It is submitted then, unless it is held."""
     held_over: int | None
-    """The stretch before whose forward the host waits, and after whose wait it is submitted instead. None where it is not
-    held."""
+    """The segment before whose forward the host waits, and after whose wait it is submitted. None where it is not held."""
     opened_before_end: int
     """How many groups of the layer begin before this one ends, itself with them."""
     submitted_as: int
     """Its place in the order in which the groups of the layer end, and are submitted."""
     asked_before: int
-    """The stretch before whose backward its site first asks for something: what it left with has to be back."""
+    """The segment before whose backward its site first asks for something."""
 
     @property
     def size_bytes(self) -> int:
@@ -111,14 +96,14 @@ class Rerun:
     unit: str
     """By the name of `fgoffload.tags.RECOMPUTE_UNITS`."""
     before: int
-    """The stretch before whose backward it runs."""
+    """The segment before whose backward it runs."""
     segments: tuple[int, ...]
-    """The stretches that run again, in order."""
+    """The segments that run again, in order."""
     forward_part: float
     """Of the seconds of their forward, what runs again."""
     extra_s: float
     """Seconds of compute beside that."""
-    made: tuple[ResidentTensor, ...]
+    made: tuple[PlacedTensor, ...]
     """What is there again then: `saved_after` is one of `segments`."""
 
 
@@ -128,13 +113,13 @@ class ResolvedLayer:
 
     layer: LayerModel
     """The layer."""
-    kept: tuple[ResidentTensor, ...]
+    kept: tuple[PlacedTensor, ...]
     """What stays on the device from forward to backward."""
-    held: tuple[ResidentTensor, ...]
+    held: tuple[PlacedTensor, ...]
     """What runs again and was not saved, but is there until the layer's forward is over."""
     shared: tuple[SavedTensor, ...]
     """What all layers save alike. It stays, and counts once a microbatch and chunk: the engine keeps tables that live on."""
-    leaving: tuple[LeavingTensor, ...]
+    leaving: tuple[PlacedTensor, ...]
     """What leaves."""
     groups: tuple[LeavingGroup, ...]
     """Of the tags that are offloaded, in the order in which forward reaches their sites."""
@@ -148,23 +133,22 @@ class ResolvedLayer:
 
     @functools.cached_property
     def saved_bytes(self) -> Mapping[int, int]:
-        """Device bytes that are there after the forward of a stretch and were not before, by stretch; below 0 where some go."""
-        saved: tuple[ResidentTensor | LeavingTensor, ...] = (*self.kept, *self.leaving, *self.held)
+        """Device bytes that are there after the forward of a segment and were not before, by segment; below 0 where some go."""
         last = len(self.layer.segments) - 1
-        sizes = [(one.saved_after, one.tensor.size_bytes) for one in saved]
+        sizes = [(one.saved_after, one.tensor.size_bytes) for one in (*self.kept, *self.leaving, *self.held)]
         sizes += [(last, -one.tensor.size_bytes) for one in self.held]
-        sizes += [(last, -one.tensor.size_bytes) for one in self.leaving if self.layer.is_staged(one.tensor)]
+        sizes += [(last, -self.staged_bytes)]
         return _sum_by_place(sizes)
 
     @functools.cached_property
     def freed_bytes(self) -> Mapping[int, int]:
-        """Device bytes that are gone after the backward of a stretch, of what stayed or ran again, by stretch."""
+        """Device bytes that are gone after the backward of a segment, of what stayed or ran again, by segment."""
         made = (one for rerun in self.reruns for one in rerun.made)
         return _sum_by_place((one.freed_after, one.tensor.size_bytes) for one in (*self.kept, *made))
 
     @functools.cached_property
     def let_go_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
-        """Sizes of what sites that stay ask for and is there, by the stretch and unit of a `Take`; 0 when asked for again."""
+        """Sizes of what sites that stay ask for and is there, by the segment and unit of a `Take`; 0 when asked for again."""
         sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
         for kept in self.kept:
             asked = [(take.before, take.unit) for take in kept.takes if take.group is None]
@@ -175,7 +159,7 @@ class ResolvedLayer:
     @property
     def moved_bytes(self) -> int:
         """Bytes of a microbatch that leave, and come back."""
-        return sum(leaving.tensor.size_bytes for leaving in self.leaving)
+        return sum(group.size_bytes for group in self.groups)
 
     @property
     def staged_bytes(self) -> int:
@@ -214,18 +198,7 @@ def resolve_layer(
         PlanError: The layer cannot do that: with the tags or units, and the fix.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
-    staying = frozenset(staying_tags)
-    # Where nothing of them would leave it makes no difference that they stay.
-    if staying and _list_beside(layer, staying).isdisjoint(name for name, action in chosen if action.offloads):
-        staying = frozenset()
-    return _resolve(layer, chosen, min_offloaded_numel, staying)
-
-
-@functools.lru_cache(maxsize=64)
-def _list_beside(layer: LayerModel, tags: frozenset[str]) -> frozenset[str]:
-    """Return the tags with which something may leave that `tags` save too."""
-    tensors = (*layer.tensors, *(tensor for unit in layer.units for tensor in unit.keeps))
-    return frozenset(tag for tensor in tensors if tags.intersection(tensor.tags) for tag in tensor.tags)
+    return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
 
 
 # Layers of one kind with the same choice are most of a model, and a solver asks for them again and again.
@@ -235,11 +208,12 @@ def _resolve(
 ) -> ResolvedLayer:
     actions = dict(sorted(chosen, key=lambda pair: pair[0]))
     check_choice(layer, actions)
-    places = _find_places(layer)
+    places = _Places(layer)
     units = tuple(unit for unit in layer.units if actions.get(unit.name, Action.KEEP).recomputes)
     saved = _list_saved(layer, units, places)
     reruns = _list_reruns(layer, units, saved, places)
-    offloaded = places.order(tag for tag, action in actions.items() if action.offloads and _is_saved(tag, saved))
+    saving = {tag for one in saved for tag in one.tensor.tags}
+    offloaded = places.order(tag for tag, action in actions.items() if action.offloads and tag in saving)
     # What a unit covers asks for what the unit makes, and not for what was saved.
     covered = {tag for unit in units for tag in unit.covered}
     again = [(rerun, list_read_tags([rerun.unit])) for rerun in reruns]
@@ -250,18 +224,14 @@ def _resolve(
         owners = [place for place, group in enumerate(groups) if group.tag in one.tensor.tags]
         if one.tensor.is_same_in_all_layers:
             continue
+        one = one._replace(takes=takes[one.tensor.name])
         is_able = layer.may_leave(one.tensor) and not one.tensor.is_below(min_offloaded_numel)
         if not owners or not is_able or staying_tags.intersection(one.tensor.tags):
-            kept.append(
-                ResidentTensor(
-                    tensor=one.tensor,
-                    saved_after=one.saved_after,
-                    freed_after=one.freed_after,
-                    takes=takes[one.tensor.name],
-                )
-            )
+            kept.append(one)
         else:
-            leaving.append(_let_leave(one, owners, groups, takes[one.tensor.name], places))
+            used_until = max(places.find(tag) for tag in one.tensor.tags)
+            first = min(owners, key=lambda place: groups[place].submitted_as)
+            leaving.append(one._replace(used_until=used_until, leaves_with=first, returns_for=max(owners)))
     return ResolvedLayer(
         layer=layer,
         kept=tuple(kept),
@@ -276,34 +246,29 @@ def _resolve(
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _find_places(layer: LayerModel) -> "_Places":
-    return _Places(layer)
-
-
 class _Places:
-    """Where the tags of a layer are among its stretches, whatever a plan says."""
+    """Where the tags of a layer are among its segments, whatever a plan says."""
 
     def __init__(self, layer: LayerModel) -> None:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
-        """The first stretch over whose host wait groups are held."""
+        """The first segment over whose host wait groups are held."""
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}
         """What the layer saves where nothing runs again, by name."""
 
     def find(self, name: str) -> int:
-        """Return the stretch called `name`; the first where there is none."""
+        """Return the segment called `name`; the first where there is none."""
         return self._places.get(name, 0)
 
-    def locate(self, tensor: SavedTensor) -> ResidentTensor:
+    def locate(self, tensor: SavedTensor) -> PlacedTensor:
         """Return when a tensor is there, where nothing that saves it runs again."""
         # The tag that forward reaches first, wherever it is among them: backward reaches that one last.
         first = min(self.find(tag) for tag in tensor.tags)
-        return ResidentTensor(tensor=tensor, saved_after=first, freed_after=first)
+        return PlacedTensor(tensor=tensor, saved_after=first, freed_after=first)
 
     def find_end(self, tag: str) -> int:
-        """Return the stretch after whose forward the group of `tag` ends."""
+        """Return the segment after whose forward the group of `tag` ends."""
         name = _ENDS_AFTER.get(tag, tag)
         return self.last if name is _LAST else max(self.find(tag), self.find(name))
 
@@ -312,38 +277,32 @@ class _Places:
         return tuple(sorted(tags, key=lambda tag: (self.find(tag), default_tags().get_place(tag))))
 
     def list_segments(self, unit: UnitModel) -> tuple[int, ...]:
-        """Return the stretches that `unit` runs again."""
+        """Return the segments that `unit` runs again."""
         return tuple(self._places[name] for name in unit.segments)
 
 
-def _is_saved(tag: str, saved: Sequence[ResidentTensor]) -> bool:
-    return any(tag in one.tensor.tags for one in saved)
-
-
-def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[ResidentTensor, ...]:
+def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[PlacedTensor, ...]:
     """Return what is saved in forward where `units` run again: what they drop is not, and what they keep instead is."""
     dropped = {name for unit in units for name in unit.drops}
     saved = {name: one for name, one in places.saved.items() if name not in dropped}
     for unit in units:
         dropped_by_others = {name for other in units if other is not unit for name in other.drops}
-        segments = places.list_segments(unit)
+        first = places.list_segments(unit)[0]
         for tensor in unit.keeps:
             if tensor.name not in dropped_by_others:
-                # It is the unit's input: there before it runs, and wanted until backward has left it.
-                one = ResidentTensor(tensor=tensor, saved_after=segments[0], freed_after=segments[0])
-                saved.setdefault(tensor.name, one)
+                # The unit's input: there before it runs, and wanted until backward has left it.
+                saved.setdefault(tensor.name, PlacedTensor(tensor, saved_after=first, freed_after=first))
     return tuple(saved.values())
 
 
 def _list_reruns(
-    layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[ResidentTensor], places: _Places
+    layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[PlacedTensor], places: _Places
 ) -> tuple[Rerun, ...]:
-    """Return what runs again, in the order of backward; what runs before the same stretch in the order of forward."""
+    """Return what runs again, in the order of backward; what runs before the same segment in the order of forward."""
     tensors = {tensor.name: tensor for tensor in layer.tensors}
     before = _find_when(units, tensors, places)
     # What a unit keeps, as its input, is there and not made again; what two units drop, the first of them makes.
-    made = {one.tensor.name for one in saved}
-    reruns = []
+    made, reruns = {one.tensor.name for one in saved}, []
     for unit in sorted(units, key=lambda unit: (-before[unit.name], places.list_segments(unit)[0])):
         segments = places.list_segments(unit)
         names = [name for name in unit.drops if name in tensors and name not in made]
@@ -362,7 +321,7 @@ def _list_reruns(
 
 
 def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], places: _Places) -> dict[str, int]:
-    """Return the stretch before whose backward each unit runs again, by its name."""
+    """Return the segment before whose backward each unit runs again, by its name."""
     before: dict[str, int] = {}
     readers: list[tuple[frozenset[int], int]] = []
     # From the last of forward: a unit that makes what another reads when that one runs again has to run before it.
@@ -373,25 +332,25 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
     return before
 
 
-def _locate_made(one: ResidentTensor, segments: tuple[int, ...]) -> ResidentTensor:
-    # What the unit hands on is saved by the stretch behind it: it is there when the unit is through.
+def _locate_made(one: PlacedTensor, segments: tuple[int, ...]) -> PlacedTensor:
+    # What the unit hands on is saved by the segment behind it: it is there when the unit is through.
     return one if one.saved_after in segments else one._replace(saved_after=segments[-1])
 
 
-def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[ResidentTensor]:
+def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[PlacedTensor]:
     if unit.extra_bytes:
         tensor = SavedTensor(name=f"beside what {unit.name} makes", tags=(unit.name,), size_bytes=unit.extra_bytes)
-        yield ResidentTensor(tensor=tensor, saved_after=segments[-1], freed_after=segments[-1])
+        yield PlacedTensor(tensor=tensor, saved_after=segments[-1], freed_after=segments[-1])
 
 
 def _list_takes(
-    one: ResidentTensor,
+    one: PlacedTensor,
     offloaded: Sequence[str],
     covered: Set[str],
     again: Sequence[tuple[Rerun, Set[str]]],
     places: _Places,
 ) -> tuple[Take, ...]:
-    """Return who asks for `one`: the stretches of its tags, and before them what runs one of these again.
+    """Return who asks for `one`: the segments of its tags, and before them what runs one of these again.
 
     Args:
         one: What is saved.
@@ -434,17 +393,3 @@ def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], 
             )
         )
     return tuple(groups)
-
-
-def _let_leave(
-    one: ResidentTensor, owners: Sequence[int], groups: Sequence[LeavingGroup], takes: tuple[Take, ...], places: _Places
-) -> LeavingTensor:
-    return LeavingTensor(
-        tensor=one.tensor,
-        saved_after=one.saved_after,
-        used_until=max(places.find(tag) for tag in one.tensor.tags),
-        leaves_with=min(owners, key=lambda place: groups[place].submitted_as),
-        returns_for=max(owners),
-        takes=takes,
-        freed_after=one.freed_after,
-    )

@@ -1,6 +1,6 @@
-"""From a layer and what a plan says of it to the steps of its passes: see `chunk_program`.
+"""From a layer and what a plan says of it to the events of its passes: see `chunk_events`.
 
-[Note: What dispatchers hold]
+[Note: What dispatchers keep]
 A token dispatcher keeps the routing probabilities of its last forward, and with them the graph behind. Where a checkpoint of
 the layer, or of its experts, ran that forward again, the graph begins in the checkpoint's own leaf: its input of [s, b, h] and,
 after backward, the gradient of that. Both stay until the dispatcher gets the probabilities of another forward. So a step begins
@@ -13,7 +13,7 @@ experts, behind the dispatcher, does not. It has the counts of the forward then 
 kernel would write, `HostWait.KERNEL`: it stays as far ahead as it was. Other waits are as in forward. Where this package does
 not run nothing leaves, and nobody asks where the host is.
 
-[Note: What the model holds]
+[Note: What the model references]
 `GPTModel.forward` has a name for the embedding's output until it returns, loss and all. So the first layer's input, where it
 leaves, goes no earlier. In other stages the pipeline's schedule has it until backward.
 
@@ -23,80 +23,72 @@ megatron/core/tensor_parallel/random.py, megatron-core 0.16.1. Between two steps
 773 MiB more than without: 768 are these, 128 MiB a layer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import NumberedLayer
-from fgoffload.planner.simulation.chunk_program import (
-    ComputeStep,
-    DispatchStep,
-    FreeStep,
-    GroupPlace,
-    HoldStep,
-    HostWaitStep,
-    LetGoStep,
-    Mover,
-    OpenStep,
-    Parcel,
-    Part,
-    PassedStep,
-    PollStep,
-    ReadStep,
-    Step,
-    SubmitStep,
-    TakeStep,
-)
-from fgoffload.planner.simulation.layer_choice import LeavingTensor, Rerun, ResolvedLayer
+from fgoffload.planner.simulation.chunk_events import Compute, EventKind, Events, Mover, Parcel, PlacedGroup, Take
+from fgoffload.planner.simulation.layer_choice import PlacedTensor, Rerun, ResolvedLayer
 from fgoffload.tags import find_recompute_unit
 from fgoffload.watched import Watched, find_watched
 
 Item = TypeVar("Item")
 
 _PROJECTION = "attn_proj"
-"""The stretch with which the attention half of a layer ends."""
+"""The segment with which the attention half of a layer ends."""
 
 _ROUTER = "router"
-"""The stretch behind which a token dispatcher gets probabilities. Layers without experts have none."""
+"""The segment behind which a token dispatcher gets probabilities. Layers without experts have none."""
 
 
-class StepList:
-    """Steps in the making: compute without anything between is put together."""
+class LayerRules(NamedTuple):
+    """What holds for all layers of a rank."""
 
-    def __init__(self) -> None:
-        self._steps: list[Step] = []
-        self._parts: list[Part] = []
-        self._host_s = 0.0
+    has_copies: bool
+    """Whether anything leaves."""
+    has_engine: bool
+    """Whether this package runs in the training."""
+    host_s: float
+    """Seconds that a layer's forward takes the host, or its backward."""
+    merges: bool
+    """Whether compute with nothing in between becomes one event."""
 
-    def compute(self, part: Part, *, host_s: float = 0.0) -> None:
-        """Add a stretch of compute, which takes the host so long."""
-        self._parts.append(part)
-        self._host_s += host_s
 
-    def add(self, step: Step) -> None:
+class EventList:
+    """The events of a pass, while they are listed.
+
+    Args:
+        merges: Whether compute with nothing in between becomes one event.
+    """
+
+    def __init__(self, *, merges: bool) -> None:
+        self._merges = merges
+        self._events: list[tuple[EventKind, object]] = []
+        self._last: Compute | None = None
+        """What the next compute joins."""
+
+    def compute(self, label: str, seconds: float, extra_bytes: int, net_bytes: int = 0, *, host_s: float = 0.0) -> None:
+        """Add compute, with `extra_bytes` on the device while it runs and `net_bytes` more behind it than before."""
+        last = self._last if self._merges else None
+        if last is None:
+            last = Compute(0.0, 0, 0, label, 0.0)
+            self._events.append((EventKind.COMPUTE, last))
+        rise_bytes = last.net_bytes + max(extra_bytes, net_bytes)
+        if rise_bytes <= last.rise_bytes:
+            rise_bytes, label = last.rise_bytes, last.label
+        self._last = Compute(last.seconds + seconds, last.net_bytes + net_bytes, rise_bytes, label, last.host_s + host_s)
+        self._events[-1] = (EventKind.COMPUTE, self._last)
+
+    def add(self, kind: EventKind, argument: object = None) -> None:
         """Add what is no compute."""
-        self._close()
-        self._steps.append(step)
+        self._last = None
+        self._events.append((kind, argument))
 
-    def finish(self) -> tuple[Step, ...]:
+    def finish(self) -> Events:
         """Return what was added."""
-        self._close()
-        return tuple(self._steps)
-
-    def _close(self) -> None:
-        if not self._parts:
-            return
-        seconds, net_bytes, rise_bytes, peak_label = 0.0, 0, 0, self._parts[0].label
-        for part in self._parts:
-            highest = net_bytes + max(part.extra_bytes, part.net_bytes)
-            if highest > rise_bytes:
-                rise_bytes, peak_label = highest, part.label
-            seconds += part.seconds
-            net_bytes += part.net_bytes
-        self._steps.append(ComputeStep(tuple(self._parts), seconds, net_bytes, rise_bytes, peak_label, self._host_s))
-        self._parts, self._host_s = [], 0.0
+        return tuple(self._events)
 
 
 class LayerCompiler:
@@ -104,69 +96,73 @@ class LayerCompiler:
 
     Args:
         numbered: The layer.
+        chunk: The number of its chunk.
         resolved: What the plan makes of it.
         actions: What the plan says of it, by tag or unit.
-        has_copies: Whether anything leaves on the rank.
-        dispatcher: Chunk and number of the layer where its token dispatcher may hold what a recompute began with, or None.
-        has_held_input: Whether the model holds the layer's input until its forward is over. See [Note: What the model holds].
-        host_s: Seconds that its forward takes the host, or its backward.
+        rules: Of the rank.
+        has_held_input: Whether the model references the layer's input until its forward is over. See
+            [Note: What the model references].
     """
 
     def __init__(
         self,
         numbered: NumberedLayer,
+        chunk: int,
         resolved: ResolvedLayer,
         actions: Mapping[str, Action],
+        rules: LayerRules,
         *,
-        has_copies: bool,
-        dispatcher: tuple[int, int] | None,
         has_held_input: bool,
-        host_s: float,
     ) -> None:
-        self._end = len(numbered.model.segments)
-        """Where what the model holds is read last: behind all stretches."""
-        if has_held_input:
-            leaving = (one._replace(used_until=self._end) if _is_input(one.tensor) else one for one in resolved.leaving)
-            resolved = replace(resolved, leaving=tuple(leaving))
-        self.resolved = resolved
-        self._kind = numbered.model.kind
-        self._actions = actions
+        self._resolved = resolved
+        self._layer = numbered.model
         self._segments = numbered.model.segments
-        self._host_s = host_s / len(self._segments)
-        """Of the host, for a stretch."""
+        self._actions = actions
+        self._has_copies = rules.has_copies
+        self._has_held_input = has_held_input
+        self._host_s = rules.host_s / len(self._segments)
+        """Of the host, for a segment."""
         self._name = f"layers.{numbered.number}"
-        self._has_copies = has_copies
-        self._holder = _find_holder(resolved)
-        self._dispatcher = None if self._holder is None else dispatcher
-        self._shares_router_input = numbered.model.shares_router_input
-        self._behind_attention = _find_behind_attention(self._segments)
-        """The first stretch behind attention, or None where there is none."""
+        self._keeper = None if rules.has_engine else _find_keeper(resolved)
+        """What runs a dispatcher again from a leaf of its own, where it counts. See [Note: What dispatchers keep]."""
+        self._dispatcher = (chunk, numbered.number)
+        self._runs_again = any(rerun.unit == "layer" for rerun in resolved.reruns)
+        """Whether a checkpoint is around the layer: it has the input, and the engine sees nothing of the layer."""
+        names = [segment.name for segment in self._segments]
+        behind = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
+        self._behind_attention = behind if behind < len(names) else None
+        """The first segment behind attention, or None where there is none."""
         self._watched = self._find_watched()
         self._base = 0
         """The groups of the chunk before those of this layer."""
-        self._parcels: list[tuple[LeavingTensor, int]] = []
+        self._parcels: list[tuple[PlacedTensor, int]] = []
         """One of the tensors of each parcel, which are alike but for their size, and the parcel's number."""
-        self._asked: dict[tuple[int, str | None], dict[int | None, list[int]]] = {}
-        """Parcels that backward asks for, by the stretch before which it does and the unit that runs again there, and by group
-        of the site."""
+        self._takes: dict[tuple[int, str | None], list[Take]] = {}
+        """What backward asks for, by the segment before which it does and the unit that runs again there."""
 
-    def number_groups(self, groups: list[GroupPlace], parcels: list[Parcel]) -> None:
+    def add_groups(self, groups: list[PlacedGroup], parcels: list[Parcel]) -> None:
         """Add the groups and parcels of this layer to those of the layers before it."""
         self._base = len(groups)
-        alike: dict[object, list[LeavingTensor]] = {}
-        for one in self.resolved.leaving:
+        alike: dict[object, list[PlacedTensor]] = {}
+        for one in self._resolved.leaving:
+            if self._has_held_input and _is_input(one.tensor):
+                one = one._replace(used_until=len(self._segments))
             alike.setdefault((one.leaves_with, one.returns_for, one.takes, one.freed_after, one.used_until), []).append(one)
         for tensors in alike.values():
-            tag = self.resolved.groups[tensors[0].leaves_with].tag
+            tag = self._resolved.groups[tensors[0].leaves_with].tag
             self._parcels.append((tensors[0], len(parcels)))
-            size_bytes = sum(one.tensor.size_bytes for one in tensors)
-            device_bytes = sum(one.tensor.size_bytes for one in tensors if not self.resolved.layer.is_staged(one.tensor))
-            label, mover = f"reload of {self._name}.{tag}", self._find_mover(tag)
-            parcels.append(Parcel(size_bytes, device_bytes, label, mover, self._is_read_later(tensors[0])))
-        self._note_asked()
-        for index, group in enumerate(self.resolved.groups):
+            parcels.append(
+                Parcel(
+                    size_bytes=sum(one.tensor.size_bytes for one in tensors),
+                    device_bytes=sum(one.tensor.size_bytes for one in tensors if not self._layer.is_staged(one.tensor)),
+                    label=f"reload of {self._name}.{tag}",
+                    mover=self._find_mover(tag),
+                    is_read_later=self._is_read_later(tensors[0]),
+                )
+            )
+        for index, group in enumerate(self._resolved.groups):
             groups.append(
-                GroupPlace(
+                PlacedGroup(
                     label=f"{self._name}.{group.tag}",
                     mover=self._find_mover(group.tag),
                     parcels=tuple(parcel for one, parcel in self._parcels if one.leaves_with == index),
@@ -174,92 +170,92 @@ class LayerCompiler:
                     end_position=self._base + group.opened_before_end,
                 )
             )
+        self._note_takes()
 
-    def _note_asked(self) -> None:
+    def _note_takes(self) -> None:
+        asked: dict[tuple[int, str | None], dict[int | None, list[int]]] = {}
         for one, parcel in self._parcels:
             for take in one.takes:
-                self._asked.setdefault((take.before, take.unit), {}).setdefault(take.group, []).append(parcel)
-        asking = {group for groups in self._asked.values() for group in groups}
-        for index, group in enumerate(self.resolved.groups):
+                asked.setdefault((take.before, take.unit), {}).setdefault(take.group, []).append(parcel)
+        asking = {group for groups in asked.values() for group in groups}
+        for index, group in enumerate(self._resolved.groups):
             # All that such a group saved stayed, and backward comes to it all the same.
             if index not in asking:
-                self._asked.setdefault((group.asked_before, None), {})[index] = []
+                asked.setdefault((group.asked_before, None), {})[index] = []
+        for key, groups in asked.items():
+            # The last group of forward first, and what no group asks for last.
+            order = sorted(groups, key=lambda group: -1 if group is None else group, reverse=True)
+            self._takes[key] = [Take(None if one is None else self._base + one, tuple(groups[one])) for one in order]
 
-    @property
-    def held_parcels(self) -> tuple[int, ...]:
-        """Return what leaves and is held until the model's forward is over."""
-        return tuple(parcel for one, parcel in self._parcels if one.used_until == self._end)
+    def list_read_last(self) -> Iterable[int]:
+        """Return the parcels that are referenced until the model's forward is over."""
+        return (parcel for one, parcel in self._parcels if one.used_until == len(self._segments))
 
     def _find_mover(self, tag: str) -> Mover:
-        return Mover(kind=self._kind, tag=tag, action=self._actions[tag])
+        return Mover(kind=self._layer.kind, tag=tag, action=self._actions[tag])
 
-    def _is_read_later(self, one: LeavingTensor) -> bool:
-        group = self.resolved.groups[one.leaves_with]
+    def _is_read_later(self, one: PlacedTensor) -> bool:
+        group = self._resolved.groups[one.leaves_with]
         return one.used_until > (group.ends_after if group.held_over is None else group.held_over)
 
-    def run_forward(self, steps: StepList) -> None:
+    def run_forward(self, events: EventList) -> None:
         """Add the forward of the layer."""
-        groups = sorted(enumerate(self.resolved.groups, start=self._base), key=lambda pair: pair[1].submitted_as)
+        groups = sorted(enumerate(self._resolved.groups, start=self._base), key=lambda pair: pair[1].submitted_as)
         starts = {group.starts_at for _, group in groups}
         held = _group_by_place((group.held_over, index) for index, group in groups if group.held_over is not None)
         ended = _group_by_place((group.ends_after, index) for index, group in groups if group.held_over is None)
         read = _group_by_place((one.used_until, parcel) for one, parcel in self._parcels if self._is_read_later(one))
-        saved_bytes = self.resolved.saved_bytes
-        if self._has_copies and not self._runs_again_as_a_whole:
-            steps.add(PollStep())
+        if self._has_copies and not self._runs_again:
+            events.add(EventKind.POLL)
         for place, segment in enumerate(self._segments):
             if place in starts:
-                steps.add(OpenStep())
-            self._wait_for_host(steps, segment)
+                events.add(EventKind.OPEN)
+            self._wait_for_host(events, segment)
             for index in held.get(place, ()):
-                steps.add(SubmitStep(index))
-            net_bytes = saved_bytes.get(place, 0)
-            steps.compute(
-                Part(f"{self._name}.{segment.name}", segment.forward_pass_s, segment.forward_extra_bytes, net_bytes),
-                host_s=self._host_s,
-            )
+                events.add(EventKind.SUBMIT, index)
+            net_bytes = self._resolved.saved_bytes.get(place, 0)
+            label = f"{self._name}.{segment.name}"
+            events.compute(label, segment.forward_pass_s, segment.forward_extra_bytes, net_bytes, host_s=self._host_s)
             if place in read:
-                steps.add(ReadStep(tuple(read[place])))
+                events.add(EventKind.READ, tuple(read[place]))
             for index in ended.get(place, ()):
-                steps.add(SubmitStep(index))
-            self._dispatch(steps, segment)
+                events.add(EventKind.SUBMIT, index)
+            self._dispatch(events, segment)
 
-    def run_backward(self, steps: StepList) -> None:
+    def run_backward(self, events: EventList) -> None:
         """Add the backward of the layer, and what runs again in it."""
-        reruns = _group_by_place((rerun.before, rerun) for rerun in self.resolved.reruns)
+        reruns = _group_by_place((rerun.before, rerun) for rerun in self._resolved.reruns)
         freed = _group_by_place((one.freed_after, parcel) for one, parcel in self._parcels)
-        freed_bytes = self.resolved.freed_bytes
+        starts = [group.starts_at for group in self._resolved.groups]
         for place in range(len(self._segments) - 1, -1, -1):
             segment = self._segments[place]
             for rerun in reruns.get(place, ()):
-                self._take(steps, place, rerun.unit)
-                self._run_again(steps, rerun)
-            self._take(steps, place, None)
-            gone_bytes = freed_bytes.get(place, 0)
-            steps.compute(
-                Part(f"{self._name}.{segment.name}", segment.backward_s, segment.backward_extra_bytes, -gone_bytes),
-                host_s=self._host_s,
-            )
-            if self._dispatcher is not None and self._holder is not None and place == self._holder.segments[0]:
+                self._take(events, place, rerun.unit)
+                self._run_again(events, rerun)
+            self._take(events, place, None)
+            gone_bytes = self._resolved.freed_bytes.get(place, 0)
+            label = f"{self._name}.{segment.name}"
+            events.compute(label, segment.backward_s, segment.backward_extra_bytes, -gone_bytes, host_s=self._host_s)
+            if self._keeper is not None and place == self._keeper.segments[0]:
                 # Input and gradient: the first was counted as saved until now, the second among what backward needs.
-                steps.add(HoldStep(self._dispatcher, 2 * _count_input_bytes(self.resolved)))
+                events.add(EventKind.RETAIN, (self._dispatcher, 2 * _count_input_bytes(self._resolved)))
             if place in freed:
-                steps.add(FreeStep(tuple(freed[place])))
-            if self._base == 0 and self.resolved.groups and self.resolved.groups[0].starts_at == place:
-                steps.add(PollStep())
+                events.add(EventKind.FREE, tuple(freed[place]))
+            if self._base == 0 and starts and starts[0] == place:
+                events.add(EventKind.POLL)
             if place == self._behind_attention:
-                self._pass(steps, self._base + sum(group.starts_at < place for group in self.resolved.groups))
-        self._pass(steps, self._base)
+                self._pass(events, self._base + sum(start < place for start in starts))
+        self._pass(events, self._base)
 
-    def _pass(self, steps: StepList, groups: int) -> None:
+    def _pass(self, events: EventList, groups: int) -> None:
         """Backward has passed the MLP, or all, of a layer that is not watched there; in front of that are so many groups."""
-        if groups and not self._watched.covers_layer and not self._runs_again_as_a_whole:
-            steps.add(PassedStep())
+        if groups and not self._watched.covers_layer and not self._runs_again:
+            events.add(EventKind.PASSED)
 
     def _find_watched(self) -> Watched:
         """Return which ops of the layer the engine watches: all of them where only attention would be and nothing is behind."""
-        tags = {group.tag for group in self.resolved.groups}
-        watched = find_watched(tags, shares_router_input=self._shares_router_input)
+        tags = {group.tag for group in self._resolved.groups}
+        watched = find_watched(tags, shares_router_input=self._layer.shares_router_input)
         is_whole = watched is Watched.ATTENTION and self._behind_attention is None
         return Watched.LAYER if is_whole else watched
 
@@ -267,47 +263,37 @@ class LayerCompiler:
         behind = self._behind_attention
         return self._watched.covers_layer or (self._watched is Watched.ATTENTION and behind is not None and place < behind)
 
-    def _run_again(self, steps: StepList, rerun: Rerun) -> None:
+    def _run_again(self, events: EventList, rerun: Rerun) -> None:
         has_dispatcher = _runs_dispatcher(rerun)
         for place in rerun.segments:
             segment = self._segments[place]
             # See [Note: Waits of a recompute].
             if has_dispatcher and segment.host_wait is not HostWait.KERNEL:
-                self._wait_for_host(steps, segment)
+                self._wait_for_host(events, segment)
             net_bytes = sum(one.tensor.size_bytes for one in rerun.made if one.saved_after == place)
             again_s = rerun.forward_part * segment.forward_s + (rerun.extra_s if place == rerun.segments[-1] else 0.0)
             label = f"{self._name}.{segment.name} again"
-            steps.compute(Part(label, again_s, segment.forward_extra_bytes, net_bytes), host_s=self._host_s)
-            self._dispatch(steps, segment)
+            events.compute(label, again_s, segment.forward_extra_bytes, net_bytes, host_s=self._host_s)
+            self._dispatch(events, segment)
 
-    def _wait_for_host(self, steps: StepList, segment: Segment) -> None:
+    def _wait_for_host(self, events: EventList, segment: Segment) -> None:
         if self._has_copies and segment.host_wait is not None:
-            steps.add(HostWaitStep(takes_link=segment.host_wait is not HostWait.KERNEL))
+            events.add(EventKind.HOST_WAIT, segment.host_wait)
 
-    def _dispatch(self, steps: StepList, segment: Segment) -> None:
-        if self._dispatcher is not None and segment.name == _ROUTER:
-            steps.add(DispatchStep(self._dispatcher))
+    def _dispatch(self, events: EventList, segment: Segment) -> None:
+        if self._keeper is not None and segment.name == _ROUTER:
+            events.add(EventKind.DISPATCH, self._dispatcher)
 
-    def _take(self, steps: StepList, place: int, unit: str | None) -> None:
-        """Add who asks for something before the backward of stretch `place`: `unit` when it runs again, or the stretch."""
-        if self._is_watched(place):
-            self._let_go(steps, place, unit)
-        asked = self._asked.get((place, unit))
-        if asked is None:
-            return
-        for asker in sorted(asked, key=lambda asker: -1 if asker is None else asker, reverse=True):
-            steps.add(TakeStep(None if asker is None else self._base + asker, tuple(asked[asker])))
+    def _take(self, events: EventList, place: int, unit: str | None) -> None:
+        """Add what is asked for before the backward of a segment: by `unit`, which runs again, or by the segment.
 
-    @property
-    def _runs_again_as_a_whole(self) -> bool:
-        """Return whether a checkpoint is around the layer: it holds the input, and the engine sees nothing of the layer."""
-        return any(rerun.unit == "layer" for rerun in self.resolved.reruns)
-
-    def _let_go(self, steps: StepList, place: int, unit: str | None) -> None:
-        """Add what sites that stay ask for and is there. What a group saved tells instead that backward is at that group."""
-        sizes_bytes = self.resolved.let_go_bytes.get((place, unit))
-        if sizes_bytes:
-            steps.add(LetGoStep(sizes_bytes))
+        What sites that stay ask for is let go of there; what a group saved tells instead that backward is at that group.
+        """
+        sizes_bytes = self._resolved.let_go_bytes.get((place, unit))
+        if sizes_bytes and self._is_watched(place):
+            events.add(EventKind.LET_GO, sizes_bytes)
+        for take in self._takes.get((place, unit), ()):
+            events.add(EventKind.TAKE, take)
 
 
 def _group_by_place(found: Iterable[tuple[int, Item]]) -> dict[int, list[Item]]:
@@ -317,18 +303,10 @@ def _group_by_place(found: Iterable[tuple[int, Item]]) -> dict[int, list[Item]]:
     return groups
 
 
-def _find_behind_attention(segments: Sequence[Segment]) -> int | None:
-    names = [segment.name for segment in segments]
-    place = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
-    return place if place < len(names) else None
-
-
-def _find_holder(resolved: ResolvedLayer) -> Rerun | None:
-    """Return what runs a dispatcher of the layer again from a leaf of its own, or None. See [Note: What dispatchers hold]."""
-    names = [segment.name for segment in resolved.layer.segments]
-    if _ROUTER not in names:
-        return None
-    return next(filter(_runs_dispatcher, resolved.reruns), None)
+def _find_keeper(resolved: ResolvedLayer) -> Rerun | None:
+    """Return what runs a dispatcher of the layer again from a leaf of its own, or None."""
+    has_router = any(segment.name == _ROUTER for segment in resolved.layer.segments)
+    return next(filter(_runs_dispatcher, resolved.reruns), None) if has_router else None
 
 
 def _runs_dispatcher(rerun: Rerun) -> bool:

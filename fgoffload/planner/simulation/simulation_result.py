@@ -11,8 +11,7 @@ class Detail(enum.Enum):
     """How much a simulation notes."""
 
     TOTALS = "totals"  # numbers of the step alone
-    DIGITS = "digits"  # the same, down to the last digits what one pass after the other comes to: for what decides by these
-    PEAKS = "peaks"  # as DIGITS, and the most device bytes at each stretch
+    PEAKS = "peaks"  # also the most device bytes at each segment
     TIMELINE = "timeline"  # also what each stream did when, and the memory over time
 
 

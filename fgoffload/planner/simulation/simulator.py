@@ -9,21 +9,16 @@ docs/concepts/planner.md says what is taken into account, and what is not.
 """
 
 import collections
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.chunk_compiler import Actions, compile_rank
-from fgoffload.planner.simulation.chunk_program import ChunkProgram
-from fgoffload.planner.simulation.known_passes import KnownSteps
-from fgoffload.planner.simulation.pass_order import Alone, InPipeline, PassOrder
+from fgoffload.planner.simulation.pipeline_run import PipelineRun, find_rounds
 from fgoffload.planner.simulation.rank_run import RankRun
-from fgoffload.planner.simulation.repeated_passes import RepeatingRun
 from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
-from fgoffload.planner.simulation.steady_state import add_rounds, find_rounds, leave_out_rounds
 from fgoffload.planner.simulation.tallies import Recorder
 
 __all__ = ["Detail", "RankResult", "StepResult", "simulate", "simulate_rank"]
@@ -36,7 +31,6 @@ def simulate(
     p2p_s: float = 0.0,
     detail: Detail = Detail.TOTALS,
     only: int | None = None,
-    known: KnownSteps | None = None,
 ) -> StepResult:
     """Return what a step under `plan` comes to on all ranks of a pipeline.
 
@@ -45,8 +39,7 @@ def simulate(
         plan: For all ranks; what it does not name is kept.
         p2p_s: Seconds from the end of a pass to the moment when the next stage can begin with its output.
         detail: What to note. With `Detail.TIMELINE` every pass is simulated.
-        only: The number of the rank of which it is noted; None for all. Of the others there are totals, which takes less time.
-        known: Of steps of the same ranks, by this plan or others: learns what passes come to here.
+        only: The number of the rank of which it is noted; None for all. Of the others there are totals.
 
     Raises:
         ConfigError: The ranks are no pipeline, or their passes wait for each other for ever.
@@ -55,10 +48,8 @@ def simulate(
     _check_ranks(ranks, p2p_s)
     actions = _group_by_layer(plan)
     _check_layers(ranks, actions)
-    programs = [compile_rank(rank, actions, loss_window_bytes=plan.loss_window_bytes) for rank in ranks]
-    order = functools.partial(InPipeline, chunks=len(ranks[0].chunks), p2p_s=p2p_s)
     details = [detail if only is None or rank.rank == only else Detail.TOTALS for rank in ranks]
-    return StepResult(ranks=_simulate(ranks, programs, order, details, known or KnownSteps()))
+    return StepResult(ranks=_simulate(ranks, actions, details, loss_window_bytes=plan.loss_window_bytes, p2p_s=p2p_s))
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
@@ -72,36 +63,26 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
     Raises:
         PlanError: A layer cannot do what the plan says of it.
     """
-    programs = [compile_rank(rank, _group_by_layer(plan), loss_window_bytes=plan.loss_window_bytes)]
-    return _simulate([rank], programs, Alone, [detail], KnownSteps())[0]
+    return _simulate([rank], _group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes, p2p_s=0.0)[0]
 
 
 def _simulate(
     ranks: Sequence[RankModel],
-    programs: Sequence[Sequence[ChunkProgram]],
-    make_order: Callable[..., PassOrder],
+    actions: Actions,
     details: Sequence[Detail],
-    known: KnownSteps,
+    *,
+    loss_window_bytes: int | None,
+    p2p_s: float,
 ) -> tuple[RankResult, ...]:
-    runs = [_make_run(rank, own, detail, known) for rank, own, detail in zip(ranks, programs, details, strict=True)]
-    passes = [rank.passes for rank in ranks]
-    rounds = None
-    if Detail.TIMELINE not in details:
-        rounds = find_rounds(passes, len(ranks[0].chunks), are_named=all(run.names_in_flight for run in runs))
-    order = make_order(runs, passes, rounds.list_marks() if rounds else ())
-    left_out = leave_out_rounds(order, rounds) if rounds else []
-    order.run()
-    results = [run.finish() for run in runs]
-    for one in left_out:
-        results = [add_rounds(result, own, one.times) for result, own in zip(results, one.numbers, strict=True)]
-    return tuple(results)
-
-
-def _make_run(rank: RankModel, programs: Sequence[ChunkProgram], detail: Detail, known: KnownSteps) -> RankRun:
-    if detail is Detail.TOTALS and RepeatingRun.has_repeats(rank, programs):
-        return RepeatingRun(rank, programs, known.get(rank))
-    recorder = Recorder() if detail is Detail.TIMELINE else None
-    return RankRun(rank, programs, recorder=recorder, notes_peaks=detail is Detail.PEAKS)
+    runs = []
+    for rank, detail in zip(ranks, details, strict=True):
+        is_timed = detail is Detail.TIMELINE
+        chunks = compile_rank(rank, actions, loss_window_bytes=loss_window_bytes, merges=not is_timed)
+        runs.append(RankRun(rank, chunks, recorder=Recorder() if is_timed else None, notes_peaks=detail is Detail.PEAKS))
+    passes, chunks_of_rank = [rank.passes for rank in ranks], len(ranks[0].chunks)
+    rounds = find_rounds(passes, chunks_of_rank, are_all_simulated=Detail.TIMELINE in details)
+    pipeline = PipelineRun(runs, passes, chunks=chunks_of_rank, p2p_s=p2p_s, rounds=rounds)
+    return tuple(run.finish(left_out) for run, left_out in zip(runs, pipeline.run(), strict=True))
 
 
 def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from fgoffload.errors import PlanError
 from fgoffload.plan import OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.simulation.known_passes import KnownSteps
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.choices import list_needs
@@ -53,7 +52,6 @@ def price_decisions(
     decisions: Iterable[Decision],
     *,
     budget_bytes: int,
-    known: KnownSteps | None = None,
 ) -> Price | None:
     """Return what `decisions` come to together, or None where the rest of the plan cannot be done without them.
 
@@ -63,13 +61,12 @@ def price_decisions(
         result: What it comes to.
         decisions: What to leave out. None of them keeps.
         budget_bytes: Of each device.
-        known: Of a step by all of the plan, of which most passes come to the same. Left as it is: a price depends on no other.
     """
     left_out = {Site(chunk=one.chunk, layer=layer, tag=one.tag) for one in decisions for layer in one.layers}
     along = {site for site in plan.actions if _needs_one(site, left_out)}
     rest = {site: action for site, action in plan.actions.items() if site not in left_out | along}
     try:
-        without = simulate(ranks, dataclasses.replace(plan, actions=rest), known=None if known is None else known.copy())
+        without = simulate(ranks, dataclasses.replace(plan, actions=rest))
     except PlanError:
         return None
     worst = without.worst_rank

@@ -81,7 +81,7 @@ class SingleRanks:
                 points=functools.partial(self._measure_layers, self.ranks[place]),
                 judge=make_judge(self.shorts[place], Detail.TOTALS, loss_window_bytes),
                 # Programs get a price from small differences, and of equal choices of a program its last digits decide.
-                judge_digits=make_judge(self.shorts[place], Detail.DIGITS, loss_window_bytes),
+                judge_digits=make_judge(self.shorts[place], Detail.TOTALS, loss_window_bytes),
                 judge_peaks=make_judge(self.shorts[place], Detail.PEAKS, loss_window_bytes),
                 tries_all=place in tried,
                 limits=limits,

@@ -1,0 +1,133 @@
+"""A rank's compute over time, and its memory: what `rank_run` runs passes on."""
+
+from collections.abc import Sequence
+
+from fgoffload.planner.ranks.rank_model import HostPace, RankModel
+from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind
+from fgoffload.planner.simulation.link_queue import Copy, CopyQueue, LinkQueue
+from fgoffload.planner.simulation.simulation_result import RankResult, StreamName, StretchKey
+from fgoffload.planner.simulation.tallies import Cause, Counts, Recorder
+from fgoffload.transfer_schedule import STAGING_SLOTS
+
+
+class RankClock:
+    """Compute, the link and the memory of a rank in the middle of a step.
+
+    Args:
+        rank: The rank.
+        chunks: What each of its chunks does.
+        recorder: Notes every span and the memory; None where only totals are wanted.
+        notes_peaks: Whether to note the most device bytes at each segment.
+    """
+
+    def __init__(
+        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, recorder: Recorder | None, notes_peaks: bool = False
+    ) -> None:
+        self.clock_s = 0.0
+        """Compute has come so far."""
+        self._rank = rank
+        self._chunks = chunks
+        self._recorder = recorder
+        self._counts = Counts()
+        self._link = LinkQueue(rank.link, recorder)
+        # The step before has left what dispatchers keep.
+        kept = [argument for chunk in chunks for kind, argument in chunk.backward if kind is EventKind.RETAIN]
+        self._dispatcher_bytes: dict[tuple[int, int], int] = dict(kept)
+        self._static_bytes = rank.static_bytes + STAGING_SLOTS * max((chunk.staged_bytes for chunk in chunks), default=0)
+        self._device_bytes = self._peak_bytes = self._static_bytes + sum(self._dispatcher_bytes.values())
+        self._host_bytes = self._host_peak_bytes = 0
+        self._pass: Pass | None = None
+        self._peak_at: tuple[Pass | None, str] = (None, "between steps")
+        self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(chunk.groups for chunk in chunks)
+        """Whether it depends on `_host_s` what the engine sees."""
+        self._host_s = 0.0
+        """The host has come to where compute is at that time; no later than `clock_s`. Not counted where nothing asks."""
+        self._peaks: dict[StretchKey, int] | None = {} if notes_peaks else None
+
+    def list_numbers(self) -> list[float]:
+        """Return the seconds of the step so far, and then what was counted, in the order of `Counts.make_fields`."""
+        self._counts.slowed_s = self._link.slowed_s
+        return [self.clock_s, *self._counts.list_numbers()]
+
+    def _make_result(self, left_out: Sequence[float] | None, *, loss_window_bytes: int) -> RankResult:
+        numbers = self.list_numbers()
+        if left_out is not None:
+            numbers = [one + more for one, more in zip(numbers, left_out, strict=True)]
+        step_s, *counted = numbers
+        pass_, label = self._peak_at
+        return RankResult(
+            rank=self._rank.rank,
+            step_s=step_s + self._rank.step_end_s,
+            peak_bytes=self._peak_bytes,
+            peak_at=label if pass_ is None else f"{pass_} {label}",
+            static_bytes=self._static_bytes,
+            end_bytes=self._device_bytes,
+            loss_window_bytes=loss_window_bytes,
+            host_peak_bytes=self._host_peak_bytes,
+            timeline=None if self._recorder is None else self._recorder.finish(),
+            peaks=self._peaks,
+            **self._counts.make_fields(counted),
+        )
+
+    def compute(self, compute: Compute, _: object) -> None:
+        """Let compute run, beside whatever the link copies."""
+        seconds, net_bytes, rise_bytes, label, host_s = compute
+        device_bytes = self._device_bytes
+        if device_bytes + rise_bytes > self._peak_bytes:
+            self._peak_bytes = device_bytes + rise_bytes
+            self._peak_at = (self._pass, label)
+        start_s = self.clock_s
+        self.clock_s = end_s = self._link.run_compute(start_s, seconds) if self._link.queued else start_s + seconds
+        self._counts.compute_s += end_s - start_s
+        self._device_bytes = device_bytes + net_bytes
+        if self._is_a_layer_ahead:
+            host_s += self._host_s
+            self._host_s = host_s if host_s < end_s else end_s
+
+    def compute_and_note(self, compute: Compute, _: object) -> None:
+        """Let compute run, and note when and with how many bytes."""
+        start_s, label, highest_bytes = self.clock_s, compute.label, self._device_bytes + compute.rise_bytes
+        if self._peaks is not None and self._pass is not None:
+            key = (self._pass.kind is PassKind.FORWARD, self._pass.chunk, label)
+            self._peaks[key] = max(self._peaks.get(key, 0), highest_bytes)
+        has_more = compute.rise_bytes > compute.net_bytes  # while it runs than behind it
+        self._note_memory(start_s, device_bytes=highest_bytes if has_more else None)
+        self.compute(compute, _)
+        if self._recorder is not None:
+            self._recorder.note_span(StreamName.COMPUTE, f"{self._pass} {label}", start_s, self.clock_s)
+        self._note_memory(self.clock_s)
+
+    def _wait_until(self, until_s: float, cause: Cause) -> None:
+        if until_s > self.clock_s:
+            self._counts.waits_s[cause] += until_s - self.clock_s
+            if self._recorder is not None:
+                self._recorder.note_span(StreamName.COMPUTE, cause.value, self.clock_s, until_s)
+            self.clock_s = until_s
+
+    def _wait_for_copy(self, queue: CopyQueue, copy: Copy, cause: Cause) -> None:
+        if copy.end_s > self.clock_s:
+            self._wait_until(self._link.wait_for(queue, copy, self.clock_s), cause)
+
+    def _add_bytes(self, size_bytes: int, label: str) -> None:
+        self._device_bytes += size_bytes
+        if self._device_bytes > self._peak_bytes:
+            self._peak_bytes = self._device_bytes
+            self._peak_at = (self._pass, label)
+        self._note_memory(self.clock_s)
+
+    def _note_memory(self, at_s: float, *, device_bytes: int | None = None) -> None:
+        if self._recorder is not None:
+            device_bytes = self._device_bytes if device_bytes is None else device_bytes
+            self._recorder.note_memory(at_s, device_bytes=device_bytes, host_bytes=self._host_bytes)
+
+    def retain(self, kept: tuple[tuple[int, int], int], _: object) -> None:
+        """Let a token dispatcher keep tensors that backward no longer wants."""
+        dispatcher, size_bytes = kept
+        self._dispatcher_bytes[dispatcher] = size_bytes
+        self._add_bytes(size_bytes, "what a token dispatcher keeps")
+
+    def dispatch(self, dispatcher: tuple[int, int], _: object) -> None:
+        """Let a token dispatcher free what it kept."""
+        self._device_bytes -= self._dispatcher_bytes.pop(dispatcher, 0)
+        self._note_memory(self.clock_s)
