@@ -1,4 +1,4 @@
-# `make train` trains a tiny MoE GPT without and with offload, and shows that the results are equal to the bit.
+# `make train` trains a tiny MoE GPT without and with offload, and shows that the results are bitwise identical.
 # Needs Python 3.10 to 3.13 and make. Everything else goes into .venv. A CUDA GPU is used when there is one.
 
 # Python of a version: pyenv's first, since its stand-ins on the PATH fail where the version is not switched on.

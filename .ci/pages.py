@@ -11,6 +11,7 @@ import os
 import posixpath
 import re
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,8 +102,8 @@ def write_hardware() -> Iterator[str]:
 
 def write_commands() -> Iterator[str]:
     """Yield a section for each command: its help."""
-    os.environ["COLUMNS"] = "80"
-    helps = format_helps()
+    with unittest.mock.patch.dict(os.environ, COLUMNS="80"):
+        helps = format_helps()
     for command in COMMANDS:
         yield f"## fgoffload {command.NAME}\n\n```\n{helps[command.NAME]}```\n\n"
 

@@ -4,7 +4,7 @@
 #          of 1 sequence a step; a step takes 0.3 s on two cores.
 # Purpose: the plain counterpart of tiny_moe.sh: offload where no expert is.
 # See:     fgoffload train tiny_dense
-#          The loss falls from 5.5 to about 3.2 in 20 steps. With offload losses and gradients are equal to the bit and about
+#          The loss falls from 5.5 to about 3.2 in 20 steps. With offload losses and gradients are bitwise identical and about
 #          half of the activation bytes at peak are gone: what the dense MLP saves has no tag yet and stays.
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...

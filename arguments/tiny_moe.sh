@@ -4,7 +4,7 @@
 #          Sequences of 256 bytes, 4 microbatches of 1 sequence a step; a step takes 0.3 s on two cores.
 # Purpose: shows and tests offload end to end on Megatron-Core's own model and schedules.
 # See:     fgoffload train tiny_moe
-#          The loss falls from 5.6 to about 3.2 in 20 steps. With offload losses and gradients are equal to the bit and more
+#          The loss falls from 5.6 to about 3.2 in 20 steps. With offload losses and gradients are bitwise identical and more
 #          than 60% of the activation bytes at peak are gone. Offload takes longer here: on a CPU both sides are RAM.
 #
 # Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...

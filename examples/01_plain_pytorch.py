@@ -2,7 +2,7 @@
 
     python examples/01_plain_pytorch.py
 
-What you should see: what an estimate says before anything moves, gradients that are equal to the bit, and how much left by
+What you should see: what an estimate says before anything moves, gradients that are bitwise identical, and how much left by
 tag.
 """
 
@@ -63,7 +63,7 @@ def main() -> None:
     with fgoffload.offload(model, tags) as handle:
         found = get_gradients(model, batch)
         stats = handle.stats()
-    print(f"gradients equal to the bit: {all(map(torch.equal, expected, found))}")
+    print(f"gradients bitwise identical: {all(map(torch.equal, expected, found))}")
     for tag, moved in stats.tags.items():
         print(f"{tag}: {format_bytes(moved.d2h_bytes)} to the host, {moved.groups} groups")
 

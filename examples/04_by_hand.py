@@ -46,7 +46,7 @@ def main() -> None:
             torch.cuda.synchronize()
         print(f"on the host: {offloaded.is_on_host}")
         offloaded.prefetch()  # optional: starts the way back
-        print(f"back and equal to the bit: {torch.equal(offloaded.reload(), expected)}")
+        print(f"back and bitwise identical: {torch.equal(offloaded.reload(), expected)}")
         del offloaded  # its host memory goes back
 
 

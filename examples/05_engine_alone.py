@@ -2,7 +2,7 @@
 
     python examples/05_engine_alone.py
 
-What you should see: three lines. The gradients are equal to the bit; eight storages of 1 MiB left and came back or were called
+What you should see: three lines. The gradients are bitwise identical; eight storages of 1 MiB left and came back or were called
 back; no host memory is in use at the end.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
     are_equal = all(torch.equal(weight.grad, other) for weight, other in zip(weights, expected, strict=True))
 
     moved = engine.finish_step().tags["layer"]
-    print(f"gradients equal to the bit: {are_equal}")
+    print(f"gradients bitwise identical: {are_equal}")
     print(
         f"to the host {format_bytes(moved.d2h_bytes)}, back {format_bytes(moved.h2d_bytes)}, "
         f"called back before they had left {format_bytes(moved.recalled_bytes)}"

@@ -1,7 +1,7 @@
 """Fine-grained, per-module activation offload, for Megatron-style training and for plain PyTorch.
 
 Tensors that autograd saves inside named modules leave the device for pinned host memory during forward and are back before
-backward needs them, with results equal to the bit. This package imports neither torch nor a framework until you ask for a
+backward needs them, with results bitwise identical. This package imports neither torch nor a framework until you ask for a
 part that needs them: `fgoffload.offload` and its relatives, and `fgoffload.engine`, need torch;
 `fgoffload.integrations.megatron` needs megatron-core.
 """

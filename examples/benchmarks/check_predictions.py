@@ -52,10 +52,10 @@ class Model:
     """What is run of a model."""
 
     settings: tuple[str, ...]
-    """Beside `nothing`, in the order in which they run: first those that say most, since a model's time can end too early."""
+    """Beside `baseline`, in the order in which they run: first those that say most, since a model's time can end too early."""
     budgets: tuple[str, ...] = ()
-    """Four fifths and a quarter of the way from the predicted peak of `nothing` to that of full recompute, on an H200. They run
-    behind the settings, since each is planned first, and the one first of which more is moved and run again."""
+    """Four fifths and a quarter of the way from the predicted peak of `baseline` to that of full recompute, on an H200. They
+    run after the settings, since each is planned first; the one that offloads and recomputes more runs first."""
     flags: tuple[str, ...] = ()
     """Megatron's."""
 
@@ -112,7 +112,7 @@ def make_command(path: Path, folder: Path, *, steps: int, warmup: int) -> list[s
     """Return the command that benchmarks one model."""
     model = MODELS.get(path.stem, ANY_OTHER)
     command = [sys.executable, "-m", "fgoffload", "bench", str(path), *model.flags, "--profile", "--out", str(folder)]
-    command += ["--settings", "nothing", *model.settings, "--steps", str(steps), "--warmup", str(warmup)]
+    command += ["--settings", "baseline", *model.settings, "--steps", str(steps), "--warmup", str(warmup)]
     return [*command, "--budgets", *model.budgets] if model.budgets else command
 
 

@@ -15,7 +15,7 @@
 # and matplotlib for the picture. Takes about twenty minutes.
 #
 # What you should see: the name of each setting and the steps that it is at; then the table of all settings, with p20 and p80 of
-# their steps, time over nothing in each repeat, memory, and what was predicted; and for each budget the fastest setting of each
+# their steps, time over baseline in each repeat, memory, and what was predicted; and for each budget the fastest setting of each
 # system. The folder has the same as a page, results.csv with a row for each setting and repeat, the plans, and frontier.png: peak
 # memory against step time. docs/results/megatron.md has what came of it.
 
@@ -23,7 +23,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1 NVTE_USE_CUTLASS_GROUPED_GEMM=1
 
-fgoffload bench arguments/w2_moe.sh --no-bias-swiglu-fusion --moe-permute-fusion --rope-fusion --profile --nothing-every 5 \
+fgoffload bench arguments/w2_moe.sh --no-bias-swiglu-fusion --moe-permute-fusion --rope-fusion --profile --baseline-every 5 \
   --budgets 20.2GiB 18.9GiB 16.5GiB 14.6GiB --settings nothing recompute:full ours:layer_input/full \
   recompute:layernorm+moe_act recompute:layernorm+moe ours:expert_fc1 ours:qkv_linear/moe_act ours:expert_fc1/moe_act \
   ours:qkv_linear/layernorm+moe_act ours:expert_fc1/layernorm+moe_act megatron:qkv_linear/moe_act megatron:expert_fc1/moe_act \

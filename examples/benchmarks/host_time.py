@@ -168,7 +168,7 @@ def main() -> int:
     """Measure and show."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", metavar="ARGUMENTS.sh", type=Path)
-    parser.add_argument("--settings", metavar="NAME", nargs="+", default=["nothing", "ours:expert_fc1"])
+    parser.add_argument("--settings", metavar="NAME", nargs="+", default=["baseline", "ours:expert_fc1"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--out", metavar="FILE", type=Path)

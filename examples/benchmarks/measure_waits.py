@@ -43,7 +43,7 @@ from fgoffload.benchmark.loading import describe_workload, load_arguments
 from fgoffload.benchmark.measurement import find_quantiles
 from fgoffload.benchmark.report import ABSENT, name_run, name_versions
 from fgoffload.benchmark.runner import Runner, quiet_collector, reset_peaks
-from fgoffload.benchmark.settings import NOTHING, Setting, System
+from fgoffload.benchmark.settings import BASELINE, Setting, System
 from fgoffload.benchmark.surroundings import find_surroundings
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.errors import ConfigError, OffloadError
@@ -161,7 +161,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
     Raises:
         OffloadError: The setting cannot be trained, or nothing leaves.
     """
-    setting = NOTHING if remedies is Remedies.NO_OFFLOAD else Setting(system=System.OURS, modules=tuple(tags))
+    setting = BASELINE if remedies is Remedies.NO_OFFLOAD else Setting(system=System.OURS, modules=tuple(tags))
     change = leave_out_remedies() if remedies is Remedies.BEFORE else contextlib.nullcontext()
     with change, runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
         for _ in range(job.warmup):

@@ -55,7 +55,7 @@ def list_cells(model: str, gpu: str) -> Iterator[str]:
     shape, parallelism = read_model_file(ARGUMENTS / f"{model}.sh")
     ranks = build_ranks(shape, parallelism, hardware)
     results = {name: simulate(ranks, plan) for name, plan in baselines(ranks).items()}
-    nothing, full = results["nothing"], results["full recompute"]
+    nothing, full = results["baseline"], results["full recompute"]
     yield f"`{model}`"
     yield gpu.upper()
     fits = "" if nothing.peak_bytes <= hardware.device_memory_bytes else ", does not fit"

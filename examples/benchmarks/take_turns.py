@@ -6,7 +6,7 @@
 By default `arguments/launch_bound_moe.sh`, whose steps are as long as the host takes to launch them: there a step differs
 from the next by 5 to 10%, and by more from one minute to the next. `fgoffload bench` runs all steps of a setting before
 those of the next; here a round is one step of each, or as many as `--steps-a-round` says, a second or two together, so that
-what makes the machine slower makes all of them slower. Every other round goes backwards. Each setting has a `nothing` of
+what makes the machine slower makes all of them slower. Every other round goes backwards. Each setting has a `baseline` of
 its own kind of process beside it (Megatron-Core's engine wants a variable set at start), and its ratio is that of the two
 steps in one round. In each repeat all processes start anew, for where a system puts a process is luck too. All models are
 on the device at once: it has to have room for them.
@@ -14,10 +14,10 @@ on the device at once: it has to have room for them.
 A device at its power limit is slower the more it does: `--energy` reads, through nvidia-ml-py, what each draws. Give
 `--steps-a-round 6` or so with it, since the counter of energy moves a few dozen times a second.
 
-What you should see: a line for each repeat, then a table: of each setting the median step with p20 and p80, the step time over
-nothing, the median of each repeat's rounds, and the most that tensors took. From three repeats on the step time over nothing is
-the geometric mean of those medians with its interval of 95%; of one or two it is their median.
-With `--energy` a second table: joules a step, over nothing, clock, power, and how often the power limit held the clock down.
+What you should see: a line for each repeat, then a table. For each setting it has the median step with p20 and p80, the step
+time over baseline, the median of each repeat's rounds, and peak memory. From three repeats on, the step time over baseline is
+the geometric mean of those medians with its 95% interval; for one or two it is their median.
+With `--energy` a second table: joules a step, over baseline, clock, power, and how often the power limit held the clock down.
 `--out` has every step, and the most of each repeat, as `turns.json`, up to date after each, and what the processes printed.
 """
 
@@ -47,7 +47,7 @@ from rich.text import Text
 from fgoffload.benchmark.job import Job, make_file_name
 from fgoffload.benchmark.measurement import Summary, find_quantiles
 from fgoffload.benchmark.report import ABSENT, Workload, has_intervals, name_row, name_run, name_versions
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, Setting, check_names, check_plans, parse_setting
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, check_names, check_plans, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.worker import redirect_output
 from fgoffload.environment import keep_environment, set_environment
@@ -57,9 +57,9 @@ from fgoffload.units import GIB
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "turns.json"
-HEADINGS = ("setting", "step ms (p20 p80)", "over nothing", "by repeat", "peak GiB")
-INTERVALS = "Over nothing: the geometric mean of the repeats, with its interval of 95%. By repeat: the median of its rounds."
-ENERGY_HEADINGS = ("setting", "J a step", "over nothing", "clock MHz", "power W", "held down by the power limit")
+HEADINGS = ("setting", "step ms (p20 p80)", "over baseline", "by repeat", "peak GiB")
+INTERVALS = "Over baseline: the geometric mean of the repeats, with its interval of 95%. By repeat: the median of its rounds."
+ENERGY_HEADINGS = ("setting", "J a step", "over baseline", "clock MHz", "power W", "held down by the power limit")
 PEAK = "peak"
 """What a process is asked for: how many steps to run, and at last how many bytes tensors took at most in all of them."""
 
@@ -91,10 +91,10 @@ Peaks = dict[Player, int | None]
 
 
 def list_players(settings: Sequence[Setting]) -> list[Player]:
-    """Return who takes turns: `nothing` of each kind of process before the first setting of that kind."""
+    """Return who takes turns: `baseline` of each kind of process before the first setting of that kind."""
     players: dict[Player, None] = {}
     for setting in settings:
-        players[Player(NOTHING, setting.process)] = None
+        players[Player(BASELINE, setting.process)] = None
         players[Player(setting, setting.process)] = None
     return list(players)
 
@@ -207,7 +207,7 @@ def find_worst(player: Player, peaks: Sequence[Peaks]) -> int | None:
 
 def summarize(player: Player, repeats: Sequence[Steps]) -> Summary:
     """Return what all repeats say of one setting: its ratios are the medians of their rounds."""
-    beside = Player(NOTHING, player.kind)
+    beside = Player(BASELINE, player.kind)
     ratios = [
         statistics.median(own / other for own, other in zip(steps[player], steps[beside], strict=True)) for steps in repeats
     ]
@@ -234,7 +234,7 @@ def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Work
     for player, summary in summaries.items():
         low, middle, high = (1e3 * each for each in find_quantiles(summary.step_seconds))
         over, by_repeat = ABSENT, ABSENT
-        if player.setting != NOTHING:
+        if player.setting != BASELINE:
             interval = summary.find_interval()
             over = f"{summary.ratio:.3f}" + ("" if interval is None else f" [{interval[0]:.3f} {interval[1]:.3f}]")
             by_repeat = " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
@@ -250,8 +250,8 @@ def build_energy_table(energies: Mapping[Player, Energy]) -> Table:
     for heading in ENERGY_HEADINGS:
         table.add_column(heading, justify="left" if heading == ENERGY_HEADINGS[0] else "right")
     for player, own in energies.items():
-        beside = energies[Player(NOTHING, player.kind)]
-        over = ABSENT if player.setting == NOTHING else f"{own.joules_a_step / beside.joules_a_step:.3f}"
+        beside = energies[Player(BASELINE, player.kind)]
+        over = ABSENT if player.setting == BASELINE else f"{own.joules_a_step / beside.joules_a_step:.3f}"
         cells = (f"{own.joules_a_step:.1f}", over, f"{own.clock_mhz:.0f}", f"{own.watts:.0f}", f"{own.capped_part:.0%}")
         table.add_row(*map(Text, (player.name, *cells)))
     return table

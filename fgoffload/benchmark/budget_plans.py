@@ -32,7 +32,7 @@ MOST_PLANS = 3
 
 LEAST_GAIN = 0.03
 """Of a step: by how much the plan for the other host has to be faster when it is tried, or the one for the host that is known
-stays. Two models of one and the same setting differ by that. Source: fifteen of `nothing` in one process, whose medians of ten
+stays. Two models of one and the same setting differ by that. Source: fifteen of `baseline` in one process, whose medians of ten
 steps are 2.7% around their mean (docs/decisions.md)."""
 
 TryPlan = Callable[[Setting], Tried | None]

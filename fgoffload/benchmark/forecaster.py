@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.planning import build_job_ranks, build_profile_ranks
 from fgoffload.benchmark.prediction import Prediction, Source
-from fgoffload.benchmark.settings import FULL, NOTHING, Setting, System
+from fgoffload.benchmark.settings import BASELINE, FULL, Setting, System
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.plan import OffloadPlan
@@ -20,7 +20,7 @@ from fgoffload.tags import find_recompute_unit
 
 logger = logging.getLogger(__name__)
 
-SIMULATED = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
+SIMULATED = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
 """Systems whose copies are scheduled by rules that the simulator has."""
 
 
@@ -82,7 +82,7 @@ def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
     ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks]
     if setting.plan is None:
         ranks = [copy_outputs(rank) for rank in ranks]
-    result, nothing = simulate(ranks, plan), simulate(ranks, _make_plan(ranks, NOTHING))
+    result, nothing = simulate(ranks, plan), simulate(ranks, _make_plan(ranks, BASELINE))
     return Prediction(
         step_s=result.step_s,
         ratio=result.step_s / nothing.step_s,

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fgoffload.benchmark.measurement import Summary
-from fgoffload.benchmark.settings import NOTHING, System
+from fgoffload.benchmark.settings import BASELINE, System
 from fgoffload.output_files import replacing
 from fgoffload.units import GIB, MIB
 
 LINES: Mapping[System, tuple[str, str, str]] = {
-    System.NOTHING: ("nothing", "#444444", "*"),
+    System.BASELINE: ("baseline", "#444444", "*"),
     System.RECOMPUTE: ("Megatron-Core: recompute", "#8a8f98", "s"),
     System.MEGATRON: ("Megatron-Core: its own offload", "#d62728", "v"),
     System.LAYERS: ("Transformer Engine: whole layers", "#9467bd", "D"),
@@ -31,7 +31,7 @@ class Point(NamedTuple):
 
     peak_bytes: float
     ratio: float
-    """Step time over `nothing`."""
+    """Step time over `baseline`."""
 
 
 def find_frontier(points: Iterable[Point]) -> list[Point]:
@@ -58,7 +58,7 @@ def find_fastest(summaries: Iterable[Summary], *, systems: Collection[System], b
 
 
 def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
-    """Return the points of a system; `nothing` has one for each kind of process."""
+    """Return the points of a system; `baseline` has one for each kind of process."""
     return [
         Point(one.peak_bytes, one.ratio)
         for one in summaries
@@ -83,7 +83,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
     # Models that train without a GPU have a peak of some MiB.
     peaks = [one.peak_bytes for one in summaries if one.peak_bytes is not None]
     scale, unit = (GIB, "GiB") if max(peaks, default=0) >= GIB else (MIB, "MiB")
-    nothing = list_points(summaries, System.NOTHING)[:1]
+    nothing = list_points(summaries, System.BASELINE)[:1]
     for system, (label, color, marker) in LINES.items():
         points = list_points(summaries, system)
         if not points:
@@ -94,7 +94,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
             if point.ratio > MOST_RATIO:
                 place = point.peak_bytes / scale, MOST_RATIO
                 axes.annotate(f"{point.ratio:.1f}", place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=9)
-        if system is not System.NOTHING:
+        if system is not System.BASELINE:
             # Doing nothing is open to every system.
             shown = [point for point in points if point.ratio <= MOST_RATIO]
             _draw_line(axes, find_frontier([*nothing, *shown]), scale, color=color)
@@ -102,7 +102,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
     if any(one.ratio is not None and one.ratio > MOST_RATIO for one in summaries):
         axes.set_ylim(top=MOST_RATIO)
     axes.set_xlabel(f"{'peak allocated' if is_allocated else 'activations at peak'} [{unit}]")
-    axes.set_ylabel(f"step time over {NOTHING.name}")
+    axes.set_ylabel(f"step time over {BASELINE.name}")
     axes.set_title(title, fontsize=11, pad=14)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:

@@ -7,7 +7,7 @@ import torch
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.model_flop import count_model_flop
 from fgoffload.benchmark.report import Workload
-from fgoffload.benchmark.settings import NOTHING, Setting
+from fgoffload.benchmark.settings import BASELINE, Setting
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config, parse_arguments
@@ -28,7 +28,7 @@ def load_arguments(job: Job, *, world_size: int | None = None) -> TrainingArgume
     Raises:
         ConfigError: A flag cannot be what it is, contradicts what settings choose, or asks for what is not here.
     """
-    arguments = parse_setting_arguments(job, NOTHING, world_size=world_size)
+    arguments = parse_setting_arguments(job, BASELINE, world_size=world_size)
     for name in _CHOSEN_BY_SETTINGS:
         if arguments.transformer.get(name):
             flag = f"--{name.replace('_', '-')}"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
+from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.steps import StepRecord
 
 CONFIDENCE = 0.95
@@ -73,11 +73,11 @@ class Summary:
 
     setting: Setting
     process: ProcessKind
-    """That it ran in: `nothing` runs in each."""
+    """That it ran in: `baseline` runs in each."""
     step_seconds: tuple[float, ...] = ()
     """Of all timed steps of all repeats; empty where it failed in all of them."""
     ratios: tuple[float, ...] = ()
-    """By repeat: the median step over that of `nothing`: see `find_reference_s`."""
+    """By repeat: the median step over that of `baseline`: see `find_reference_s`."""
     worst: Measurement | None = None
     """The most of each number over all repeats, but for `step_seconds`, which are the first one's."""
     failure: str = ""
@@ -110,7 +110,7 @@ class Summary:
     def find_interval(self) -> tuple[float, float] | None:
         """Return where the geometric mean of the ratios is with 95% confidence, or None below `FEWEST_REPEATS`.
 
-        The repeats are pairs: each has its own `nothing`, so that a machine that drifts drifts for both.
+        The repeats are pairs: each has its own `baseline`, so that a machine that drifts drifts for both.
         """
         return find_ratio_interval(self.ratios)
 
@@ -150,27 +150,27 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step of `nothing` that the outcome at `index` is compared with, or None where it has none.
+    """Return the step of `baseline` that the outcome at `index` is compared with, or None where it has none.
 
-    That is the median of all steps of `nothing` in its process and repeat. Each time that `nothing` is built its steps are
-    longer or shorter as a whole, and those before and behind a setting are no more like it than others are. `nothing` itself
+    That is the median of all steps of `baseline` in its process and repeat. Each time that `baseline` is built its steps are
+    longer or shorter as a whole, and those before and behind a setting are no more like it than others are. `baseline` itself
     is compared with its own.
     """
     own = outcomes[index]
-    if own.setting == NOTHING:
+    if own.setting == BASELINE:
         return None if own.measurement is None else own.measurement.seconds
-    return find_nothing_s(one for one in outcomes if (one.session, one.repeat) == (own.session, own.repeat))
+    return find_baseline_s(one for one in outcomes if (one.session, one.repeat) == (own.session, own.repeat))
 
 
-def find_nothing_s(outcomes: Iterable[Outcome]) -> float | None:
-    """Return the median of all steps of `nothing` among `outcomes`, or None without any."""
-    measured = (one.measurement for one in outcomes if one.setting == NOTHING and one.measurement is not None)
+def find_baseline_s(outcomes: Iterable[Outcome]) -> float | None:
+    """Return the median of all steps of `baseline` among `outcomes`, or None without any."""
+    measured = (one.measurement for one in outcomes if one.setting == BASELINE and one.measurement is not None)
     seconds = [step for measurement in measured for step in measurement.step_seconds]
     return statistics.median(seconds) if seconds else None
 
 
 def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step time of the outcome at `index` over that of `nothing`, or None where one of them has none.
+    """Return the step time of the outcome at `index` over that of `baseline`, or None where one of them has none.
 
     A profile has none: its one step is slowed by what measures it, and no setting to compare.
     """

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
-from fgoffload.benchmark.settings import NOTHING, Setting, System
+from fgoffload.benchmark.settings import BASELINE, Setting, System
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.model_shapes import read_model
@@ -86,7 +86,7 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
     Raises:
         ConfigError: The schedule cannot have so many microbatches.
     """
-    arguments = parse_setting_arguments(job, NOTHING, world_size=job.world_size)
+    arguments = parse_setting_arguments(job, BASELINE, world_size=job.world_size)
     offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
     policy = None if offload is None else offload.transfer_policy
     ranks = make_rank_models(profile, policy=policy, microbatches=arguments.num_microbatches)
@@ -106,7 +106,7 @@ def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...
         ConfigError: The table does not have the device, or the planner cannot plan such a model.
     """
     return build_workload(
-        parse_setting_arguments(job, NOTHING, world_size=job.world_size),
+        parse_setting_arguments(job, BASELINE, world_size=job.world_size),
         hardware,
         offload=parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload,
         flags=(*job.file_flags, *job.typed_flags),

@@ -22,7 +22,7 @@ class Prediction:
     step_s: float
     """Seconds of a step."""
     ratio: float
-    """Step time over the simulated step of `nothing`."""
+    """Step time over the simulated step of `baseline`."""
     peak_bytes: int
     """Of the fullest rank."""
     static_bytes: int
@@ -43,7 +43,7 @@ def choose_source(predictions: Predictions) -> Source:
 
 
 COLUMNS: Sequence[str] = tuple(
-    f"{source.value}_{what}" for source in Source for what in ("step_s", "over_nothing", "peak_bytes")
+    f"{source.value}_{what}" for source in Source for what in ("step_s", "over_baseline", "peak_bytes")
 )
 """Of the CSV file."""
 
@@ -52,6 +52,10 @@ def list_numbers(measurement: Measurement, predictions: Mapping[Source, Predicti
     """Return the cells of one measurement under `COLUMNS`."""
     numbers: dict[str, float] = {}
     for source, one in predictions.items():
-        values = {"step_s": round(one.step_s, 6), "over_nothing": round(one.ratio, 6), "peak_bytes": one.find_peak(measurement)}
+        values = {
+            "step_s": round(one.step_s, 6),
+            "over_baseline": round(one.ratio, 6),
+            "peak_bytes": one.find_peak(measurement),
+        }
         numbers |= {f"{source.value}_{what}": value for what, value in values.items()}
     return numbers

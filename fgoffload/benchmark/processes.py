@@ -1,7 +1,7 @@
 """The processes of a benchmark, from outside: starts them, listens to them, and goes on without a setting that fails.
 
 A session is one process for each rank, in which settings run in turn. A setting that is refused costs a row. One that crashes,
-runs out of memory or falls silent costs its session: what comes after it runs in the next one, which measures `nothing` first,
+runs out of memory or falls silent costs its session: what comes after it runs in the next one, which measures `baseline` first,
 since times are compared within a session only.
 """
 
@@ -17,7 +17,7 @@ from types import TracebackType
 
 from fgoffload.benchmark.job import Crashed, Ended, Finished, Job, Message, Purpose, Run, Task
 from fgoffload.benchmark.measurement import Outcome
-from fgoffload.benchmark.settings import NOTHING, ProcessKind
+from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
 
 SILENCE_SECONDS = 300.0
@@ -117,7 +117,7 @@ def run_sessions(
 
     Args:
         job: What is measured.
-        runs: `nothing` first.
+        runs: `baseline` first.
         kind: Of the processes.
         first_session: The number of the first session; each further one has the next.
         log_folder: Where the output of the processes goes.
@@ -142,25 +142,25 @@ def run_sessions(
         failed, *rest = pending[ended:]
         yield Outcome(setting=failed.setting, repeat=failed.repeat, session=session, failure=crash.reason)
         if ended == 0:
-            # Its first `nothing`: no other session would come further. A later one has shown that it can run.
+            # Its first `baseline`: no other session would come further. A later one has shown that it can run.
             for run in rest:
-                reason = f"not measured, since nothing failed: {crash.reason}"
+                reason = f"not measured, since the baseline failed: {crash.reason}"
                 yield Outcome(setting=run.setting, repeat=run.repeat, session=session, failure=reason)
             return
         pending, session = plan_rest(failed, rest, purpose=job.purpose), session + 1
 
 
 def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TIMES) -> list[Run]:
-    """Return what a new session runs after `failed` has ended one: the rest without its setting, `nothing` first.
+    """Return what a new session runs after `failed` has ended one: the rest without its setting, `baseline` first.
 
-    Where bits are compared `nothing` comes twice: it has to reproduce itself in each process that others are compared in.
+    Where bits are compared `baseline` comes twice: it has to reproduce itself in each process that others are compared in.
     """
-    left = [run for run in rest if run.setting == NOTHING or run.setting != failed.setting]
-    if all(run.setting == NOTHING for run in left):
+    left = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
+    if all(run.setting == BASELINE for run in left):
         return []  # they are there for others
     first = 2 if purpose is Purpose.BITS else 1
-    while [run.setting for run in left[:first]].count(NOTHING) < first:
-        left.insert(0, Run(setting=NOTHING, repeat=left[0].repeat))
+    while [run.setting for run in left[:first]].count(BASELINE) < first:
+        left.insert(0, Run(setting=BASELINE, repeat=left[0].repeat))
     return left
 
 

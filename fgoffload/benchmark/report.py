@@ -14,7 +14,7 @@ from fgoffload.benchmark.frontier import LINES, find_fastest
 from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
 from fgoffload.benchmark.prediction import COLUMNS, Prediction, Predictions, choose_source, list_numbers
-from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting, System
+from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting, System
 from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.units import format_bytes
@@ -52,7 +52,7 @@ class Workload:
 HEADINGS = (
     "setting",
     "step ms (p20 p80)",
-    "over nothing",
+    "over baseline",
     "simulated",
     "peak",
     "simulated peak",
@@ -64,7 +64,7 @@ HEADINGS = (
 )
 """Of the table of times."""
 
-INTERVALS = "Over nothing: the geometric mean of the repeats, with its interval of 95%; of fewer than three, each of them."
+INTERVALS = "Over baseline: the geometric mean of the repeats, with its interval of 95%; of fewer than three, each of them."
 """Said below a table that has intervals."""
 
 
@@ -93,7 +93,7 @@ def build_times_table(
 def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int]) -> Table:
     """Return for each budget the fastest setting of each system whose peak is within it."""
     systems = [system for system in LINES if any(one.setting.system is system for one in summaries)]
-    table = _start_table("fastest within each budget: step time over nothing, and the setting")
+    table = _start_table("fastest within each budget: step time over baseline, and the setting")
     table.add_column("peak at most", justify="right")
     for system in systems:
         table.add_column(LINES[system][0])
@@ -132,7 +132,7 @@ def format_csv(
             "process": processes[outcome.session].value,
             "session": outcome.session,
             "repeat": outcome.repeat,
-            "over_nothing": _round(find_ratio(outcomes, index)),
+            "over_baseline": _round(find_ratio(outcomes, index)),
             "failure": outcome.failure,
         }
         if outcome.measurement is not None:
@@ -184,7 +184,7 @@ def format_json(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BitsRow:
-    """Whether one setting computed what `nothing` did."""
+    """Whether one setting computed what `baseline` did."""
 
     setting: Setting
     session: int
@@ -196,28 +196,28 @@ class BitsRow:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all losses and all gradients of all steps are equal to the bit."""
+        """Whether all losses and all gradients of all steps are bitwise identical."""
         return not self.differences and not self.failure
 
 
-_BITS = "losses and gradients, to the bit"
-_BITS_HEADINGS = ("setting", "equal to nothing", "where not")
+_BITS = "losses and gradients, bitwise"
+_BITS_HEADINGS = ("setting", "identical to baseline", "first difference")
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
-    """Return a row for each outcome but the first `nothing` of each process, with which the others are compared.
+    """Return a row for each outcome but the first `baseline` of each process, with which the others are compared.
 
-    A second `nothing` shows whether the training reproduces itself: where it does not, the others say nothing.
+    A second `baseline` shows whether the training reproduces itself: where it does not, the others say nothing.
     """
     references: dict[int, Outcome] = {}
     rows = []
     for outcome in outcomes:
         reference = references.get(outcome.session)
-        if reference is None and outcome.setting == NOTHING:
+        if reference is None and outcome.setting == BASELINE:
             references[outcome.session] = outcome
             if not outcome.failure:
                 continue
-        failure = outcome.failure or ("" if reference is not None and reference.bits else "nothing to compare with")
+        failure = outcome.failure or ("" if reference is not None and reference.bits else "no baseline to compare with")
         differences = () if failure or reference is None else tuple(_describe_differences(reference, outcome))
         rows.append(BitsRow(setting=outcome.setting, session=outcome.session, differences=differences, failure=failure))
     return rows
@@ -242,7 +242,7 @@ def format_bits(rows: Sequence[BitsRow], workload: Workload, surroundings: Surro
 
 
 def _list_bits(row: BitsRow) -> tuple[str, str, str]:
-    name = f"{row.setting.name}, again" if row.setting == NOTHING else row.setting.name
+    name = f"{row.setting.name}, again" if row.setting == BASELINE else row.setting.name
     if row.failure:
         return name, "not run", row.failure
     return name, "yes" if row.is_equal else "no", "; ".join(row.differences)
@@ -250,7 +250,7 @@ def _list_bits(row: BitsRow) -> tuple[str, str, str]:
 
 def has_intervals(summaries: Iterable[Summary]) -> bool:
     """Return whether a table of `summaries` shows an interval, and needs to say of what."""
-    return any(one.setting != NOTHING and one.find_interval() is not None for one in summaries)
+    return any(one.setting != BASELINE and one.find_interval() is not None for one in summaries)
 
 
 def note_missed(summary: Summary) -> str:
@@ -261,8 +261,8 @@ def note_missed(summary: Summary) -> str:
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
-    """Return what the row of a setting is called: `nothing` says its kind of process, since each has one."""
-    return f"{setting.name} ({process.value})" if setting == NOTHING and process is not ProcessKind.MAIN else setting.name
+    """Return what the row of a setting is called: `baseline` says its kind of process, since each has one."""
+    return f"{setting.name} ({process.value})" if setting == BASELINE and process is not ProcessKind.MAIN else setting.name
 
 
 def name_run(workload: Workload, surroundings: Surroundings) -> str:
@@ -287,7 +287,7 @@ _COLUMNS = (
     "step_p20_s",
     "step_p50_s",
     "step_p80_s",
-    "over_nothing",
+    "over_baseline",
     "tokens_per_s",
     "model_flop_utilization",
 )
@@ -332,7 +332,7 @@ def _describe_failure(summary: Summary) -> str:
     name = name_row(summary.setting, summary.process)
     if summary.worst is None:
         return f"{name}: {summary.failure}"
-    # `nothing` may run several times in a repeat.
+    # `baseline` may run several times in a repeat.
     where = note_missed(summary).removeprefix(", ") or "all repeats, where another run of it failed"
     return f"{name}: measured in {where}: {summary.failure}"
 
@@ -340,7 +340,7 @@ def _describe_failure(summary: Summary) -> str:
 def _format_ratio(summary: Summary) -> str:
     if summary.ratio is None:
         return ABSENT
-    if summary.setting == NOTHING:
+    if summary.setting == BASELINE:
         return f"{summary.ratio:.3f}"
     interval = summary.find_interval()
     if interval is not None:

@@ -10,7 +10,7 @@ from fgoffload.benchmark.measurement import Outcome, Summary, summarize
 from fgoffload.benchmark.prediction import Prediction, Source
 from fgoffload.benchmark.processes import run_sessions
 from fgoffload.benchmark.report import Workload, format_csv, format_json
-from fgoffload.benchmark.settings import NOTHING, PROFILE, ProcessKind, Setting
+from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.surroundings import Surroundings, find_hardware
 from fgoffload.output_files import write_file
 
@@ -85,33 +85,33 @@ def list_runs(
     *,
     purpose: Purpose,
     repeats: int,
-    nothing_every: int | None = None,
+    baseline_every: int | None = None,
 ) -> tuple[Run, ...]:
     """Return what processes of one kind run, in order; nothing where none of the settings is theirs.
 
-    The whole list comes again in each repeat, so that drifts of the machine show, and `nothing` begins each of them. Where bits
-    are compared there is one repeat, and `nothing` comes twice. A profile is measured once.
+    Each repeat runs the whole list, so that drifts of the machine show, and begins with `baseline`. Where bits are compared,
+    there is one repeat, and `baseline` runs twice. A profile is measured once.
 
     Args:
         settings: Of all kinds of processes.
         kind: Of these.
         purpose: Of the benchmark.
         repeats: Of the whole list.
-        nothing_every: `nothing` comes again behind so many settings, and at the end of each repeat. None: never.
+        baseline_every: `baseline` comes again behind so many settings, and at the end of each repeat. None: never.
     """
-    own = [setting for setting in settings if setting.process is kind and setting != NOTHING]
+    own = [setting for setting in settings if setting.process is kind and setting != BASELINE]
     if not own and kind is not ProcessKind.MAIN:
         return ()
     if purpose is Purpose.BITS:
-        return tuple(Run(setting=setting, repeat=0) for setting in (NOTHING, NOTHING, *own))
+        return tuple(Run(setting=setting, repeat=0) for setting in (BASELINE, BASELINE, *own))
     runs = []
     for repeat in range(repeats):
         listed = [setting for setting in own if setting != PROFILE or repeat == 0]
-        size = nothing_every or max(1, len(listed))
+        size = baseline_every or max(1, len(listed))
         for begin in range(0, max(1, len(listed)), size):
-            runs += [Run(setting=setting, repeat=repeat) for setting in (NOTHING, *listed[begin : begin + size])]
-        if nothing_every and listed:
-            runs.append(Run(setting=NOTHING, repeat=repeat))
+            runs += [Run(setting=setting, repeat=repeat) for setting in (BASELINE, *listed[begin : begin + size])]
+        if baseline_every and listed:
+            runs.append(Run(setting=BASELINE, repeat=repeat))
     return tuple(runs)
 
 
@@ -123,18 +123,18 @@ def collect_results(
     repeats: int,
     folder: Path,
     on_message: Callable[[Message], None],
-    nothing_every: int | None = None,
+    baseline_every: int | None = None,
 ) -> None:
     """Run all settings, and let `results` and its files have what came of each as soon as it is known.
 
     Args:
         results: Filled.
         job: What is measured.
-        settings: `nothing` needs not be among them.
+        settings: `baseline` needs not be among them.
         repeats: Of the whole list.
         folder: For the files, and the logs of the processes.
         on_message: Called with what rank 0 of each session says.
-        nothing_every: As `list_runs` takes it.
+        baseline_every: As `list_runs` takes it.
     """
     results.repeats = repeats
 
@@ -145,7 +145,7 @@ def collect_results(
             on_message(message)
 
     for kind in ProcessKind:
-        runs = list_runs(settings, kind, purpose=job.purpose, repeats=repeats, nothing_every=nothing_every)
+        runs = list_runs(settings, kind, purpose=job.purpose, repeats=repeats, baseline_every=baseline_every)
         first = len(results.processes)
         for outcome in run_sessions(job, runs, kind=kind, first_session=first, log_folder=folder, on_message=hear):
             results.add(outcome, kind)

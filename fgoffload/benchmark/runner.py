@@ -23,7 +23,7 @@ from fgoffload.benchmark.job import Job, Run, name_trace
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
 from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks
-from fgoffload.benchmark.settings import NOTHING, Setting, System
+from fgoffload.benchmark.settings import BASELINE, Setting, System
 from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
@@ -48,7 +48,7 @@ _TRIED_STEPS = 4
 """Of a plan that is tried, after one that warms up. One more than a training takes, since here each costs time of the benchmark
 alone; both are few, and a host whose steps differ by a tenth can mislead them (docs/decisions.md)."""
 
-_SEEN_BY_LEDGER = (System.NOTHING, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
+_SEEN_BY_LEDGER = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
 """The others put saved-tensor hooks of their own below the ledger's, which then sees nothing."""
 
 
@@ -65,9 +65,9 @@ class Runner:
         self._job = job
         self._on_step = on_step
         self._on_rehearsal = on_rehearsal
-        vocab_size = parse_setting_arguments(job, NOTHING, world_size=job.world_size).vocab_size
+        vocab_size = parse_setting_arguments(job, BASELINE, world_size=job.world_size).vocab_size
         self._plain_step_s: float | None = None
-        """What `nothing` took last, in this process and with the same tokens."""
+        """What `baseline` took last, in this process and with the same tokens."""
         self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
         self._plans = BudgetPlans(job, rank=torch.distributed.get_rank(), build_ranks=self._build_ranks)
         profile = None if job.profile is None else Profile.load(job.profile)
@@ -93,7 +93,7 @@ class Runner:
                 name = name_trace(run.setting, rank=torch.distributed.get_rank())
                 write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.trace_folder / name)
         merged = merge_ranks(gather(measurement))
-        if setting == NOTHING:
+        if setting == BASELINE:
             self._plain_step_s = merged.seconds
         return merged
 

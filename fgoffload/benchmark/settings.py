@@ -1,6 +1,6 @@
 """What a benchmark measures: names that users type, and the Megatron flags behind them.
 
-    nothing
+    baseline
     recompute:full                      recompute:layernorm+moe_act
     megatron:core_attn+attn_proj        megatron:expert_fc1/layernorm+moe_act     megatron:expert_fc1@0.5
     ours:expert_fc1                     ours:layer_input/full                     ours:expert_fc1~delay
@@ -9,7 +9,7 @@
 
 After a colon comes what is offloaded, after @ the part of it (`--activation-offload-fraction`), after / what is recomputed;
 ~delay offloads behind the launch of the next CUDA graph (`--delay-offload-until-cuda-graph`). Which graphs are captured the
-argument file says, so that `nothing` has them too.
+argument file says, so that `baseline` has them too.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
 class System(enum.Enum):
     """Who gives memory back, and how; a line of the picture each."""
 
-    NOTHING = "nothing"  # everything stays on the device
+    BASELINE = "baseline"  # everything stays on the device
     RECOMPUTE = "recompute"  # Megatron-Core's own, full or of modules
     MEGATRON = "megatron"  # Megatron-Core's own offload engine
     LAYERS = "te-layers"  # Transformer Engine's offload of whole layers
@@ -133,7 +133,7 @@ class Setting:
         elif self.plan is not None:
             # The modules are those of the plan, and not those that the argument file names.
             yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
-        elif self.system in (System.NOTHING, System.RECOMPUTE, System.SAVE_ON_CPU):
+        elif self.system in (System.BASELINE, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
         elif self.system is System.PROFILE:
             raise ConfigError("profile is one measured step, and no setting. Measure one with fgoffload bench --profile.")
@@ -151,7 +151,7 @@ class Setting:
             yield from ("--recompute-granularity", "selective", "--recompute-modules", *self.recompute)
 
 
-NOTHING = Setting(system=System.NOTHING)
+BASELINE = Setting(system=System.BASELINE)
 """What everything is compared with."""
 
 PROFILE = Setting(system=System.PROFILE)
@@ -201,7 +201,7 @@ def parse_setting(text: str) -> Setting:
 def list_default_settings(
     transformer: Mapping[str, Any], *, plans: Sequence[Path] = (), budgets_bytes: Sequence[int] = ()
 ) -> tuple[Setting, ...]:
-    """Return the settings that say something about a model, `nothing` first.
+    """Return the settings that say something about a model, `baseline` first.
 
     Args:
         transformer: The fields of Megatron's config that were given.
@@ -209,7 +209,7 @@ def list_default_settings(
         budgets_bytes: Device bytes to plan for.
     """
     recomputes, modules = list_recomputes(transformer), tuple(_list_module_sets(transformer))
-    found = [NOTHING, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
+    found = [BASELINE, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
     found.append(Setting(system=System.OURS, modules=("layer_input",), recompute=(FULL,)))
     found += [Setting(system=System.PLAN, plan=path) for path in plans]
     found += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in budgets_bytes]
@@ -252,7 +252,7 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]
 
 
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[Setting, ...]:
-    """Return the settings that `words` name, each once, with `nothing` first.
+    """Return the settings that `words` name, each once, with `baseline` first.
 
     Args:
         words: Names of settings; the name of a system takes the default ones of it.
@@ -262,7 +262,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[
         ConfigError: A word names none.
     """
     systems = {one.value: one for one in NAMED_SYSTEMS}
-    chosen = [NOTHING]
+    chosen = [BASELINE]
     for word in words:
         own = [setting for setting in defaults if setting.system is systems.get(word)]
         chosen += own or [parse_setting(word)]
@@ -317,8 +317,8 @@ def _check_parts(text: str, system: System, what: str, *, has_more: bool) -> Non
     }
     if system in needs and not what:
         raise ConfigError(f"--settings {text!r} lacks {needs[system]}. Add it.")
-    if system in (System.NOTHING, System.SAVE_ON_CPU) and what:
-        raise ConfigError(f"--settings {text!r}: nothing can stand behind {system.value}. Give it alone.")
+    if system in (System.BASELINE, System.SAVE_ON_CPU) and what:
+        raise ConfigError(f"--settings {text!r}: {system.value} takes no modules. Give it alone.")
     if has_more and system not in (System.MEGATRON, System.OURS):
         raise ConfigError(
             f"--settings {text!r}: a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."

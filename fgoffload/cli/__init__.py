@@ -122,6 +122,14 @@ def _join_negative_values(words: Sequence[str]) -> list[str]:
     return joined
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps paragraphs, and keeps the lines of those that have indented ones: examples and lists."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = super()._fill_text
+        return "\n\n".join(one if "\n  " in one else wrap(one, width, indent) for one in text.split("\n\n"))
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all others of this program."""
 
@@ -182,7 +190,8 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argume
             description=command.DESCRIPTION,
             usage=command.USAGE,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter if command.RUNS_A_SCRIPT else argparse.HelpFormatter,
+            epilog=f"example:\n  {command.EXAMPLE}\n\n{command.NOTES}".strip(),
+            formatter_class=_HelpFormatter,
         )
         command.add_arguments(parsers[command.NAME])
     return parser, parsers

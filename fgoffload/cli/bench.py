@@ -1,4 +1,4 @@
-"""`fgoffload bench`: step time and memory of settings in turn, of this package beside what users would pick instead."""
+"""`fgoffload bench`: measures step time and memory of this package beside its alternatives."""
 
 import argparse
 import dataclasses
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fgoffload.benchmark.measurement import FEWEST_REPEATS
 from fgoffload.benchmark.settings import (
+    BASELINE,
     NAMED_SYSTEMS,
-    NOTHING,
     PROFILE,
     Setting,
     System,
@@ -40,16 +40,30 @@ if TYPE_CHECKING:
 NAME = "bench"
 SUMMARY = "measure step time and memory of settings side by side"
 DESCRIPTION = (
-    "Trains the model of a Megatron argument file for a few steps in each of many settings, one after the other, and shows "
-    "step time and memory side by side: nothing, recompute, the offload of Megatron-Core, Transformer Engine and PyTorch, ours."
+    "Trains the model of a Megatron argument file for a few steps in each of several settings, and shows step time and memory "
+    "side by side: baseline, recompute, this package, and the offload of Megatron-Core, Transformer Engine and PyTorch."
 )
 USAGE = """\
 fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...]
                        [--budgets SIZE ...] [--profile [FILE]]
                        [--steps N] [--warmup N] [--repeats N]
-                       [--nothing-every N] [--check-bits] [--with-optimizer]
+                       [--baseline-every N] [--check-bits] [--with-optimizer]
                        [--trace] [--out FOLDER] [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload bench tiny_moe"
+NOTES = f"""\
+settings:
+  baseline                      everything stays on the GPU
+  recompute:full                full recompute
+  recompute:layernorm+moe_act   selective recompute
+  ours:core_attn+attn_proj      this package; /full adds full recompute
+  megatron:core_attn+attn_proj  Megatron-Core's own offload
+  te-layers:2                   Transformer Engine's offload of 2 layers
+  save_on_cpu                   PyTorch's
+  plan:FILE, budget:SIZE        a plan file; a plan made here
+  @0.5 behind modules offloads a part of them, ~delay offloads behind the next
+  CUDA graph, /layernorm adds recompute
+
+Any other flag goes to Megatron and overrides the file. {SIZE_UNITS}"""
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--settings": "recompute:full ours:core_attn+attn_proj",
     "--plans": "plan.json",
@@ -57,7 +71,7 @@ EXAMPLE_VALUES: Mapping[str, str] = {
     "--profile": "profile.json",
     "--warmup": "3",
     "--repeats": "2",
-    "--nothing-every": "1",
+    "--baseline-every": "1",
     "--out": "bench_w2_moe",
 }
 OWN_FLAGS = (*EXAMPLE_VALUES, "--steps", "--check-bits", "--with-optimizer", "--trace")
@@ -88,12 +102,12 @@ class BenchOptions:
     profile: Path | None
     """A profile to predict from, measured before."""
     measures_profile: bool
-    """Whether to measure one, after `nothing`."""
+    """Whether to measure one, after `baseline`."""
     steps: int
     warmup: int
     repeats: int
-    nothing_every: int | None
-    """Settings behind which `nothing` is measured again; None for never."""
+    baseline_every: int | None
+    """Settings behind which `baseline` is measured again; None for never."""
     compares_bits: bool
     has_optimizer: bool
     writes_traces: bool
@@ -103,39 +117,34 @@ class BenchOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    add = parser.add_argument
     # nargs="?" so that its absence is reported by us, with what to do.
-    add(
+    parser.add_argument(
         "arguments_file",
         metavar="ARGUMENTS.sh",
         nargs="?",
         help="a Megatron argument file, or a name of `fgoffload plan --list`",
     )
-    add("--settings", metavar="NAME", nargs="+", help="settings, or systems for all of theirs (default: what suits the model)")
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--settings", metavar="NAME", nargs="+", help="settings, or systems (default: what suits the model)")
     add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
-    add("--budgets", metavar="SIZE", nargs="+", help="device memory to plan for, and to find the fastest of each system within")
+    add("--budgets", metavar="SIZE", nargs="+", help="memory budgets to plan for, and to rank all settings within")
     add(
         "--profile",
         metavar="FILE",
         nargs="?",
         const=MEASURE_HERE,
-        help="plan for budgets from what `fgoffload profile` measured, and predict from that too; without FILE it is measured "
-        "here, after `nothing`",
+        help="plan and predict from a profile; without FILE it is measured first",
     )
+    add("--with-optimizer", action="store_true", help="run the optimizer too")
+    add("--check-bits", action="store_true", help="compare losses and gradients in place of times")
+    add = parser.add_argument_group("how often").add_argument
     add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
-    add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP}; with CUDA graphs until they have replayed once)")
-    add("--repeats", metavar="N", help=f"how often the whole list runs (default: {REPEATS})")
-    add("--nothing-every", metavar="N", help="measure `nothing` again behind so many settings (default: once a repeat)")
-    add("--check-bits", action="store_true", help="compare losses and gradients instead, with deterministic kernels")
-    add("--with-optimizer", action="store_true", help="update the parameters too")
+    add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP}, or until CUDA graphs replay)")
+    add("--repeats", metavar="N", help=f"repeats of the whole list (default: {REPEATS})")
+    add("--baseline-every", metavar="N", help="measure the baseline again after N settings (default: once a repeat)")
+    add = parser.add_argument_group("output").add_argument
+    add("--out", metavar="FOLDER", help="tables, picture, traces and logs (default: bench_NAME)")
     add("--trace", action="store_true", help="write a Chrome trace of one step of each setting")
-    add("--out", metavar="FOLDER", help="for tables, picture, traces and logs (default: bench_ and the file's name)")
-    parser.epilog = (
-        "Settings: nothing, recompute:full, recompute:layernorm+moe_act, megatron:core_attn+attn_proj, ours:expert_fc1, "
-        "ours:layer_input/full, te-layers:2, save_on_cpu, plan:FILE, budget:SIZE; @0.5 after modules takes a part of them, "
-        "~delay offloads behind the launch of the next CUDA graph, /layernorm recomputes beside. CUDA graphs are those of the "
-        f"file, for nothing too. Any other flag goes to Megatron, after those of the file. {SIZE_UNITS}"
-    )
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> BenchOptions:
@@ -179,7 +188,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         profile=Path(os.path.expanduser(options.profile)) if options.profile else None,
         measures_profile=options.profile == MEASURE_HERE,
         **counts,
-        nothing_every=_read_nothing_every(options),
+        baseline_every=_read_baseline_every(options),
         compares_bits=compares_bits,
         has_optimizer=options.with_optimizer,
         writes_traces=options.trace,
@@ -187,18 +196,18 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     )
 
 
-def _read_nothing_every(options: argparse.Namespace) -> int | None:
-    if options.nothing_every is None:
+def _read_baseline_every(options: argparse.Namespace) -> int | None:
+    if options.baseline_every is None:
         return None
     if options.check_bits:
-        raise ConfigError("--check-bits and --nothing-every exclude each other: bits need no second time. Give one of them.")
-    return read_count(options.nothing_every, flag="--nothing-every", example=1)
+        raise ConfigError("--check-bits and --baseline-every exclude each other: bits need no second time. Give one of them.")
+    return read_count(options.baseline_every, flag="--baseline-every", example=1)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Measure, print the tables, write the files, and return the exit code.
 
-    It is 1 where bits differ or were not compared, and where no setting but `nothing` was measured.
+    It is 1 where bits differ or were not compared, and where no setting but `baseline` was measured.
     """
     if (launch := find_launch()).world_size > 1:
         raise ConfigError(
@@ -245,7 +254,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
         job,
         settings,
         repeats=checked.repeats,
-        nothing_every=checked.nothing_every,
+        baseline_every=checked.baseline_every,
         folder=checked.folder,
         on_message=_show_messages(job, progress),
     )
@@ -296,7 +305,7 @@ def _choose_settings(checked: BenchOptions, transformer: Mapping[str, Any]) -> t
     if not checked.measures_profile:
         return chosen
     # First, so that what is predicted is known while the rest is measured.
-    return (NOTHING, PROFILE, *(setting for setting in chosen if setting != NOTHING))
+    return (BASELINE, PROFILE, *(setting for setting in chosen if setting != BASELINE))
 
 
 def _describe(checked: BenchOptions) -> dict[str, Any]:
@@ -317,13 +326,13 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     """Print the tables, write what is written at the end, and return the exit code.
 
     Raises:
-        ConfigError: There is nothing to show, since `nothing` itself failed.
+        ConfigError: There is nothing to show, since `baseline` itself failed.
     """
     from fgoffload.cli.bench_report import show_bits, show_times
     from fgoffload.cli.console import PipeConsole
 
     first = results.outcomes[0]
-    if results.surroundings is None or (first.setting == NOTHING and first.failure):
+    if results.surroundings is None or (first.setting == BASELINE and first.failure):
         raise ConfigError(f"{checked.arguments_file}: {first.failure}. The output of the training is in {checked.folder}.")
     console = PipeConsole()
     if not console.is_terminal:
@@ -338,8 +347,8 @@ def _show(checked: BenchOptions, results: "Results") -> int:
         folder=checked.folder,
         budgets_bytes=checked.budgets_bytes,
     )
-    # One that does not run is a row of the table; where none does there is nothing beside `nothing`.
-    asked = [one for one in results.outcomes if one.setting not in (NOTHING, PROFILE)]
+    # One that does not run is a row of the table; where none does there is nothing beside `baseline`.
+    asked = [one for one in results.outcomes if one.setting not in (BASELINE, PROFILE)]
     return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
 
 

@@ -22,7 +22,7 @@ from fgoffload.output_files import write_file
 
 
 def show_bits(console: Console, results: Results, surroundings: Surroundings, *, folder: Path) -> bool:
-    """Print how the bits of each setting compare with those of `nothing`, and return whether all were compared and are equal.
+    """Print how the bits of each setting compare with those of `baseline`, and return whether all were compared and are equal.
 
     Args:
         console: Where the table goes.

@@ -10,17 +10,19 @@ class Command(Protocol):
 
     NAME: str
     SUMMARY: str
-    """What `fgoffload --help` says of it."""
+    """For `fgoffload --help`."""
     DESCRIPTION: str
-    """What its own `--help` says first."""
+    """For its own `--help`, which begins with it."""
     USAGE: str
     """In lines that, after `usage: `, fit 80 columns: argparse does not break it."""
     EXAMPLE: str
-    """A whole command line, for errors."""
+    """A whole command line, for the help and for errors."""
+    NOTES: str
+    """What its own `--help` says last."""
     EXAMPLE_VALUES: Mapping[str, str]
-    """By flag of its own: a value, for errors."""
+    """A value for each of its own flags, for errors."""
     RUNS_A_SCRIPT: bool
-    """It runs somebody else's code: it reads every word after its name by itself, and leaves Ctrl-C to the script."""
+    """Whether it runs the user's script: then it parses all words after its name itself, and leaves Ctrl-C to the script."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this command to `parser`."""

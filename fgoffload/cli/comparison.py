@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all losses and all gradients of all steps are equal to the bit."""
+        """Whether all losses and all gradients of all steps are bitwise identical."""
         return self.find_loss_difference() is None and self.find_gradient_difference() is None
 
     @property

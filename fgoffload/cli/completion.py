@@ -13,6 +13,7 @@ SUMMARY = "print a completion script for bash or zsh"
 DESCRIPTION = "Prints a script that lets your shell complete commands, flags and names of models."
 USAGE = "fgoffload completion bash|zsh"
 EXAMPLE = "fgoffload completion bash"
+NOTES = "Add this to ~/.bashrc: source <(fgoffload completion bash)"
 EXAMPLE_VALUES: Mapping[str, str] = {}
 RUNS_A_SCRIPT = False
 

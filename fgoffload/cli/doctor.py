@@ -1,4 +1,4 @@
-"""`fgoffload doctor`: one row for each thing of this machine that makes offload slow, wrong or impossible."""
+"""`fgoffload doctor`: checks the machine for what makes offload slow, wrong or impossible."""
 
 import argparse
 import json
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from fgoffload.doctor import CheckResult
 
 NAME = "doctor"
-SUMMARY = "check this machine for what makes offload slow, wrong or impossible"
+SUMMARY = "check your machine"
 DESCRIPTION = (
-    "Checks versions, GPUs and their links, copy rates, host memory, CPUs, environment variables and Transformer Engine's "
-    "attention. Each row says ok, warning or error, and what to do; what cannot be checked here is skipped. Exit code 1 where "
-    "there is an error."
+    "Checks versions, GPUs, links, copy rates, host memory, CPUs, environment variables and attention kernels for what makes "
+    "offload slow, wrong or impossible. Each row is ok, warning, error or skipped, with the fix. The exit code is 1 if a row "
+    "is an error."
 )
 USAGE = "fgoffload doctor [--json]"
 EXAMPLE = "fgoffload doctor"
+NOTES = ""
 EXAMPLE_VALUES: Mapping[str, str] = {}
 RUNS_A_SCRIPT = False
 EXIT_WELL, EXIT_ERRORS = 0, 1

@@ -1,4 +1,4 @@
-"""`fgoffload plan`: the fastest plan for a model within a memory budget, and what it is predicted to come to."""
+"""`fgoffload plan`: finds the fastest plan for a model within a memory budget, and predicts its memory and step time."""
 
 import argparse
 import contextlib
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
 DESCRIPTION = (
-    "Predicts memory and step time of a training from its Megatron argument file, or from a Hugging Face config.json, and "
-    "finds what to keep, to recompute and to offload so that a memory budget is met at the least step time. Needs no GPU."
+    "Predicts memory and step time of a training, and chooses for each module and layer: keep, recompute or offload, so that a "
+    "memory budget is met at the smallest step time. Needs no GPU and no torch."
 )
 USAGE = """\
 fgoffload plan MODEL --gpu NAME [--profile FILE]
                       [--offload-memory-budget SIZE]
                       [--offload-host-budget SIZE] [--json FILE] [--plot FILE]
                       [--timeline FILE] [--thorough]
-                      [--late-host | --host-in-time] [MEGATRON FLAGS]
+                      [--launch-bound | --not-launch-bound] [MEGATRON FLAGS]
        fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE]
-                      [--plot FILE] [--late-host | --host-in-time]
+                      [--plot FILE] [--launch-bound | --not-launch-bound]
                       [MEGATRON FLAGS]
        fgoffload plan --list"""
 EXAMPLE = "fgoffload plan mixtral_8x7b --gpu h100 --offload-memory-budget 70GiB"
+NOTES = f"Any other flag goes to the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
 EXAMPLE_VALUES: Mapping[str, str] = {
     "--gpu": "h100",
     "--hardware": "hardware.json",
@@ -84,8 +85,8 @@ OWN_FLAGS = (
     "--list",
     "--sweep",
     "--thorough",
-    "--late-host",
-    "--host-in-time",
+    "--launch-bound",
+    "--not-launch-bound",
 )
 """All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
 
@@ -126,30 +127,32 @@ class PlanOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    add = parser.add_argument
     # nargs="?" so that its absence is reported by us, with what to do.
-    add("model", metavar="MODEL", nargs="?", help="a Megatron argument file, a Hugging Face config.json, or a name of --list")
-    add("--list", action="store_true", help="show the models that come with fgoffload")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a Megatron argument file, a Hugging Face config.json, or a name of --list"
+    )
+    parser.add_argument("--list", action="store_true", help="show the models that come with fgoffload")
+    add = parser.add_argument_group("hardware").add_argument
     add("--gpu", metavar="NAME", help="a device of the table, as h100, b200 or gb300 (all: docs/reference/hardware.md)")
-    add("--hardware", metavar="FILE", help="a device that is not in the table, as JSON (docs/reference/hardware.md)")
-    add("--profile", metavar="FILE", help="what `fgoffload profile` measured: in place of a device, or of its link alone")
-    add("--offload-memory-budget", metavar="SIZE", help="device memory of each rank (default: all that the device has)")
+    add("--hardware", metavar="FILE", help="another device, as JSON (docs/reference/hardware.md)")
+    add("--profile", metavar="FILE", help="what `fgoffload profile` measured, of the model or of the link alone")
+    add("--reserve", metavar="SIZE", help="GPU memory for the CUDA context, NCCL and fragmentation")
+    add("--launch-bound", action="store_true", help="plan for kernels that wait for the CPU: copies slow its launches")
+    add("--not-launch-bound", action="store_true", help="with --profile: plan as if kernels did not wait for the CPU")
+    add = parser.add_argument_group("budget and search").add_argument
+    add("--offload-memory-budget", metavar="SIZE", help="GPU memory of each rank (default: all of the device's)")
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")
-    add("--reserve", metavar="SIZE", help="device memory that no tensor is in: contexts, communication, fragments")
-    add("--with-optimizer", action="store_true", default=None, help="count Adam's states (default, unless profiled without)")
-    add("--no-optimizer", action="store_false", dest="with_optimizer", help="count none")
-    add("--thorough", action="store_true", help="look about ten times as long for a faster plan")
-    add("--late-host", action="store_true", help="plan for a late host: what leaves costs more, recompute does not")
-    add("--host-in-time", action="store_true", help="with --profile, plan for a host in time, however late it was measured")
-    add("--sweep", action="store_true", help="the frontier: the fastest step at each of many budgets")
-    add("--json", metavar="FILE", help="write the plan, for --offload-plan")
-    add("--plot", metavar="FILE", help=f"write a picture: memory over the step; of a sweep the frontier (default: {FRONTIER})")
-    add("--timeline", metavar="FILE", help="write the simulated streams as a Chrome trace")
+    add("--sweep", action="store_true", help="plan for many budgets, and show step time against memory")
+    add("--thorough", action="store_true", help="search about ten times as long")
+    add = parser.add_argument_group("parallel sizes and optimizer").add_argument
     for short, flag in SHORT_FLAGS.items():
         add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
-    parser.epilog = (
-        f"Any other flag goes to the model, after those of its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
-    )
+    add("--with-optimizer", action="store_true", default=None, help="count Adam's states (default, unless profiled without)")
+    add("--no-optimizer", action="store_false", dest="with_optimizer", help="count no optimizer states")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", metavar="FILE", help="write the plan, for --offload-plan")
+    add("--plot", metavar="FILE", help=f"write a picture of memory over the step, or of the sweep (default: {FRONTIER})")
+    add("--timeline", metavar="FILE", help="write the simulated streams as a Chrome trace")
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:

@@ -1,4 +1,4 @@
-"""Which host `fgoffload plan` plans for, where its options say so."""
+"""Whether `fgoffload plan` takes a step for launch-bound, where its options say so."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check_host_of_link(host: "HostGuess | None") -> None:
-    """Refuse a host in time beside a profile of the link alone, in which none was measured late.
+    """Refuse `--not-launch-bound` beside a profile of the link alone, which says nothing about launches.
 
     Raises:
         ConfigError: With the fix.
@@ -18,23 +18,21 @@ def check_host_of_link(host: "HostGuess | None") -> None:
     from fgoffload.planner.late_host import HostGuess
 
     if host is HostGuess.IN_TIME:
-        raise ConfigError("--host-in-time is what a device with a profile of the link alone is taken for anyway. Leave it out.")
+        raise ConfigError("--not-launch-bound is the default with a profile of the link alone. Leave it out.")
 
 
 def find_host(options: argparse.Namespace) -> "HostGuess | None":
-    """Return the host that `--late-host` or `--host-in-time` asks for, or None without them.
+    """Return the host that `--launch-bound` or `--not-launch-bound` asks for, or None without them.
 
     Raises:
         ConfigError: Both were given, or the latter without a profile, and would do nothing.
     """
-    if options.host_in_time and options.late_host:
-        raise ConfigError("--late-host and --host-in-time exclude each other. Give one of them.")
-    if options.host_in_time and options.profile is None:
-        raise ConfigError(
-            "--host-in-time is what a device of the table is taken for anyway. Leave it out, or give --profile FILE."
-        )
-    if not (options.host_in_time or options.late_host):
+    if options.not_launch_bound and options.launch_bound:
+        raise ConfigError("--launch-bound and --not-launch-bound exclude each other. Give one of them.")
+    if options.not_launch_bound and options.profile is None:
+        raise ConfigError("--not-launch-bound is the default with a device of the table. Leave it out, or give --profile FILE.")
+    if not (options.not_launch_bound or options.launch_bound):
         return None
     from fgoffload.planner.late_host import HostGuess
 
-    return HostGuess.LATE if options.late_host else HostGuess.IN_TIME
+    return HostGuess.LATE if options.launch_bound else HostGuess.IN_TIME

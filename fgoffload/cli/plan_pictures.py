@@ -11,7 +11,7 @@ from fgoffload.units import GIB
 
 _COLORS = ("#8a8f98", "#1f77b4")
 _MARKERS: Mapping[str, str] = {
-    "nothing": "*",
+    "baseline": "*",
     "full recompute": "s",
     "selective recompute": "D",
     "offload everything": "v",
@@ -82,21 +82,21 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
 
     figure = Figure(figsize=(8.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    nothing_s = baselines["nothing"].step_s
+    baseline_s = baselines["baseline"].step_s
     results = [solution.result for solution in solutions]
     axes.plot(
         [result.peak_bytes / GIB for result in results],
-        [result.step_s / nothing_s for result in results],
+        [result.step_s / baseline_s for result in results],
         marker="o",
         markersize=4,
         color="#1f77b4",
         label="fgoffload: planned",
     )
     for name, result in baselines.items():
-        point = (result.peak_bytes / GIB, result.step_s / nothing_s)
+        point = (result.peak_bytes / GIB, result.step_s / baseline_s)
         axes.plot(*point, linestyle="none", marker=_MARKERS.get(name, "x"), markersize=8, label=name)
     axes.set_xlabel("peak memory of the fullest rank, GiB, predicted")
-    axes.set_ylabel("step time over nothing")
+    axes.set_ylabel("step time over baseline")
     axes.set_title(title, fontsize=8)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

@@ -85,13 +85,13 @@ def show_plan(
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)
     if files["plot"] is not None or files["timeline"] is not None:
         # Side by side: with every pass of all ranks noted a step takes as long to simulate as a plan to find.
-        drawn = {PLAN: report.solution.plan} | ({"nothing": NOTHING} if files["plot"] is not None else {})
+        drawn = {PLAN: report.solution.plan} | ({"baseline": NOTHING} if files["plot"] is not None else {})
         only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
         note = functools.partial(simulate, report.ranks, detail=Detail.TIMELINE, only=only)
         results = dict(zip(drawn, map_in_processes(note, drawn.values()), strict=True))
         detailed = results[PLAN]
         if (path := files["plot"]) is not None:
-            shown = {name: results[name] for name in ("nothing", PLAN)}
+            shown = {name: results[name] for name in ("baseline", PLAN)}
             write_memory_picture(path, shown, budget_bytes=budget_bytes, title=subject.title)
         if (path := files["timeline"]) is not None:
             from fgoffload.planner.simulation.timeline import write_chrome_trace
@@ -142,7 +142,7 @@ def show_sweep(
     """
     least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
     report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
-    most_bytes = report.baselines["nothing"].peak_bytes
+    most_bytes = report.baselines["baseline"].peak_bytes
     steps = max(1, points - 1)
     even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
     # Between two budgets the frontier may fall steeply: each baseline stands beside the plan for as much memory as it takes.

@@ -23,7 +23,7 @@ from fgoffload.units import format_bytes, format_ms
 
 PLAN = "this plan"
 """The row of the plan itself."""
-COMPARED = ("nothing", "full recompute", "selective recompute")
+COMPARED = ("baseline", "full recompute", "selective recompute")
 """Of the baselines, those that are shown for each pipeline rank."""
 
 
@@ -76,9 +76,9 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
     caption += f"; selective recompute is --recompute-modules {usual}" if usual else ""
     table = Table(title=subject.title, caption=caption, title_justify="left")
     table.add_column("")
-    for heading in ("peak", "on rank", "step", "over nothing", "host, fullest rank", "host, fullest node", "fits"):
+    for heading in ("peak", "on rank", "step", "over baseline", "host, fullest rank", "host, fullest node", "fits"):
         table.add_column(heading, justify="right")
-    nothing_s = report.baselines["nothing"].step_s
+    baseline_s = report.baselines["baseline"].step_s
     for name, result in {**report.baselines, PLAN: solution.result}.items():
         fits = result.peak_bytes <= solution.budget_bytes
         host_bytes = [rank.host_peak_bytes for rank in result.ranks]
@@ -91,7 +91,7 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
             format_bytes(result.peak_bytes),
             str(result.worst_rank.rank),
             format_ms(result.step_s),
-            f"{result.step_s / nothing_s:.3f}",
+            f"{result.step_s / baseline_s:.3f}",
             format_bytes(max(host_bytes)) if max(host_bytes) else "-",
             node,
             Text("yes", style="green") if fits else Text("no", style="red"),
@@ -190,7 +190,7 @@ def build_rank_table(report: PlanReport) -> Table:
         "compute",
         "slowed by copies",
         "waits for copies",
-        "for a late host",
+        "launch-bound",
         "for neighbours",
         "host",
     )
@@ -214,13 +214,13 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
     """Return a row for each budget, from the largest to the smallest, below what users would pick instead."""
     table = Table(title=subject.title, caption="predicted, of the worst rank", title_justify="left")
     table.add_column("")
-    for heading in ("budget", "peak", "step", "over nothing", "leaves a step", "recompute", "waits for copies"):
+    for heading in ("budget", "peak", "step", "over baseline", "leaves a step", "recompute", "waits for copies"):
         table.add_column(heading, justify="right")
-    nothing_s = baselines["nothing"].step_s
+    baseline_s = baselines["baseline"].step_s
     for name, result in baselines.items():
-        table.add_row(name, "", *_list_sweep_cells(result, nothing_s), end_section=name == list(baselines)[-1])
+        table.add_row(name, "", *_list_sweep_cells(result, baseline_s), end_section=name == list(baselines)[-1])
     for solution in solutions:
-        table.add_row("plan", format_bytes(solution.budget_bytes), *_list_sweep_cells(solution.result, nothing_s))
+        table.add_row("plan", format_bytes(solution.budget_bytes), *_list_sweep_cells(solution.result, baseline_s))
     return table
 
 
@@ -236,14 +236,14 @@ def _format_cost(seconds: float) -> str:
     return f"+{text}" if seconds > 0 and text != format_ms(0) else text.replace("-0.0 ", "0.0 ")
 
 
-def _list_sweep_cells(result: StepResult, nothing_s: float) -> tuple[str, ...]:
+def _list_sweep_cells(result: StepResult, baseline_s: float) -> tuple[str, ...]:
     moved_bytes = max(rank.d2h_bytes for rank in result.ranks)
     recompute_s = max(rank.recompute_s for rank in result.ranks)
     waits_s = max(rank.waits.copies_s for rank in result.ranks)
     return (
         format_bytes(result.peak_bytes),
         format_ms(result.step_s),
-        f"{result.step_s / nothing_s:.3f}",
+        f"{result.step_s / baseline_s:.3f}",
         format_bytes(moved_bytes) if moved_bytes else "-",
         format_ms(recompute_s) if recompute_s else "-",
         format_ms(waits_s) if waits_s else "-",

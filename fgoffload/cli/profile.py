@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 NAME = "profile"
 SUMMARY = "measure the link to the host, and steps of a model"
 DESCRIPTION = (
-    "Measures copies to the host and back, by size, both ways at once and beside a matrix product. With a Megatron argument "
-    "file also one step of its model, after one that warms up: the time of each module forward and backward, and the bytes "
-    "that each saves; before it a few steps as they are without measuring, and behind it, on a GPU, some under two plans that "
-    "offload, in turn with steps that keep all: what copies cost a host that is late."
+    "Measures how fast copies to and from the host are, by size, in both directions at once, and beside a matrix product. With "
+    "a Megatron argument file, also measures the time and the saved bytes of each module in one step and, on a GPU, how much "
+    "copies slow a launch-bound step. `fgoffload plan --profile FILE` reads the result."
 )
 USAGE = """\
 fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH]
                          [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload profile tiny_moe"
+NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
 EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
 PROFILE_NAME = "profile.json"
 """Of the file that is written, in the current folder, unless `--json` says another place."""
@@ -42,18 +42,17 @@ _PROCESSES_OF_A_NODE = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     parser.add_argument(
-        "arguments_file", metavar="ARGUMENTS.sh", nargs="?", help="a Megatron argument file; without one, the link alone"
+        "arguments_file",
+        metavar="ARGUMENTS.sh",
+        nargs="?",
+        help="a Megatron argument file or a shipped model; without it, only the link",
     )
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help=f"where the profile goes, for `fgoffload plan --profile FILE` (default: {PROFILE_NAME}, in the current folder)",
+        help=f"where the profile is written (default: {PROFILE_NAME})",
     )
-    parser.add_argument("--data", metavar="PATH", help="text file or folder to train on (default: Python's standard library)")
-    parser.epilog = (
-        "Any other flag goes to Megatron, after those of the file. "
-        f"Errors are one line; set {TRACEBACK_VARIABLE}=1 to see their traceback."
-    )
+    parser.add_argument("--data", metavar="PATH", help="text file or folder (default: Python's standard library)")
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:

@@ -37,8 +37,8 @@ def build_comparison_table(comparison: Comparison, setting: Setting) -> Table:
     table = _start_table(setting, "without offload", "with offload", record=without)
     for name, before, after in zip(*_loss_column(without), _loss_column(with_offload)[1], strict=True):
         table.add_row(name, before, after)
-    table.add_row("losses equal to the bit", "", _yes_or_no(comparison.find_loss_difference()))
-    table.add_row("gradients equal to the bit", "", _yes_or_no(comparison.find_gradient_difference()), end_section=True)
+    table.add_row("losses bitwise identical", "", _yes_or_no(comparison.find_loss_difference()))
+    table.add_row("gradients bitwise identical", "", _yes_or_no(comparison.find_gradient_difference()), end_section=True)
     table.add_row(
         "activations at peak", format_bytes(without.activation_peak_bytes), format_bytes(with_offload.activation_peak_bytes)
     )

@@ -1,4 +1,4 @@
-"""`fgoffload run`: an unchanged training script of Megatron-LM, transformers or TRL, with offload applied to it."""
+"""`fgoffload run`: runs an unchanged training script of Megatron-LM, transformers or TRL with offload."""
 
 import argparse
 import contextlib
@@ -18,42 +18,37 @@ if TYPE_CHECKING:
     from fgoffload.integrations.megatron.launch import OwnFlags
 
 NAME = "run"
-SUMMARY = "start an unchanged script of Megatron-LM, transformers or TRL with offload"
+SUMMARY = "run an unchanged training script with offload"
 DESCRIPTION = """\
-Starts a training script of Megatron-LM, which stays as it is, with offload
-applied before it. Our flags stand among its own; it gets those that its parser
-accepts. One line on rank 0 says what was applied. These do the same:
+Runs an unchanged training script with offload. A Megatron-LM script takes our
+flags beside its own. A script with a Trainer of transformers or TRL needs
+none: the command adds OffloadCallback. Rank 0 prints one line that says what
+was applied.
 
-  fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS
-  torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py FLAGS
-
-Without options for torchrun, and outside of it, one process trains.
-
-A script that makes a Trainer of transformers or TRL needs none of our flags:
-OffloadCallback is added to it.
-
-  fgoffload run -- train.py FLAGS
-  accelerate launch -m fgoffload run train.py FLAGS"""
+Options for torchrun end with `--`. These are the same:
+  fgoffload run --nproc-per-node 8 -- pretrain_gpt.py ...
+  torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py ..."""
 USAGE = """\
 fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py
                      [FLAGS OF THE SCRIPT, AND OURS]"""
 EXAMPLE = "fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS"
+NOTES = f"{SIZE_UNITS} The exit code is the script's, or 2 if one of our flags is wrong; then the script does not start."
 EXAMPLE_VALUES: Mapping[str, str] = {}
 RUNS_A_SCRIPT = True
-OWN_FLAGS = (
-    "--fine-grained-activation-offloading",
-    "--offload-modules TAG ...",
-    "--min-offloaded-tensor-size ELEMENTS",
-    "--activation-offload-fraction PART",
-    "--delay-offload-until-cuda-graph",
-    "--delta-offload-bytes-across-pp-ranks BYTES",
-    "--offload-plan FILE",
-    "--offload-memory-budget SIZE",
-    "--offload-host-budget SIZE",
-    "--offload-window SIZE",
-    "--offload-prefetch SIZE",
-)
-"""For the help, which loads no torch; a test compares them with those that are parsed."""
+OWN_FLAGS: Mapping[str, str] = {
+    "--fine-grained-activation-offloading": "switch offload on",
+    "--offload-modules TAG ...": "tags to offload, or auto",
+    "--offload-memory-budget SIZE": "GPU memory that auto plans for",
+    "--offload-plan FILE": "a plan: keep, recompute or offload by layer",
+    "--offload-host-budget SIZE": "most host memory of a rank",
+    "--offload-window SIZE": "bytes in flight to the host before compute waits",
+    "--offload-prefetch SIZE": "bytes back on the GPU before backward asks",
+    "--min-offloaded-tensor-size ELEMENTS": "smaller storages stay on the GPU",
+    "--activation-offload-fraction PART": "part of a chunk's sites to offload, 0 to 1",
+    "--delta-offload-bytes-across-pp-ranks BYTES": "less offload on each next pipeline rank",
+    "--delay-offload-until-cuda-graph": "offload once the next CUDA graph is launched",
+}
+"""Flags with their meanings, for the help, which loads no torch. A test compares them with the parser's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +64,14 @@ class RunRequest:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `--help` says of the flags; the words are read by `read_request`."""
-    listed = "\n".join(f"  {flag}" for flag in OWN_FLAGS)
-    parser.epilog = (
-        f"our flags, of which the first switches offload on:\n{listed}\n\n{SIZE_UNITS}\n"
-        "The exit code is the script's; 2 where a flag of ours is wrong, before the\nscript starts."
-    )
+    """Add our flags for `--help` alone: `read_request` reads the words."""
+    group = parser.add_argument_group("our flags for Megatron-LM")
+    for flag, meaning in OWN_FLAGS.items():
+        name, _, value = flag.partition(" ")
+        if value:
+            group.add_argument(name, metavar=value, help=meaning)
+        else:
+            group.add_argument(name, action="store_true", help=meaning)
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -155,7 +152,7 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
 
 def _makes_trainers(request: RunRequest) -> bool:
     """Return whether the script is one of transformers or TRL, and not started with offload for Megatron-Core."""
-    return OWN_FLAGS[0] not in request.words and imports_any(request.script, ("transformers", "trl"))
+    return next(iter(OWN_FLAGS)) not in request.words and imports_any(request.script, ("transformers", "trl"))
 
 
 def _run_trainers(request: RunRequest, words: Sequence[str], *, is_first: bool) -> int:
@@ -167,7 +164,7 @@ def _run_trainers(request: RunRequest, words: Sequence[str], *, is_first: bool) 
     if is_first and not makes_trainers:
         show_line(
             f"offload is off, unless {request.script} makes a Trainer of transformers. For Megatron-Core switch it on with "
-            f"{OWN_FLAGS[0]}."
+            f"{next(iter(OWN_FLAGS))}."
         )
     with offload_trainers() as made:
         exit_code = run_script(request.script, words)

@@ -1,4 +1,4 @@
-"""`fgoffload train`: one training from a Megatron argument file, twice, without and with offload, compared to the bit."""
+"""`fgoffload train`: one training from a Megatron argument file, twice, without and with offload, compared bitwise."""
 
 import argparse
 import dataclasses
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from fgoffload.cli.report import Setting
 
 NAME = "train"
-SUMMARY = "train twice, without and with offload, and compare"
+SUMMARY = "train twice, without and with offload, and compare every bit"
 DESCRIPTION = (
-    "Trains the model of a Megatron argument file on a text, twice with the same seed: without and with offload. Shows that "
-    "losses and gradients are equal to the bit, and what memory and time differ by."
+    "Trains the model of a Megatron argument file twice with the same seed, without and with offload. Compares losses and "
+    "gradients bitwise, and shows memory and time of both. Runs on a CPU too."
 )
 USAGE = """\
 fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE]
                        [MEGATRON FLAGS]"""
 EXAMPLE = "fgoffload train tiny_moe"
+NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
 EXAMPLE_VALUES: Mapping[str, str] = {"--steps": "10", "--data": "text.txt", "--plot": "memory.png"}
-"""Of our own flags, for errors."""
+"""A value for each of our own flags, for errors."""
 RUNS_A_SCRIPT = False
 WITHOUT, WITH = "without offload", "with offload"
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
@@ -59,14 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a Megatron argument file, or a name of `fgoffload plan --list`",
     )
-    parser.add_argument("--steps", metavar="N", help="optimizer steps of each training (default: --train-iters of the file)")
-    parser.add_argument("--data", metavar="PATH", help="text file or folder to train on (default: Python's standard library)")
+    parser.add_argument("--steps", metavar="N", help="optimizer steps of each training (default: --train-iters)")
+    parser.add_argument("--data", metavar="PATH", help="text file or folder (default: Python's standard library)")
     parser.add_argument(
-        "--plot", metavar="FILE", default="memory.png", help="where the plot of memory over one step goes (default: memory.png)"
-    )
-    parser.epilog = (
-        "Any other flag goes to Megatron, after those of the file. "
-        f"Errors are one line; set {TRACEBACK_VARIABLE}=1 to see their traceback."
+        "--plot", metavar="FILE", default="memory.png", help="picture of memory over one step (default: memory.png)"
     )
 
 

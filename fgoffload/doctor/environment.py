@@ -37,8 +37,8 @@ def _check_backends(environment: Mapping[str, str]) -> CheckResult:
 def _check_determinism(environment: Mapping[str, str]) -> CheckResult:
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     value = environment.get(variable, "1")
-    # Not a fault: offload changes nothing about it. Who compares two runs to the bit has to know.
-    means = "adds in one order" if value == "0" else "may differ in its last bits from run to run; 0 compares to the bit"
+    # Not a fault: offload changes nothing about it. It matters to whoever compares two runs bitwise.
+    means = "adds in one order" if value == "0" else "may differ in its last bits from run to run; 0 makes it deterministic"
     return CheckResult(name="attention's backward", status=Status.OK, found=f"{_describe(environment, variable)}: it {means}")
 
 

@@ -21,10 +21,10 @@ from fgoffload.units import format_bytes, format_ms
 
 
 class HostGuess(enum.Enum):
-    """What a plan takes the host for."""
+    """Whether a plan takes the step for launch-bound."""
 
-    IN_TIME = "a host that is in time"
-    LATE = "a late host"
+    IN_TIME = "a step that is not launch-bound"
+    LATE = "a launch-bound step"
 
 
 LATE_HOST_SLOWDOWN = 0.1
@@ -68,7 +68,7 @@ def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str
     Args:
         first: Of one.
         second: Of the other.
-        made: What each was made for, or of: `for a late host`.
+        made: What each was made for, or of: `for a launch-bound step`.
     """
     return f"a step takes {first.describe()} by the plan {made[0]}, and {second.describe()} by the one {made[1]}"
 

@@ -16,7 +16,7 @@
     ... )
     >>> ranks = Parallelism(pipeline_parallel_size=2, expert_parallel_size=8, data_parallel_size=8, microbatches=8)
     >>> report = plan(model, ranks, get_hardware("h100"), budget_bytes=23 * GIB)
-    >>> report.baselines["nothing"].peak_bytes > 23 * GIB
+    >>> report.baselines["baseline"].peak_bytes > 23 * GIB
     True
     >>> report.solution.result.peak_bytes <= 23 * GIB
     True
@@ -47,8 +47,8 @@ class PlanReport:
     ranks: tuple[RankModel, ...]
     """What was planned for, with the host budget that was given."""
     baselines: Mapping[str, StepResult]
-    """By name: `nothing`, `full recompute`, `selective recompute`, `offload everything`. They need not keep to the budget; what
-    does not fit into the host budget stays, as in the engine."""
+    """By name: `baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget.
+    What does not fit into the host budget stays on the GPU, as in the engine."""
     solution: Solution
     """The plan."""
 

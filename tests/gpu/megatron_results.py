@@ -74,7 +74,7 @@ def summarize(lines: Sequence[Line], version: str) -> str:
     refused = sum(map(is_refused, lines))
     equal = sum(line["equal"] == "yes" for line in lines)
     more = f", {refused} refused" if refused else ""
-    return f"Megatron-Core {version}: {equal} of {len(lines) - refused} rows are equal to the bit{more}."
+    return f"Megatron-Core {version}: {equal} of {len(lines) - refused} rows are bitwise identical{more}."
 
 
 def format_table(lines: Sequence[Line], version: str) -> str:

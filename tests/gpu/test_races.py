@@ -1,4 +1,4 @@
-"""Two hundred random steps in which copies, compute and takes are late, equal to the bit; and unequal without a wait."""
+"""Two hundred random steps in which copies, compute and takes are late, bitwise identical; and unequal without a wait."""
 
 import itertools
 

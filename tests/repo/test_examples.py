@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 EXPECTED_LINES = {
     "01_plain_pytorch.py": [
         r"estimate: 64\.\d+ MiB saved, 56\.\d+ MiB would leave \(87\.\d%\), 56\.\d+ MiB of host memory needed",
-        r"gradients equal to the bit: True",
+        r"gradients bitwise identical: True",
         r"attn: 20\.\d+ MiB to the host, 4 groups",
         r"mlp: 36\.\d+ MiB to the host, 4 groups",
     ],
@@ -40,10 +40,10 @@ EXPECTED_LINES = {
     "04_by_hand.py": [
         r"the region moved 4\.00 MiB of 2 saved tensors",
         r"on the host: True",
-        r"back and equal to the bit: True",
+        r"back and bitwise identical: True",
     ],
     "05_engine_alone.py": [
-        r"gradients equal to the bit: True",
+        r"gradients bitwise identical: True",
         r"to the host 8\.00 MiB, back .+, called back before they had left .+",
         r"host memory in use: 0 B",
     ],

@@ -71,7 +71,7 @@ def copy_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def check_equal(expected: Iterable[torch.Tensor], found: Iterable[torch.Tensor]) -> None:
-    """Check that two lists of tensors are equal to the bit."""
+    """Check that two lists of tensors are bitwise identical."""
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one.reshape(-1).contiguous().view(torch.uint8), other.reshape(-1).contiguous().view(torch.uint8))

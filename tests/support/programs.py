@@ -1,4 +1,4 @@
-"""Random small programs with regions, and their gradients to the bit, with an engine and without."""
+"""Random small programs with regions, and their gradients, bitwise, with an engine and without."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Runner:
 
 
 def have_same_bits(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
-    """Return whether all tensors are equal to the bit."""
+    """Return whether all tensors are bitwise identical."""
     pairs = zip(expected, found, strict=True)
     return all(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)) for one, other in pairs)
 

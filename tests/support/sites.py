@@ -73,7 +73,7 @@ def get_gradients(forward: Callable[[Sites], torch.Tensor], leaves: Sequence[tor
 def check_same_bits(
     forward: Callable[[Sites], torch.Tensor], leaves: Sequence[torch.Tensor], engine: OffloadEngine | None = None
 ) -> OffloadEngine:
-    """Check that the gradients of `leaves` are equal to the bit with and without `engine`, and return the engine."""
+    """Check that the gradients of `leaves` are bitwise identical with and without `engine`, and return the engine."""
     engine = engine or make_engine()
     expected = get_gradients(forward, leaves, Sites(None))
     found = get_gradients(forward, leaves, Sites(engine))

@@ -74,7 +74,7 @@ def test_a_training_with_offload_is_compared_and_drawn(capsys):
     assert main(["train", ARGUMENTS, "--steps", "3"]) == 0
     shown, said = capsys.readouterr()
     assert_messages(said, "training without offload: 3 steps", "training with offload: 3 steps")
-    for row in ("losses equal to the bit", "gradients equal to the bit"):
+    for row in ("losses bitwise identical", "gradients bitwise identical"):
         assert [line.split("│")[3].strip() for line in shown.splitlines() if row in line] == ["yes"]
     assert Path("memory.png").read_bytes().startswith(b"\x89PNG")
 

@@ -54,7 +54,7 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     words = ("--gpu", "h100", "--pp", "2", "--ep", "8", "--num-gpus", "16", "--global-batch-size", "64")
     code, out, _ = plan(capsys, config, *words, "--offload-memory-budget", "15GiB", "--json", str(path))
     assert code == 0
-    nothing, chosen = find_row(out, "nothing"), find_row(out, "this plan")
+    nothing, chosen = find_row(out, "baseline"), find_row(out, "this plan")
     assert (nothing[-1], chosen[-1]) == ("no", "yes")
     assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
     assert f"--offload-plan {path}" in out.replace("\n", "")

@@ -84,7 +84,7 @@ def find_row(text, name):
 
 
 def find_peaks(text):
-    row = next(line for line in text.splitlines() if line.startswith("│ nothing "))
+    row = next(line for line in text.splitlines() if line.startswith("│ baseline "))
     return float(re.search(r"([\d.]+) GiB", row)[1])
 
 
@@ -167,7 +167,7 @@ def test_a_link_that_was_measured_takes_the_place_of_the_tables_and_of_nothing_e
     of_table, of_link = (plan(capsys, *words, *more)[1] for more in ((), ("--profile", write_link(tmp_path / "link.json"))))
     assert "measured on CPU, 2026-11-22: 25.0 GB/s to the host, 24.0 to the device, 12.0 each way at once" in of_link
     assert "Link: " not in of_table
-    for name in ("nothing", "full recompute"):  # nothing leaves, so that the link is not used
+    for name in ("baseline", "full recompute"):  # nothing leaves, so that the link is not used
         assert find_row(of_link, name) == find_row(of_table, name)
     assert find_row(of_link, "offload everything") != find_row(of_table, "offload everything")
 
@@ -178,7 +178,7 @@ def test_a_device_beside_the_profile_of_a_training_and_a_host_in_time_beside_a_l
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
     assert f"--gpu and --profile {profile}, which is of a training, both say what device it is. Give one of them." in err
-    words = ("--gpu", "h100", "--profile", write_link(tmp_path / "link.json"), "--host-in-time")
+    words = ("--gpu", "h100", "--profile", write_link(tmp_path / "link.json"), "--not-launch-bound")
     code, _, err = plan(capsys, arguments, *words, *BUDGET)
     assert code == 2
-    assert "--host-in-time is what a device with a profile of the link alone is taken for anyway. Leave it out." in err
+    assert "--not-launch-bound is the default with a profile of the link alone. Leave it out." in err

@@ -45,7 +45,7 @@ def offload(
             print(handle.stats().d2h_bytes)
         handle.close()
 
-    Gradients are equal to the bit. A forward without grad mode is left alone, as is what runs inside of a checkpoint.
+    Gradients are bitwise identical. A forward without grad mode is left alone, as is what runs inside of a checkpoint.
     Parameters and buffers never move.
 
     Args:

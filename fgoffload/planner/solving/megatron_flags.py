@@ -154,13 +154,13 @@ MEGATRONS_OWN = ("full recompute", "selective recompute")
 def baselines(ranks: Sequence[RankModel]) -> dict[str, OffloadPlan]:
     """Return the plans that people compare with, by name.
 
-    - `nothing`: all is kept.
+    - `baseline`: all is kept.
     - `full recompute`: every layer runs again.
     - `selective recompute`: `choose_usual_modules`.
     - `offload everything`: whatever a tag saves, and nothing runs again.
     """
     settings = {
-        "nothing": MegatronFlags(),
+        "baseline": MegatronFlags(),
         "full recompute": FULL_RECOMPUTE,
         "selective recompute": MegatronFlags(recompute=SelectiveRecompute(modules=choose_usual_modules(ranks))),
         "offload everything": MegatronFlags(offload_modules=_list_everything()),

@@ -268,7 +268,7 @@ def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
     save the one with the most bytes counts.
 
     Args:
-        profiles: In any order of ranks; those of one rank in the same order wherever the result is to be the same to the bit.
+        profiles: In any order of ranks; those of one rank in the same order wherever the result is to be bitwise identical.
     """
     by_rank: dict[int, list[RankProfile]] = {}
     for profile in profiles:

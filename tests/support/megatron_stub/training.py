@@ -114,7 +114,7 @@ def list_departures(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def check_same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """Check that gradients are equal to the bit."""
+    """Check that gradients are bitwise identical."""
     assert expected
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):

@@ -83,10 +83,10 @@ def read_rows(folder):
 
 
 def test_settings_are_measured_side_by_side():
-    words = ["--settings", "nothing", "--plans", "a/x.json", "--num-layers", "2", "--seq-length", "32"]
+    words = ["--settings", "baseline", "--plans", "a/x.json", "--num-layers", "2", "--seq-length", "32"]
     assert main(["bench", ARGUMENTS, *words, "--steps", "1", "--warmup", "1", "--repeats", "1", "--out", "results"]) == 0
     rows = read_rows("results")
-    assert [(row["setting"], row["failure"]) for row in rows] == [("nothing", ""), ("plan:x", "")]
+    assert [(row["setting"], row["failure"]) for row in rows] == [("baseline", ""), ("plan:x", "")]
     nothing, plan = (int(row["activation_peak_bytes"]) for row in rows)
     assert 0 < plan < nothing
 
@@ -98,12 +98,12 @@ def test_a_measured_profile_predicts_settings_and_plans_for_budgets(capsys):
     assert main(["bench", ARGUMENTS, *words, "--steps", "1", "--warmup", "1", "--repeats", "1", "--out", "results"]) == 0
     shown, _ = capsys.readouterr()
     rows = {row["setting"]: row for row in read_rows("results")}
-    assert list(rows) == ["nothing", "profile", "recompute:full", "ours:expert_fc1", "budget:12.00MiB", "plan:x"]
+    assert list(rows) == ["baseline", "profile", "recompute:full", "ours:expert_fc1", "budget:12.00MiB", "plan:x"]
     assert [name for name, row in rows.items() if row["failure"]] == ["budget:12.00MiB"]
     # From the profile: the hardware table does not have this device.
     assert "A memory budget of 11.98 MiB is not above the static memory" in rows["budget:12.00MiB"]["failure"]
     peaks = {name: int(row["activation_peak_bytes"] or 0) for name, row in rows.items()}
-    assert 0 < peaks["recompute:full"] < peaks["plan:x"] < peaks["ours:expert_fc1"] < peaks["nothing"]
+    assert 0 < peaks["recompute:full"] < peaks["plan:x"] < peaks["ours:expert_fc1"] < peaks["baseline"]
     assert {name for name, row in rows.items() if row["profile_step_s"]} == {*rows} - {"profile", "budget:12.00MiB"}
     assert "recompute:full" in shown
     document = json.loads(Path("results/run.json").read_text(encoding="utf-8"))
@@ -140,4 +140,4 @@ def test_where_all_settings_fail_it_ends_with_code_1(capsys, monkeypatch):
     answer(monkeypatch, lambda number: {"failure": "refused"} if number else {"measurement": measurement})
     assert main(["bench", ARGUMENTS, "--settings", "recompute:full", "save_on_cpu"]) == 1
     assert "save_on_cpu: refused" in capsys.readouterr().out
-    assert main(["bench", ARGUMENTS, "--settings", "nothing"]) == 0
+    assert main(["bench", ARGUMENTS, "--settings", "baseline"]) == 0

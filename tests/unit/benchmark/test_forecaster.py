@@ -13,7 +13,7 @@ from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.planning import check_profile
 from fgoffload.benchmark.prediction import Source
-from fgoffload.benchmark.settings import NOTHING, list_default_settings, parse_setting
+from fgoffload.benchmark.settings import BASELINE, list_default_settings, parse_setting
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
@@ -104,17 +104,17 @@ def test_a_plan_for_another_model_is_refused(tmp_path):
 
 def test_nothing_is_predicted_from_the_profile_of_another_device():
     profile = make_profile(has_optimizer=False)
-    assert set(make_forecaster(profile=profile).predict(NOTHING)) == {Source.TABLE, Source.PROFILE}
-    assert set(make_forecaster(profile=profile, device="NVIDIA H100 80GB HBM3").predict(NOTHING)) == {Source.TABLE}
+    assert set(make_forecaster(profile=profile).predict(BASELINE)) == {Source.TABLE, Source.PROFILE}
+    assert set(make_forecaster(profile=profile, device="NVIDIA H100 80GB HBM3").predict(BASELINE)) == {Source.TABLE}
 
 
 @pytest.mark.parametrize("name", ["mla_moe"])
 def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_the_table(name, tmp_path):
     job = make_job(tmp_path, name=name)
     forecaster = make_forecaster(job)
-    settings = list_default_settings(parse_setting_arguments(job, NOTHING).transformer, budgets_bytes=[20 * GIB])
+    settings = list_default_settings(parse_setting_arguments(job, BASELINE).transformer, budgets_bytes=[20 * GIB])
     write_plan(job.find_plan_path(parse_setting("budget:20GiB")), {(0, "layer"): Action.RECOMPUTE})
-    nothing = forecaster.predict(NOTHING)[Source.TABLE]
+    nothing = forecaster.predict(BASELINE)[Source.TABLE]
     assert nothing.ratio == 1
     for setting in settings:
         found = forecaster.predict(setting)
@@ -134,6 +134,6 @@ def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_
     ],
 )
 def test_a_profile_of_another_training_is_refused(profile, message):
-    arguments = parse_setting_arguments(make_job(), NOTHING)
+    arguments = parse_setting_arguments(make_job(), BASELINE)
     with pytest.raises(ConfigError, match=message):
         check_profile(profile, arguments, update=Update.NONE, source="p.json")

@@ -13,7 +13,7 @@ from fgoffload.benchmark.measurement import (
     merge_ranks,
     summarize,
 )
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 
 FULL = parse_setting("recompute:full")
 OURS = parse_setting("ours:core_attn")
@@ -35,13 +35,13 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_memory_is_the_fullest_rank
     assert merge_ranks([first]) == first
 
 
-def test_a_ratio_is_over_the_nothing_of_the_same_process_and_repeat():
+def test_a_ratio_is_over_the_baseline_of_the_same_process_and_repeat():
     outcomes = [
-        outcome(NOTHING, 2.0),
+        outcome(BASELINE, 2.0),
         outcome(FULL, 3.0),
-        outcome(NOTHING, 4.0, repeat=1),
+        outcome(BASELINE, 4.0, repeat=1),
         outcome(FULL, 3.0, repeat=1),
-        outcome(NOTHING, 8.0, repeat=1, session=1),
+        outcome(BASELINE, 8.0, repeat=1, session=1),
         outcome(OURS, 10.0, repeat=1, session=1),
     ]
     assert [find_ratio(outcomes, index) for index in range(6)] == [1.0, 1.5, 1.0, 0.75, 1.0, 1.25]
@@ -49,9 +49,9 @@ def test_a_ratio_is_over_the_nothing_of_the_same_process_and_repeat():
 
 def test_a_summary_has_all_steps_the_ratio_of_each_repeat_and_the_worst_memory():
     outcomes = [
-        outcome(NOTHING, 1.0),
+        outcome(BASELINE, 1.0),
         outcome(OURS, 1.0, 2.0, peak_allocated_bytes=5, host_bytes=9),
-        outcome(NOTHING, 2.0, repeat=1),
+        outcome(BASELINE, 2.0, repeat=1),
         outcome(OURS, 2.0, 3.0, repeat=1, peak_allocated_bytes=7, host_bytes=8),
     ]
     _, ours = summarize(outcomes, [MAIN])

@@ -10,7 +10,7 @@ from support.trainings import MOE
 from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Job, Purpose, Run
 from fgoffload.benchmark.measurement import Measurement
 from fgoffload.benchmark.processes import Session, run_sessions
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 
 ONE, TWO, THREE = (parse_setting(f"recompute:{name}") for name in ("full", "core_attn", "layernorm"))
 MEASURED = Measurement(step_seconds=(1.0,))
@@ -72,30 +72,30 @@ def list_numbers(outcomes):
 
 def test_runs_that_all_end_take_one_session(tmp_path):
     heard = []
-    outcomes, given = run_scripted(tmp_path, list_runs(NOTHING, ONE, TWO), refuse=[ONE], heard=heard)
-    assert list_numbers(outcomes) == [(NOTHING, 4, ""), (ONE, 4, "refused"), (TWO, 4, "")]
+    outcomes, given = run_scripted(tmp_path, list_runs(BASELINE, ONE, TWO), refuse=[ONE], heard=heard)
+    assert list_numbers(outcomes) == [(BASELINE, 4, ""), (ONE, 4, "refused"), (TWO, 4, "")]
     assert outcomes[2].measurement == MEASURED
     assert len(given) == 1
     assert [type(message) for message in heard] == [Began, Ended] * 3 + [Finished]
 
 
-def test_after_a_crash_the_rest_runs_in_another_session_that_begins_with_nothing(tmp_path):
-    outcomes, given = run_scripted(tmp_path, list_runs(NOTHING, ONE, TWO, THREE), crash_at=[ONE])
+def test_after_a_crash_the_rest_runs_in_another_session_that_begins_with_the_baseline(tmp_path):
+    outcomes, given = run_scripted(tmp_path, list_runs(BASELINE, ONE, TWO, THREE), crash_at=[ONE])
     assert list_numbers(outcomes) == [
-        (NOTHING, 4, ""),
+        (BASELINE, 4, ""),
         (ONE, 4, "out of memory"),
-        (NOTHING, 5, ""),
+        (BASELINE, 5, ""),
         (TWO, 5, ""),
         (THREE, 5, ""),
     ]
-    assert [run.setting for run in given[1]] == [NOTHING, TWO, THREE]
+    assert [run.setting for run in given[1]] == [BASELINE, TWO, THREE]
 
 
 def test_leaving_a_session_on_an_exception_ends_its_processes(tmp_path):
     pids = []
 
     def interrupt():
-        with Session(make_job(), list_runs(NOTHING), ProcessKind.MAIN, tmp_path / "log") as session:
+        with Session(make_job(), list_runs(BASELINE), ProcessKind.MAIN, tmp_path / "log") as session:
             pids.append(session._processes[0].pid)
             raise KeyboardInterrupt
 

@@ -12,7 +12,7 @@ from fgoffload.benchmark.report import (
     format_csv,
     list_rows,
 )
-from fgoffload.benchmark.settings import NOTHING, ProcessKind, parse_setting
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 from fgoffload.benchmark.steps import StepRecord
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def outcome(setting, *seconds, repeat=0, session=0, failure="", bits=(), **numbe
 
 
 OUTCOMES = [
-    outcome(NOTHING, 0.4, 0.5, 0.6, peak_allocated_bytes=20 * GIB, peak_reserved_bytes=21 * GIB),
+    outcome(BASELINE, 0.4, 0.5, 0.6, peak_allocated_bytes=20 * GIB, peak_reserved_bytes=21 * GIB),
     outcome(
         OURS,
         0.55,
@@ -48,7 +48,7 @@ OUTCOMES = [
         prefetch_misses=4,
     ),
     outcome(FULL, failure="refused [bold]"),
-    outcome(NOTHING, 0.5, session=1, peak_allocated_bytes=20 * GIB),
+    outcome(BASELINE, 0.5, session=1, peak_allocated_bytes=20 * GIB),
     outcome(MEGATRON, 0.75, session=1, peak_allocated_bytes=19 * GIB),
 ]
 
@@ -65,7 +65,7 @@ def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
     nothing, ours, full, again, megatron = list_rows(summarize(OUTCOMES, PROCESSES), WORKLOAD, PREDICTIONS)
     # p20 of 400, 500, 600 is 0.4 of the way to 500. MFU: 4e6 operations in 0.5 s on two devices of 10e6 a second.
     assert nothing == (
-        *("nothing", "500.0 (440.0 560.0)", "1.000", "-", "20.00 GiB", "-"),
+        *("baseline", "500.0 (440.0 560.0)", "1.000", "-", "20.00 GiB", "-"),
         *("21.00 GiB", "-", "-", "2000", "40.0%"),
     )
     assert ours == (
@@ -75,18 +75,18 @@ def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
     table_alone = {OURS: {Source.TABLE: PREDICTIONS[OURS][Source.TABLE]}}
     assert list_rows(summarize(OUTCOMES, PROCESSES), WORKLOAD, table_alone)[1][3:6] == ("1.062", "18.00 GiB", "17.00 GiB")
     assert full == ("recompute:full", "not measured: refused [bold]", *"---------")
-    assert again[0] == "nothing (megatron)"
+    assert again[0] == "baseline (megatron)"
     assert megatron[:3] == ("megatron:core_attn", "750.0 (750.0 750.0)", "1.500")
     assert {len(cells) for cells in (nothing, ours, full, again, megatron)} == {len(HEADINGS)}
 
 
 def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
     rows = list(csv.DictReader(io.StringIO(format_csv(OUTCOMES, PROCESSES, WORKLOAD, PREDICTIONS))))
-    assert [(row["setting"], row["process"], row["over_nothing"]) for row in rows] == [
-        ("nothing", "main", "1.0"),
+    assert [(row["setting"], row["process"], row["over_baseline"]) for row in rows] == [
+        ("baseline", "main", "1.0"),
         ("ours:core_attn", "main", "1.1"),
         ("recompute:full", "main", ""),
-        ("nothing", "megatron", "1.0"),
+        ("baseline", "megatron", "1.0"),
         ("megatron:core_attn", "megatron", "1.5"),
     ]
     assert rows[0]["step_p20_s"] == "0.44"
@@ -97,15 +97,15 @@ def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
     predicted = {name: rows[1][name] for name in COLUMNS}
     assert predicted == {
         "table_step_s": "0.561",
-        "table_over_nothing": "1.0625",
+        "table_over_baseline": "1.0625",
         "table_peak_bytes": str(17 * GIB),
         "profile_step_s": "0.6",
-        "profile_over_nothing": "1.125",
+        "profile_over_baseline": "1.125",
         "profile_peak_bytes": str(16 * GIB),
     }
     assert {rows[0][name] for name in COLUMNS} == {""}
     # Where no allocator counts, a measured peak is of activations alone, and so is the predicted one.
-    uncounted = [outcome(NOTHING, 0.5), outcome(OURS, 0.5, activation_peak_bytes=8 * GIB)]
+    uncounted = [outcome(BASELINE, 0.5), outcome(OURS, 0.5, activation_peak_bytes=8 * GIB)]
     row = list(csv.DictReader(io.StringIO(format_csv(uncounted, PROCESSES, WORKLOAD, PREDICTIONS))))[1]
     assert row["table_peak_bytes"] == str(8 * GIB)
     assert (rows[2]["failure"], rows[2]["step_p50_s"]) == ("refused [bold]", "")
@@ -118,24 +118,24 @@ def step(loss=1.0, digest="aa"):
     return StepRecord(losses=(loss,), gradient_digests={"0.weight": digest}, seconds=0.1)
 
 
-def test_settings_are_compared_with_the_first_nothing_of_their_process():
+def test_settings_are_compared_with_the_first_baseline_of_their_process():
     rows = compare_bits(
         [
-            outcome(NOTHING, bits=(step(),)),
-            outcome(NOTHING, bits=(step(),)),
+            outcome(BASELINE, bits=(step(),)),
+            outcome(BASELINE, bits=(step(),)),
             outcome(OURS, bits=(step(),)),
             outcome(FULL, bits=(step(digest="bb"),)),
             # Another process may compute other bits: only within one are they compared.
-            outcome(NOTHING, bits=(step(loss=2.0),), session=1),
-            outcome(NOTHING, bits=(step(loss=2.5),), session=1),
+            outcome(BASELINE, bits=(step(loss=2.0),), session=1),
+            outcome(BASELINE, bits=(step(loss=2.5),), session=1),
             outcome(MEGATRON, bits=(step(loss=2.0),), session=1),
         ]
     )
     assert [(row.setting, row.session, row.is_equal) for row in rows] == [
-        (NOTHING, 0, True),
+        (BASELINE, 0, True),
         (OURS, 0, True),
         (FULL, 0, False),
-        (NOTHING, 1, False),
+        (BASELINE, 1, False),
         (MEGATRON, 1, True),
     ]
     assert rows[2].differences == ("gradients from step 1, 0.weight",)

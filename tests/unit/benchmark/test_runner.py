@@ -9,7 +9,7 @@ from fgoffload import ConfigError, IntegrationError
 from fgoffload.benchmark.job import Job, Purpose, Run
 from fgoffload.benchmark.loading import load_arguments
 from fgoffload.benchmark.runner import Runner
-from fgoffload.benchmark.settings import NOTHING, parse_setting
+from fgoffload.benchmark.settings import BASELINE, parse_setting
 from fgoffload.benchmark.steps import find_gradient_difference, find_loss_difference
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -26,7 +26,7 @@ def make_job(flags: str = f"{FLAGS} {OURS}", **options) -> Job:
 def test_each_timed_step_has_a_time_and_warmup_steps_have_none():
     losses = []
     job = make_job(warmup=2, steps=3)
-    measured = Runner(job, losses.append).measure_times(Run(setting=NOTHING, repeat=0))
+    measured = Runner(job, losses.append).measure_times(Run(setting=BASELINE, repeat=0))
     assert len(measured.step_seconds) == 3
     assert min(measured.step_seconds) > 0
     assert len(losses) == job.steps_of_run == 5
@@ -37,20 +37,20 @@ def test_each_timed_step_has_a_time_and_warmup_steps_have_none():
 def test_where_graphs_are_captured_no_timed_step_comes_before_their_first_replay_is_over():
     losses = []
     job = make_job(steps_until_replay=3)
-    measured = Runner(job, losses.append).measure_times(Run(setting=NOTHING, repeat=0))
+    measured = Runner(job, losses.append).measure_times(Run(setting=BASELINE, repeat=0))
     assert len(measured.step_seconds) == 2
     assert len(losses) == job.steps_of_run == 3 + 1 + 2
 
 
 def test_where_graphs_are_captured_bits_are_compared_up_to_a_replay():
     job = make_job(steps_until_replay=3, purpose=Purpose.BITS)
-    assert len(Runner(job, lambda loss: None).record_bits(Run(setting=NOTHING, repeat=0))) == job.steps_of_run == 4
+    assert len(Runner(job, lambda loss: None).record_bits(Run(setting=BASELINE, repeat=0))) == job.steps_of_run == 4
 
 
 @pytest.mark.parametrize("name", ["ours:core_attn+attn_proj+expert_fc1", "ours:layer_input/full"])
-def test_bits_of_a_setting_are_those_of_nothing(name):
+def test_bits_of_a_setting_are_those_of_the_baseline(name):
     runner = Runner(make_job(), lambda loss: None)
-    before, after = (runner.record_bits(Run(setting=parse_setting(one), repeat=0)) for one in ("nothing", name))
+    before, after = (runner.record_bits(Run(setting=parse_setting(one), repeat=0)) for one in ("baseline", name))
     assert len(after) == 2
     assert after[0].gradient_digests
     assert find_loss_difference(before, after) is None
@@ -59,8 +59,9 @@ def test_bits_of_a_setting_are_those_of_nothing(name):
 
 def test_a_setting_that_recomputes_has_a_lower_peak():
     runner = Runner(make_job(), lambda loss: None)
-    nothing, full = (runner.measure_times(Run(setting=parse_setting(name), repeat=0)) for name in ("nothing", "recompute:full"))
-    assert 0 < full.activation_peak_bytes < nothing.activation_peak_bytes
+    runs = (Run(setting=parse_setting(name), repeat=0) for name in ("baseline", "recompute:full"))
+    kept, full = map(runner.measure_times, runs)
+    assert 0 < full.activation_peak_bytes < kept.activation_peak_bytes
 
 
 def test_megatrons_engine_is_refused_without_a_gpu():

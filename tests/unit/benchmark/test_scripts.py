@@ -36,8 +36,8 @@ def run(monkeypatch, capsys):
 
 
 def test_the_time_of_the_host_has_a_row_for_each_setting(run, tmp_path):
-    words = ("--settings", "nothing", "ours:expert_fc1", "--steps", "2", "--warmup", "0", "--out", tmp_path / "host.json")
-    assert run("host_time", *MODEL, *words)[:2] == (0, ["nothing", "ours:expert_fc1"])
+    words = ("--settings", "baseline", "ours:expert_fc1", "--steps", "2", "--warmup", "0", "--out", tmp_path / "host.json")
+    assert run("host_time", *MODEL, *words)[:2] == (0, ["baseline", "ours:expert_fc1"])
     for steps in json.loads((tmp_path / "host.json").read_text()).values():
         assert all(0 < step["forward_s"] + step["backward_s"] < step["step_s"] for step in steps)
 
@@ -87,7 +87,7 @@ def test_the_work_of_the_host_beside_copies_has_a_row_for_each_direction(run):
 @pytest.mark.slow
 def test_processes_that_take_turns_have_a_row_each(run, tmp_path):
     words = ("--settings", "ours:expert_fc1", "--rounds", "3", "--warmup", "1", "--repeats", "1", "--out", tmp_path)
-    assert run("take_turns", *MODEL, *words)[:2] == (0, ["nothing", "ours:expert_fc1"])
+    assert run("take_turns", *MODEL, *words)[:2] == (0, ["baseline", "ours:expert_fc1"])
 
 
 def test_a_budget_which_nobody_plans_for_is_refused_before_a_process_starts(run):

@@ -4,7 +4,7 @@ import pytest
 
 from fgoffload import ConfigError
 from fgoffload.benchmark.settings import (
-    NOTHING,
+    BASELINE,
     PROFILE,
     check_plans,
     choose_settings,
@@ -22,7 +22,7 @@ MOE = {"num_layers": 6, "num_moe_experts": 16, "moe_grouped_gemm": True, "transf
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("nothing", (OFF,)),
+        ("baseline", (OFF,)),
         ("recompute:full", (OFF, *FULL)),
         ("megatron:expert_fc1@0.5", (ON, "--offload-modules", "expert_fc1", "--activation-offload-fraction", "0.5", NO_DELAY)),
         ("megatron:expert_fc1~delay", (ON, "--offload-modules", "expert_fc1", "--activation-offload-fraction", "1.0", DELAY)),
@@ -57,7 +57,7 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         "--budgets, which makes one."
     )
     with pytest.raises(ConfigError, match=r"budget:1\.00MiB needs a plan"):
-        check_plans([NOTHING, parse_setting("plan:x.json"), parse_setting("budget:1MiB")])
+        check_plans([BASELINE, parse_setting("plan:x.json"), parse_setting("budget:1MiB")])
     with pytest.raises(ConfigError, match=r"no setting\. Measure one with fgoffload bench --profile\."):
         PROFILE.list_flags()
 
@@ -69,9 +69,9 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         ("recompute", "--settings 'recompute' lacks what runs again, as in recompute:full. Add it."),
         ("te-layers", "lacks a number of layers"),
         ("plan", "lacks a plan file, as in plan:plan.json"),
-        ("nothing:much", "nothing can stand behind nothing"),
+        ("baseline:much", "baseline takes no modules. Give it alone."),
         ("ours:expert_fc1@0", "'0' is no part. Give a number above 0 and up to 1"),
-        ("nothing~delay", "a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."),
+        ("baseline~delay", "a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."),
         ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is no setting"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),
         ("ours:core_atn", "Did you mean 'core_attn'?"),
@@ -84,8 +84,8 @@ def test_a_name_that_says_nothing_is_refused_with_what_is_wrong(name, message):
     assert message in str(caught.value)
 
 
-def test_the_name_of_a_system_takes_its_default_settings_and_nothing_is_always_first():
+def test_the_name_of_a_system_takes_its_default_settings_and_the_baseline_is_always_first():
     defaults = list_default_settings(MOE)
     chosen = choose_settings(["te-layers", "recompute:full", "recompute:full", "ours:router"], defaults)
-    assert [setting.name for setting in chosen] == ["nothing", "te-layers:2", "te-layers:4", "recompute:full", "ours:router"]
-    assert choose_settings([], defaults) == (NOTHING,)
+    assert [setting.name for setting in chosen] == ["baseline", "te-layers:2", "te-layers:4", "recompute:full", "ours:router"]
+    assert choose_settings([], defaults) == (BASELINE,)

@@ -1,4 +1,4 @@
-"""After an exception, wherever it came from: no hooks, no host memory in use, and a next step that is right to the bit."""
+"""After an exception, wherever it came from: no hooks, no host memory in use, and a next step that is bitwise right."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Every element type, every layout of bytes and every kind of tensor: moved to the bit, or left alone with a reason."""
+"""Every element type, every layout of bytes and every kind of tensor: moved bitwise identical, or left alone with a reason."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Whatever is saved, in whatever shape, comes back to the bit, and each storage moves once."""
+"""Whatever is saved, in whatever shape, is reloaded bitwise identical, and each storage moves once."""
 
 import pytest
 import torch

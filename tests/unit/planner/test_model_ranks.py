@@ -39,7 +39,7 @@ def test_a_plan_keeps_to_the_budget_and_beats_full_recompute():
     nothing = simulate(ranks, OffloadPlan(actions={}))
     budget_bytes = nothing.peak_bytes - 3 * GIB
     report = plan(MODEL, ONE, H200, budget_bytes=budget_bytes, assumptions=bare)
-    assert report.baselines["nothing"] == nothing
+    assert report.baselines["baseline"] == nothing
     assert report.solution.result.peak_bytes <= budget_bytes
     assert nothing.step_s < report.solution.result.step_s < report.baselines["full recompute"].step_s
     assert simulate(ranks, report.solution.plan) == report.solution.result

@@ -1,4 +1,4 @@
-"""`fgoffload.offload`: chosen modules of any tree, equal to the bit, in any way in which they are called."""
+"""`fgoffload.offload`: chosen modules of any tree, bitwise identical, in any way in which they are called."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 over two processes on Gloo: every loss and gradient equal to the bit, and no parameter moves."""
+"""DDP and FSDP2 over two processes on Gloo: every loss and gradient bitwise identical, and no parameter moves."""
 
 import dataclasses
 import functools

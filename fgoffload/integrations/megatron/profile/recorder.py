@@ -3,7 +3,7 @@
 While a step is measured nothing leaves. The hooks of a recorder stand where the engine's would: around each model, each layer,
 and each site. A stretch is a site's region, or what runs between two of them. Forward is in one stretch at a time; where
 backward is, the saved tensors tell that it takes. Between two stretches there is one timed event on the compute stream, so
-that the host waits for nothing, and what is computed stays the same to the bit.
+that the host waits for nothing, and what is computed stays bitwise identical.
 
 The host, which the hooks slow down, is late in forward where something lets it wait, as token dispatchers do. So in the first
 microbatches the device does nothing for a while before each stretch of forward, and the host gets ahead of it: what is measured
