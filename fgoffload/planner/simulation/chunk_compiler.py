@@ -34,27 +34,20 @@ def compile_rank(
     Raises:
         PlanError: A layer cannot do what the plan says of it.
     """
-    chosen = [_list_chosen(chunk, number, actions) for number, chunk in enumerate(rank.chunks)]
-    numel = rank.min_offloaded_numel
-    resolved = [_resolve_chunk(chunk, number, chosen[number], numel) for number, chunk in enumerate(rank.chunks)]
-    # Where nothing leaves nobody waits behind copies or looks for them, and more segments are one event.
-    has_copies = any(layer.leaving for layers in resolved for layer in layers)
-    rules = LayerRules(has_copies=has_copies, has_engine=rank.has_engine, host_s=HOST_LAYER_S, merges=merges)
-    return tuple(
-        _compile_chunk(
-            chunk,
-            number,
-            chosen[number],
-            numel,
-            rules,
-            turn=(loss_window_bytes,) if has_copies and number == rank.turning_chunk else (),
-        )
+    chosen = [
+        tuple(tuple(actions.get((number, layer.number), {}).items()) for layer in chunk.layers)
         for number, chunk in enumerate(rank.chunks)
+    ]
+    parts = list(zip(rank.chunks, range(len(rank.chunks)), chosen, strict=True))
+    numel = rank.min_offloaded_numel
+    # Where nothing leaves nobody waits behind copies or looks for them, and more segments are one event.
+    has_copies = any(layer.leaving for part in parts for layer in _resolve_chunk(*part, numel))
+    rules = LayerRules(has_copies=has_copies, has_engine=rank.has_engine, host_s=HOST_LAYER_S, merges=merges)
+    turning = rank.turning_chunk if has_copies else None
+    return tuple(
+        _compile_chunk(*part, numel, rules, turn=(loss_window_bytes,) if number == turning else ())
+        for number, part in enumerate(parts)
     )
-
-
-def _list_chosen(chunk: ChunkModel, number: int, actions: Actions) -> _ChunkActions:
-    return tuple(tuple(actions.get((number, layer.number), {}).items()) for layer in chunk.layers)
 
 
 @functools.lru_cache(maxsize=_KNOWN_CHUNKS)
@@ -111,13 +104,13 @@ def _compile_chunk(
 def _list_forward(chunk: ChunkModel, layers: Sequence[LayerCompiler], turn: tuple[int | None, ...], *, merges: bool) -> Events:
     events = EventList(merges=merges)
     for segment in chunk.first:
-        events.compute(segment.name, segment.forward_pass_s, segment.forward_extra_bytes)
+        events.run_forward(segment)
     for layer in layers:
         layer.run_forward(events)
     for window_bytes in turn:
         events.add(EventKind.TURN, window_bytes)
     for segment in chunk.last:
-        events.compute(segment.name, segment.forward_pass_s, segment.forward_extra_bytes)
+        events.run_forward(segment)
     if read := tuple(parcel for layer in layers for parcel in layer.list_read_last()):
         events.add(EventKind.READ, read)
     return events.finish()
@@ -126,9 +119,9 @@ def _list_forward(chunk: ChunkModel, layers: Sequence[LayerCompiler], turn: tupl
 def _list_backward(chunk: ChunkModel, layers: Sequence[LayerCompiler], *, merges: bool) -> Events:
     events = EventList(merges=merges)
     for segment in reversed(chunk.last):
-        events.compute(segment.name, segment.backward_s, segment.backward_extra_bytes)
+        events.run_backward(segment)
     for layer in reversed(layers):
         layer.run_backward(events)
     for segment in reversed(chunk.first):
-        events.compute(segment.name, segment.backward_s, segment.backward_extra_bytes)
+        events.run_backward(segment)
     return events.finish()

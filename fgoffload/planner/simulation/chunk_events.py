@@ -11,21 +11,21 @@ from fgoffload.plan import Action
 
 
 class EventKind(enum.Enum):
-    """What happens, and what the event has as argument."""
+    """What happens, by the method of `RankRun` that simulates it, and what the event has as argument."""
 
-    COMPUTE = "compute runs"  # a `Compute`
-    HOST_WAIT = "the host waits for a few bytes"  # the `HostWait` of the segment
-    OPEN = "forward reaches a site"  # None; the engine looks for storages that something else references
-    SUBMIT = "a group is offloaded"  # its number in the chunk
-    READ = "forward reads tensors for the last time"  # the parcels, which were submitted before
-    TAKE = "backward asks for tensors"  # a `Take`
-    LET_GO = "backward takes tensors that stayed"  # their sizes in bytes, in order; 0 of one that was taken before
-    FREE = "backward no longer wants tensors"  # the parcels
-    POLL = "the engine looks for finished copies"  # None
-    PASSED = "backward has passed a layer, or its MLP"  # None; nothing there tells the engine where backward is
-    TURN = "backward comes next"  # the most bytes under way where a plan says so, or None
-    RETAIN = "a token dispatcher keeps tensors"  # the dispatcher, by chunk and layer, and the bytes
-    DISPATCH = "a token dispatcher gets other tokens"  # the dispatcher, which frees what it kept
+    COMPUTE = "compute"  # a `Compute`
+    HOST_WAIT = "wait_for_host"  # the `HostWait` of the segment
+    OPEN = "open_site"  # None. Forward reaches a site
+    SUBMIT = "submit"  # the number of a group in the chunk, which is offloaded
+    READ = "read"  # parcels that forward reads for the last time, and that were submitted before
+    TAKE = "take"  # a `Take`
+    LET_GO = "let_go"  # sizes in bytes of tensors that stayed and backward takes, in order; 0 of one that was taken before
+    FREE = "free"  # parcels that backward no longer wants
+    POLL = "poll"  # None. The engine looks for finished copies
+    PASSED = "pass_layer"  # None. Backward has passed a layer, or its MLP, that tells the engine nothing of that
+    TURN = "turn"  # the most bytes under way when backward comes next, where a plan says so, or None
+    RETAIN = "retain"  # a token dispatcher, by chunk and layer, and the bytes that it keeps
+    DISPATCH = "dispatch"  # a token dispatcher, which frees what it kept
 
     __hash__ = object.__hash__
     """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
@@ -67,7 +67,6 @@ class Mover(NamedTuple):
     tag: str
     """Of the site that tensors leave with."""
     action: Action
-    """What is done about the tag."""
 
 
 class Parcel(NamedTuple):
@@ -90,8 +89,6 @@ class PlacedGroup(NamedTuple):
 
     label: str
     """For people: `layers.12.core_attn`."""
-    mover: Mover
-    """What its copies are counted for."""
     parcels: tuple[int, ...]
     """What leaves with it."""
     members: tuple[int, ...]
@@ -105,13 +102,10 @@ class CompiledChunk:
     """What a chunk does under a plan."""
 
     forward: Events
-    """Of a microbatch."""
     backward: Events
-    """Of a microbatch."""
     groups: tuple[PlacedGroup, ...]
     """In the order in which forward reaches their sites."""
     parcels: tuple[Parcel, ...]
-    """What leaves."""
     base_bytes: int
     """Device bytes of a microbatch from the start of its forward to the end of its backward, whatever the plan says."""
     staged_bytes: int

@@ -6,7 +6,7 @@ rules of `fgoffload.tags`, as the engine and the executor refuse it.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from fgoffload.plan import Action
@@ -62,12 +62,10 @@ class PlacedTensor(NamedTuple):
     """The group that it comes back for: of those that save it, the last that forward reached."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LeavingGroup:
+class LeavingGroup(NamedTuple):
     """What leaves together: what one tag of the layer saves, without what has left before or stays."""
 
     tag: str
-    """Its tag."""
     tensors: tuple[SavedTensor, ...]
     """What leaves with it. Backward comes to it where there is nothing, too."""
     starts_at: int
@@ -89,8 +87,7 @@ class LeavingGroup:
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rerun:
+class Rerun(NamedTuple):
     """A unit that runs again in backward."""
 
     unit: str
@@ -98,11 +95,9 @@ class Rerun:
     before: int
     """The segment before whose backward it runs."""
     segments: tuple[int, ...]
-    """The segments that run again, in order."""
-    forward_part: float
-    """Of the seconds of their forward, what runs again."""
-    extra_s: float
-    """Seconds of compute beside that."""
+    """That run again, in order."""
+    seconds: tuple[float, ...]
+    """Of compute, by segment."""
     made: tuple[PlacedTensor, ...]
     """What is there again then: `saved_after` is one of `segments`."""
 
@@ -169,11 +164,7 @@ class ResolvedLayer:
     @property
     def recompute_s(self) -> float:
         """Seconds of compute that backward takes longer."""
-        segments = self.layer.segments
-        return sum(
-            rerun.extra_s + rerun.forward_part * sum(segments[place].forward_s for place in rerun.segments)
-            for rerun in self.reruns
-        )
+        return sum(seconds for rerun in self.reruns for seconds in rerun.seconds)
 
 
 def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -239,7 +230,7 @@ def _resolve(
         shared=tuple(one.tensor for one in saved if one.tensor.is_same_in_all_layers),
         leaving=tuple(leaving),
         groups=tuple(
-            dataclasses.replace(group, tensors=tuple(one.tensor for one in leaving if one.leaves_with == place))
+            group._replace(tensors=tuple(one.tensor for one in leaving if one.leaves_with == place))
             for place, group in enumerate(groups)
         ),
         reruns=reruns,
@@ -307,16 +298,15 @@ def _list_reruns(
         segments = places.list_segments(unit)
         names = [name for name in unit.drops if name in tensors and name not in made]
         made.update(names)
-        reruns.append(
-            Rerun(
-                unit=unit.name,
-                before=before[unit.name],
-                segments=segments,
-                forward_part=unit.forward_part,
-                extra_s=unit.extra_s,
-                made=(*(_locate_made(places.saved[name], segments) for name in names), *_list_extra(unit, segments)),
-            )
-        )
+        seconds = [unit.forward_part * layer.segments[place].forward_s for place in segments]
+        seconds[-1] += unit.extra_s
+        # What the unit hands on is saved by the segment behind it: it is there when the unit is through.
+        found = [places.saved[name] for name in names]
+        again = [one if one.saved_after in segments else one._replace(saved_after=segments[-1]) for one in found]
+        if unit.extra_bytes:
+            beside = SavedTensor(name=f"beside what {unit.name} makes", tags=(unit.name,), size_bytes=unit.extra_bytes)
+            again.append(PlacedTensor(beside, saved_after=segments[-1], freed_after=segments[-1]))
+        reruns.append(Rerun(unit.name, before[unit.name], segments, tuple(seconds), tuple(again)))
     return tuple(reruns)
 
 
@@ -332,17 +322,6 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
     return before
 
 
-def _locate_made(one: PlacedTensor, segments: tuple[int, ...]) -> PlacedTensor:
-    # What the unit hands on is saved by the segment behind it: it is there when the unit is through.
-    return one if one.saved_after in segments else one._replace(saved_after=segments[-1])
-
-
-def _list_extra(unit: UnitModel, segments: tuple[int, ...]) -> Iterator[PlacedTensor]:
-    if unit.extra_bytes:
-        tensor = SavedTensor(name=f"beside what {unit.name} makes", tags=(unit.name,), size_bytes=unit.extra_bytes)
-        yield PlacedTensor(tensor=tensor, saved_after=segments[-1], freed_after=segments[-1])
-
-
 def _list_takes(
     one: PlacedTensor,
     offloaded: Sequence[str],
@@ -350,15 +329,7 @@ def _list_takes(
     again: Sequence[tuple[Rerun, Set[str]]],
     places: _Places,
 ) -> tuple[Take, ...]:
-    """Return who asks for `one`: the segments of its tags, and before them what runs one of these again.
-
-    Args:
-        one: What is saved.
-        offloaded: The tags that leave, in the order of forward.
-        covered: The tags of which nothing is asked for, since what saves for them runs again.
-        again: What runs again, each with the tags that it reads.
-        places: Where tags are.
-    """
+    """Return who asks for `one`: the segments of its tags but those `covered`, and what runs `again` and reads it."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
     askers = set()
     for rerun, read in again:

@@ -3,24 +3,21 @@
 [Note: What dispatchers keep]
 A token dispatcher keeps the routing probabilities of its last forward, and with them the graph behind. Where a checkpoint of
 the layer, or of its experts, ran that forward again, the graph begins in the checkpoint's own leaf: its input of [s, b, h] and,
-after backward, the gradient of that. Both stay until the dispatcher gets the probabilities of another forward. So a step begins
-with those of all layers, from the step before. This package makes dispatchers let go (docs/decisions.md); where it does not
-run, `RankModel.has_engine` is False, and they count.
+after backward, the gradient of that. Both stay until the dispatcher gets the probabilities of another forward, so a step begins
+with those of the step before. This package makes dispatchers let go; where it does not run, they count
+(`RankModel.has_engine`). Between two steps of six layers with full recompute an H200 held 773 MiB more than without: 768 are
+these, 128 MiB a layer. Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and
+`CheckpointFunction` of megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
 [Note: Waits of a recompute]
 In a recompute the host waits only where a token dispatcher runs again, which `layer` and `moe` do, and the first linear of the
 experts, behind the dispatcher, does not. It has the counts of the forward then (docs/decisions.md), and waits for none that a
-kernel would write, `HostWait.KERNEL`: it stays as far ahead as it was. Other waits are as in forward. Where this package does
-not run nothing leaves, and nobody asks where the host is.
+kernel would write, `HostWait.KERNEL`: it stays as far ahead as it was. Other waits are as in forward.
 
 [Note: What the model references]
 `GPTModel.forward` has a name for the embedding's output until it returns, loss and all. So the first layer's input, where it
-leaves, goes no earlier. In other stages the pipeline's schedule has it until backward.
-
-Source: `decoder_input` in `GPTModel.forward`, megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1; for dispatchers,
-`dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
-megatron/core/tensor_parallel/random.py, megatron-core 0.16.1. Between two steps of six layers with full recompute an H200 held
-773 MiB more than without: 768 are these, 128 MiB a layer.
+leaves, goes no earlier. In other stages the pipeline's schedule has it until backward. Source: `decoder_input` in
+megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,11 +46,11 @@ class LayerRules(NamedTuple):
     has_copies: bool
     """Whether anything leaves."""
     has_engine: bool
-    """Whether this package runs in the training."""
+    """As `RankModel.has_engine`."""
     host_s: float
     """Seconds that a layer's forward takes the host, or its backward."""
     merges: bool
-    """Whether compute with nothing in between becomes one event."""
+    """As of an `EventList`."""
 
 
 class EventList:
@@ -66,8 +63,7 @@ class EventList:
     def __init__(self, *, merges: bool) -> None:
         self._merges = merges
         self._events: list[tuple[EventKind, object]] = []
-        self._last: Compute | None = None
-        """What the next compute joins."""
+        self._last: Compute | None = None  # what the next compute joins
 
     def compute(self, label: str, seconds: float, extra_bytes: int, net_bytes: int = 0, *, host_s: float = 0.0) -> None:
         """Add compute, with `extra_bytes` on the device while it runs and `net_bytes` more behind it than before."""
@@ -80,6 +76,14 @@ class EventList:
             rise_bytes, label = last.rise_bytes, last.label
         self._last = Compute(last.seconds + seconds, last.net_bytes + net_bytes, rise_bytes, label, last.host_s + host_s)
         self._events[-1] = (EventKind.COMPUTE, self._last)
+
+    def run_forward(self, segment: Segment, layer: str = "", net_bytes: int = 0, *, host_s: float = 0.0) -> None:
+        """Add the forward of a segment, called so in `layer`."""
+        self.compute(layer + segment.name, segment.forward_pass_s, segment.forward_extra_bytes, net_bytes, host_s=host_s)
+
+    def run_backward(self, segment: Segment, layer: str = "", net_bytes: int = 0, *, host_s: float = 0.0) -> None:
+        """Add the backward of a segment, called so in `layer`."""
+        self.compute(layer + segment.name, segment.backward_s, segment.backward_extra_bytes, net_bytes, host_s=host_s)
 
     def add(self, kind: EventKind, argument: object = None) -> None:
         """Add what is no compute."""
@@ -100,8 +104,7 @@ class LayerCompiler:
         resolved: What the plan makes of it.
         actions: What the plan says of it, by tag or unit.
         rules: Of the rank.
-        has_held_input: Whether the model references the layer's input until its forward is over. See
-            [Note: What the model references].
+        has_held_input: See [Note: What the model references].
     """
 
     def __init__(
@@ -122,17 +125,21 @@ class LayerCompiler:
         self._has_held_input = has_held_input
         self._host_s = rules.host_s / len(self._segments)
         """Of the host, for a segment."""
-        self._name = f"layers.{numbered.number}"
+        self._name = f"layers.{numbered.number}."
         self._keeper = None if rules.has_engine else _find_keeper(resolved)
         """What runs a dispatcher again from a leaf of its own, where it counts. See [Note: What dispatchers keep]."""
         self._dispatcher = (chunk, numbered.number)
         self._runs_again = any(rerun.unit == "layer" for rerun in resolved.reruns)
         """Whether a checkpoint is around the layer: it has the input, and the engine sees nothing of the layer."""
         names = [segment.name for segment in self._segments]
-        behind = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
-        self._behind_attention = behind if behind < len(names) else None
-        """The first segment behind attention, or None where there is none."""
-        self._watched = self._find_watched()
+        self._behind_attention = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
+        """The first segment behind attention."""
+        tags = {group.tag for group in resolved.groups}
+        watched = find_watched(tags, shares_router_input=self._layer.shares_router_input)
+        self._is_watched = watched.covers_layer or (watched is Watched.ATTENTION and self._behind_attention == len(names))
+        """Whether the engine watches all ops of the layer: those of attention too, where nothing is behind."""
+        self._watched_places = len(names) if self._is_watched else self._behind_attention * (watched is Watched.ATTENTION)
+        """The first so many segments are watched."""
         self._base = 0
         """The groups of the chunk before those of this layer."""
         self._parcels: list[tuple[PlacedTensor, int]] = []
@@ -155,16 +162,15 @@ class LayerCompiler:
                 Parcel(
                     size_bytes=sum(one.tensor.size_bytes for one in tensors),
                     device_bytes=sum(one.tensor.size_bytes for one in tensors if not self._layer.is_staged(one.tensor)),
-                    label=f"reload of {self._name}.{tag}",
-                    mover=self._find_mover(tag),
+                    label=f"reload of {self._name}{tag}",
+                    mover=Mover(kind=self._layer.kind, tag=tag, action=self._actions[tag]),
                     is_read_later=self._is_read_later(tensors[0]),
                 )
             )
         for index, group in enumerate(self._resolved.groups):
             groups.append(
                 PlacedGroup(
-                    label=f"{self._name}.{group.tag}",
-                    mover=self._find_mover(group.tag),
+                    label=self._name + group.tag,
                     parcels=tuple(parcel for one, parcel in self._parcels if one.leaves_with == index),
                     members=tuple(parcel for one, parcel in self._parcels if group.tag in one.tensor.tags),
                     end_position=self._base + group.opened_before_end,
@@ -191,9 +197,6 @@ class LayerCompiler:
         """Return the parcels that are referenced until the model's forward is over."""
         return (parcel for one, parcel in self._parcels if one.used_until == len(self._segments))
 
-    def _find_mover(self, tag: str) -> Mover:
-        return Mover(kind=self._layer.kind, tag=tag, action=self._actions[tag])
-
     def _is_read_later(self, one: PlacedTensor) -> bool:
         group = self._resolved.groups[one.leaves_with]
         return one.used_until > (group.ends_after if group.held_over is None else group.held_over)
@@ -213,9 +216,7 @@ class LayerCompiler:
             self._wait_for_host(events, segment)
             for index in held.get(place, ()):
                 events.add(EventKind.SUBMIT, index)
-            net_bytes = self._resolved.saved_bytes.get(place, 0)
-            label = f"{self._name}.{segment.name}"
-            events.compute(label, segment.forward_pass_s, segment.forward_extra_bytes, net_bytes, host_s=self._host_s)
+            events.run_forward(segment, self._name, self._resolved.saved_bytes.get(place, 0), host_s=self._host_s)
             if place in read:
                 events.add(EventKind.READ, tuple(read[place]))
             for index in ended.get(place, ()):
@@ -233,9 +234,7 @@ class LayerCompiler:
                 self._take(events, place, rerun.unit)
                 self._run_again(events, rerun)
             self._take(events, place, None)
-            gone_bytes = self._resolved.freed_bytes.get(place, 0)
-            label = f"{self._name}.{segment.name}"
-            events.compute(label, segment.backward_s, segment.backward_extra_bytes, -gone_bytes, host_s=self._host_s)
+            events.run_backward(segment, self._name, -self._resolved.freed_bytes.get(place, 0), host_s=self._host_s)
             if self._keeper is not None and place == self._keeper.segments[0]:
                 # Input and gradient: the first was counted as saved until now, the second among what backward needs.
                 events.add(EventKind.RETAIN, (self._dispatcher, 2 * _count_input_bytes(self._resolved)))
@@ -249,31 +248,19 @@ class LayerCompiler:
 
     def _pass(self, events: EventList, groups: int) -> None:
         """Backward has passed the MLP, or all, of a layer that is not watched there; in front of that are so many groups."""
-        if groups and not self._watched.covers_layer and not self._runs_again:
+        if groups and not self._is_watched and not self._runs_again:
             events.add(EventKind.PASSED)
-
-    def _find_watched(self) -> Watched:
-        """Return which ops of the layer the engine watches: all of them where only attention would be and nothing is behind."""
-        tags = {group.tag for group in self._resolved.groups}
-        watched = find_watched(tags, shares_router_input=self._layer.shares_router_input)
-        is_whole = watched is Watched.ATTENTION and self._behind_attention is None
-        return Watched.LAYER if is_whole else watched
-
-    def _is_watched(self, place: int) -> bool:
-        behind = self._behind_attention
-        return self._watched.covers_layer or (self._watched is Watched.ATTENTION and behind is not None and place < behind)
 
     def _run_again(self, events: EventList, rerun: Rerun) -> None:
         has_dispatcher = _runs_dispatcher(rerun)
-        for place in rerun.segments:
+        for place, seconds in zip(rerun.segments, rerun.seconds, strict=True):
             segment = self._segments[place]
             # See [Note: Waits of a recompute].
             if has_dispatcher and segment.host_wait is not HostWait.KERNEL:
                 self._wait_for_host(events, segment)
             net_bytes = sum(one.tensor.size_bytes for one in rerun.made if one.saved_after == place)
-            again_s = rerun.forward_part * segment.forward_s + (rerun.extra_s if place == rerun.segments[-1] else 0.0)
-            label = f"{self._name}.{segment.name} again"
-            events.compute(label, again_s, segment.forward_extra_bytes, net_bytes, host_s=self._host_s)
+            label = f"{self._name}{segment.name} again"
+            events.compute(label, seconds, segment.forward_extra_bytes, net_bytes, host_s=self._host_s)
             self._dispatch(events, segment)
 
     def _wait_for_host(self, events: EventList, segment: Segment) -> None:
@@ -290,7 +277,7 @@ class LayerCompiler:
         What sites that stay ask for is let go of there; what a group saved tells instead that backward is at that group.
         """
         sizes_bytes = self._resolved.let_go_bytes.get((place, unit))
-        if sizes_bytes and self._is_watched(place):
+        if sizes_bytes and place < self._watched_places:
             events.add(EventKind.LET_GO, sizes_bytes)
         for take in self._takes.get((place, unit), ()):
             events.add(EventKind.TAKE, take)

@@ -8,8 +8,7 @@ import collections
 import math
 
 from fgoffload.planner.ranks.rank_model import LinkModel
-from fgoffload.planner.simulation.simulation_result import StreamName
-from fgoffload.planner.simulation.tallies import Recorder, Tally
+from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_MOMENT = 1 + 1e-9
 """Moments that differ by less than this factor are one: a copy that ends just when somebody looks is through, whatever was
@@ -17,16 +16,15 @@ rounded since."""
 
 
 class Copy:
-    """One copy: what one group moves at once."""
+    """What one group moves at once."""
 
-    __slots__ = ("end_s", "label", "size_bytes", "start_s", "tally")
+    __slots__ = ("end_s", "label", "size_bytes", "start_s", "traffic")
 
-    def __init__(self, size_bytes: int, tally: Tally, label: str) -> None:
+    def __init__(self, size_bytes: int, traffic: TagTraffic, label: str) -> None:
         self.size_bytes = size_bytes
-        self.tally = tally
+        self.traffic = traffic
         """What it is counted for."""
         self.label = label
-        """For people."""
         self.start_s = math.inf
         """When it was the first of its queue; infinite before."""
         self.end_s = math.inf
@@ -36,37 +34,26 @@ class Copy:
 class CopyQueue:
     """One direction."""
 
-    __slots__ = ("_latency_s", "_rate_bytes_per_s", "_recorder", "_stream", "copies", "left_s", "part", "waited_since_s")
+    __slots__ = ("_latency_s", "_rate_bytes_per_s", "copies", "duplex_part", "left_s", "stream", "waited_since_s")
 
-    def __init__(
-        self,
-        stream: StreamName,
-        rate_bytes_per_s: float,
-        duplex_bytes_per_s: float,
-        latency_s: float,
-        recorder: Recorder | None,
-    ) -> None:
+    def __init__(self, stream: StreamName, rate_bytes_per_s: float, link: LinkModel) -> None:
+        self.stream = stream
         self.copies: collections.deque[Copy] = collections.deque()
         """That are not through, in order. The first one runs."""
         self.left_s = 0.0
         """What the first one takes from now on with nothing the other way, its latency included."""
         # Two ways at once are never faster than one alone, whatever a measurement says.
-        self.part = min(1.0, duplex_bytes_per_s / rate_bytes_per_s)
+        self.duplex_part = min(1.0, link.duplex_bytes_per_s / rate_bytes_per_s)
         """Of its rate, what is left while the other direction runs too."""
         self.waited_since_s = math.inf
         """Since when compute waits for this direction; infinite while it does not."""
-        self._stream = stream
         self._rate_bytes_per_s = rate_bytes_per_s
-        self._latency_s = latency_s
-        self._recorder = recorder
+        self._latency_s = link.copy_latency_s
 
     def count_left_bytes(self) -> float:
         """Return the bytes that are not through yet."""
-        if not self.copies:
-            return 0.0
-        first_bytes = self.copies[0].size_bytes
-        waiting_bytes = sum(copy.size_bytes for copy in self.copies) - first_bytes
-        return waiting_bytes + min(first_bytes, self.left_s * self._rate_bytes_per_s)
+        sizes_bytes = [copy.size_bytes for copy in self.copies]
+        return sum(sizes_bytes[1:]) + min([*sizes_bytes[:1], self.left_s * self._rate_bytes_per_s]) if sizes_bytes else 0.0
 
     def start(self, now_s: float) -> None:
         """Let the first copy begin."""
@@ -74,48 +61,33 @@ class CopyQueue:
         copy.start_s = now_s
         self.left_s = self._latency_s + copy.size_bytes / self._rate_bytes_per_s
 
-    def end(self, now_s: float) -> None:
-        """Let the first copy be through."""
-        copy = self.copies.popleft()
-        copy.end_s = now_s
-        if self._stream is StreamName.D2H:
-            copy.tally.d2h_s += now_s - copy.start_s
-        else:
-            copy.tally.h2d_s += now_s - copy.start_s
-        if self.waited_since_s < now_s:
-            copy.tally.exposed_s += now_s - max(copy.start_s, self.waited_since_s)
-        if self._recorder is not None:
-            self._recorder.note_span(self._stream, copy.label, copy.start_s, now_s, size_bytes=copy.size_bytes)
-        if self.copies:
-            self.start(now_s)
-
 
 class LinkQueue:
     """Both directions of one rank's link, at one moment that only goes forward.
 
     Args:
         link: Its rates.
-        recorder: Notes every copy; None where only totals are wanted.
+        timeline: Where to note every copy, or None.
     """
 
-    def __init__(self, link: LinkModel, recorder: Recorder | None) -> None:
-        self._slowdown = link.compute_slowdown
-        duplex, latency_s = link.duplex_bytes_per_s, link.copy_latency_s
-        self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, duplex, latency_s, recorder)
-        self.h2d = CopyQueue(StreamName.H2D, link.h2d_bytes_per_s, duplex, latency_s, recorder)
+    def __init__(self, link: LinkModel, timeline: RankTimeline | None) -> None:
+        self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, link)
+        self.h2d = CopyQueue(StreamName.H2D, link.h2d_bytes_per_s, link)
         self.now_s = 0.0
         """The queues are as they are at this moment. It lags behind compute until somebody needs to know."""
         self.queued = 0
         """Copies that are not through, both ways."""
         self.slowed_s = 0.0
         """What compute took longer so far since copies ran beside it."""
+        self._slowdown = link.compute_slowdown
+        self._timeline = timeline
 
     def submit(self, queue: CopyQueue, copy: Copy, at_s: float) -> None:
         """Let a copy join one of the queues at `at_s`, which is not before anything that was asked for."""
         if self.now_s < at_s:
             self.advance(at_s)
-        queue.copies.append(copy)
         self.queued += 1
+        queue.copies.append(copy)
         if len(queue.copies) == 1:
             queue.start(self.now_s)
 
@@ -128,8 +100,7 @@ class LinkQueue:
 
     def wait_for(self, queue: CopyQueue, copy: Copy, since_s: float) -> float:
         """Let time pass until `copy` is through, for which compute waits since `since_s`, and return when that is."""
-        if self.now_s < since_s:
-            self.advance(since_s)
+        self.advance(since_s)
         queue.waited_since_s = since_s
         while copy.end_s == math.inf:
             self._step(math.inf)
@@ -147,41 +118,45 @@ class LinkQueue:
         while work_s > 0 and self.queued:
             end_s = now_s + work_s * factor
             self._step(end_s)
-            self.slowed_s += (self.now_s - now_s) * self._slowdown / factor
+            passed_s = self.now_s - now_s
+            self.slowed_s += passed_s * self._slowdown / factor
             if self.now_s >= end_s:
                 return end_s
-            work_s -= (self.now_s - now_s) / factor
+            work_s -= passed_s / factor
             now_s = self.now_s
         return now_s + work_s
 
     def _step(self, until_s: float) -> None:
         """Let time pass until the next copy is through, or until `until_s` if that is first. One queue has a copy."""
-        queue, other = self.d2h, self.h2d
-        if not queue.copies:
-            queue, other = other, queue
+        queue, other = (self.d2h, self.h2d) if self.d2h.copies else (self.h2d, self.d2h)
+        part, other_part, left_s, other_left_s = 1.0, 1.0, queue.left_s, math.inf
         if other.copies:
-            part, other_part = queue.part, other.part
-            left_s, other_left_s = queue.left_s / part, other.left_s / other_part
-        else:
-            part, other_part = 1.0, 1.0
-            left_s, other_left_s = queue.left_s, math.inf
+            part, other_part = queue.duplex_part, other.duplex_part
+            left_s, other_left_s = left_s / part, other.left_s / other_part
         began_s = self.now_s
         now_s = began_s + (left_s if left_s < other_left_s else other_left_s)
-        if now_s > until_s:
-            now_s = until_s
-        self.now_s = now_s
+        self.now_s = now_s = now_s if now_s < until_s else until_s
         same_s = now_s * _SAME_MOMENT  # both directions may have come to an end
         if began_s + left_s <= same_s:
-            self._end(queue)
+            self._end_copy(queue)
         else:
             queue.left_s -= part * (now_s - began_s)
-        if other_left_s == math.inf:
-            return
         if began_s + other_left_s <= same_s:
-            self._end(other)
-        else:
+            self._end_copy(other)
+        elif other_left_s < math.inf:
             other.left_s -= other_part * (now_s - began_s)
 
-    def _end(self, queue: CopyQueue) -> None:
+    def _end_copy(self, queue: CopyQueue) -> None:
+        now_s, copy = self.now_s, queue.copies.popleft()
         self.queued -= 1
-        queue.end(self.now_s)
+        copy.end_s = now_s
+        if queue.stream is StreamName.D2H:
+            copy.traffic.d2h_s += now_s - copy.start_s
+        else:
+            copy.traffic.h2d_s += now_s - copy.start_s
+        if queue.waited_since_s < now_s:
+            copy.traffic.exposed_s += now_s - max(copy.start_s, queue.waited_since_s)
+        if self._timeline is not None:
+            self._timeline.note_span(queue.stream, copy.label, copy.start_s, now_s, size_bytes=copy.size_bytes)
+        if queue.copies:
+            queue.start(now_s)

@@ -6,8 +6,8 @@ from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind
 from fgoffload.planner.simulation.link_queue import Copy, CopyQueue, LinkQueue
-from fgoffload.planner.simulation.simulation_result import RankResult, StreamName, StretchKey
-from fgoffload.planner.simulation.tallies import Cause, Counts, Recorder
+from fgoffload.planner.simulation.simulation_result import MemorySample, RankResult, RankTimeline, StreamName, StretchKey
+from fgoffload.planner.simulation.tallies import Cause, Counts
 from fgoffload.transfer_schedule import STAGING_SLOTS
 
 
@@ -17,20 +17,20 @@ class RankClock:
     Args:
         rank: The rank.
         chunks: What each of its chunks does.
-        recorder: Notes every span and the memory; None where only totals are wanted.
+        timeline: Where to note every span and the memory, or None.
         notes_peaks: Whether to note the most device bytes at each segment.
     """
 
     def __init__(
-        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, recorder: Recorder | None, notes_peaks: bool = False
+        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
     ) -> None:
         self.clock_s = 0.0
         """Compute has come so far."""
         self._rank = rank
         self._chunks = chunks
-        self._recorder = recorder
+        self._timeline = timeline
         self._counts = Counts()
-        self._link = LinkQueue(rank.link, recorder)
+        self._link = LinkQueue(rank.link, timeline)
         # The step before has left what dispatchers keep.
         kept = [argument for chunk in chunks for kind, argument in chunk.backward if kind is EventKind.RETAIN]
         self._dispatcher_bytes: dict[tuple[int, int], int] = dict(kept)
@@ -65,7 +65,7 @@ class RankClock:
             end_bytes=self._device_bytes,
             loss_window_bytes=loss_window_bytes,
             host_peak_bytes=self._host_peak_bytes,
-            timeline=None if self._recorder is None else self._recorder.finish(),
+            timeline=self._timeline,
             peaks=self._peaks,
             **self._counts.make_fields(counted),
         )
@@ -94,15 +94,15 @@ class RankClock:
         has_more = compute.rise_bytes > compute.net_bytes  # while it runs than behind it
         self._note_memory(start_s, device_bytes=highest_bytes if has_more else None)
         self.compute(compute, _)
-        if self._recorder is not None:
-            self._recorder.note_span(StreamName.COMPUTE, f"{self._pass} {label}", start_s, self.clock_s)
+        if self._timeline is not None:
+            self._timeline.note_span(StreamName.COMPUTE, f"{self._pass} {label}", start_s, self.clock_s)
         self._note_memory(self.clock_s)
 
     def _wait_until(self, until_s: float, cause: Cause) -> None:
         if until_s > self.clock_s:
             self._counts.waits_s[cause] += until_s - self.clock_s
-            if self._recorder is not None:
-                self._recorder.note_span(StreamName.COMPUTE, cause.value, self.clock_s, until_s)
+            if self._timeline is not None:
+                self._timeline.note_span(StreamName.COMPUTE, cause.value, self.clock_s, until_s)
             self.clock_s = until_s
 
     def _wait_for_copy(self, queue: CopyQueue, copy: Copy, cause: Cause) -> None:
@@ -117,9 +117,9 @@ class RankClock:
         self._note_memory(self.clock_s)
 
     def _note_memory(self, at_s: float, *, device_bytes: int | None = None) -> None:
-        if self._recorder is not None:
+        if self._timeline is not None:
             device_bytes = self._device_bytes if device_bytes is None else device_bytes
-            self._recorder.note_memory(at_s, device_bytes=device_bytes, host_bytes=self._host_bytes)
+            self._timeline.memory.append(MemorySample(at_s, device_bytes, self._host_bytes))
 
     def retain(self, kept: tuple[tuple[int, int], int], _: object) -> None:
         """Let a token dispatcher keep tensors that backward no longer wants."""

@@ -10,8 +10,8 @@ engine beside this.
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
@@ -20,8 +20,8 @@ from fgoffload.planner.simulation.chunk_events import CompiledChunk, EventKind, 
 from fgoffload.planner.simulation.link_queue import Copy
 from fgoffload.planner.simulation.rank_clock import RankClock
 from fgoffload.planner.simulation.simulated_lane import SimulatedLane
-from fgoffload.planner.simulation.simulation_result import RankResult
-from fgoffload.planner.simulation.tallies import Cause, Recorder
+from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline
+from fgoffload.planner.simulation.tallies import Cause
 from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, TransferSchedule
 
 _ROUNDING_S = 1e-9
@@ -46,22 +46,15 @@ class InFlight(NamedTuple):
 
 
 class RankRun(RankClock):
-    """A rank in the middle of a step, which offloads as the transfer schedule says.
-
-    Args:
-        rank: The rank.
-        chunks: What each of its chunks does.
-        recorder: Notes every span and the memory; None where only totals are wanted.
-        notes_peaks: Whether to note the most device bytes at each segment.
-    """
+    """A rank in the middle of a step, which offloads as the transfer schedule says. Arguments are those of `RankClock`."""
 
     def __init__(
-        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, recorder: Recorder | None, notes_peaks: bool = False
+        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
     ) -> None:
-        super().__init__(rank, chunks, recorder=recorder, notes_peaks=notes_peaks)
+        super().__init__(rank, chunks, timeline=timeline, notes_peaks=notes_peaks)
         self._schedule = TransferSchedule(rank.policy)
         self._lanes: dict[tuple[int, int], SimulatedLane] = {}
-        self._tallies = [[self._counts.get_tally(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
+        self._traffic = [[self._counts.get_traffic(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
         # Of microbatches of which nothing leaves nothing ever changes.
         self._unchanging = {number: SimulatedLane(chunk, ()) for number, chunk in enumerate(chunks) if not chunk.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -71,14 +64,16 @@ class RankRun(RankClock):
         """The most that was on its way where a loss began."""
         self._abandoned = 0
         """Parcels that backward is through with, and that a copy to the host still references."""
-        acts = dict(self._ACTS)
-        if recorder is not None or notes_peaks:
-            acts[EventKind.COMPUTE] = RankClock.compute_and_note
+        # Functions of the class: bound ones would be cycles of objects, a rank and its events.
+        acts: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
+        acts = {kind: getattr(RankRun, kind.value) for kind in EventKind}
+        if timeline is not None or notes_peaks:
+            acts[EventKind.COMPUTE] = RankRun.compute_and_note
         # A pass is run hundreds of times: who runs each of its events is found once.
         self._forwards = [[(acts[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
         self._backwards = [[(acts[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
-    def run_pass(self, one: Pass, microbatch: int, *, ready_s: float) -> None:
+    def run_pass(self, one: Pass, microbatch: int, ready_s: float) -> None:
         """Run a pass.
 
         Args:
@@ -92,7 +87,7 @@ class RankRun(RankClock):
         self._pass_start_s = self.clock_s
         chunk = self._chunks[number]
         if one.kind is _FORWARD:
-            lane = self._unchanging.get(number) or SimulatedLane(chunk, self._tallies[number])
+            lane = self._unchanging.get(number) or SimulatedLane(chunk, self._traffic[number])
             self._lanes[number, microbatch] = lane
             self._add_bytes(chunk.base_bytes, "start of the pass")
             for act, argument in self._forwards[number]:
@@ -123,17 +118,17 @@ class RankRun(RankClock):
 
     # To the host.
 
-    def _submit(self, number: int, lane: SimulatedLane) -> None:
+    def submit(self, number: int, lane: SimulatedLane) -> None:
         """Offload a group, and wait while more than the window is on its way."""
         if self._in_flight:
-            self._poll()
+            self.poll()
         group = lane.chunk.groups[number]
         lane.groups[number].submit()
         leaving, size_bytes = self._take_host_memory(lane, group.parcels)
         if leaving:
-            tally = lane.tallies[leaving[0]]
-            tally.d2h_bytes += size_bytes
-            copy = Copy(size_bytes, tally, f"{self._pass} {group.label}" if self._recorder is not None else "")
+            traffic = lane.traffic[leaving[0]]
+            traffic.d2h_bytes += size_bytes
+            copy = Copy(size_bytes, traffic, f"{self._pass} {group.label}" if self._timeline is not None else "")
             self._link.submit(self._link.d2h, copy, self.clock_s)
             self._in_flight.append(InFlight(copy, lane, leaving, size_bytes))
             self._in_flight_bytes += size_bytes
@@ -151,7 +146,7 @@ class RankRun(RankClock):
         for number in parcels:
             parcel_bytes = lane.chunk.parcels[number].size_bytes
             if budget_bytes is not None and self._host_bytes + size_bytes + parcel_bytes > budget_bytes:
-                lane.tallies[number].kept_bytes += parcel_bytes
+                lane.traffic[number].kept_bytes += parcel_bytes
                 continue
             leaving.append(number)
             size_bytes += parcel_bytes
@@ -162,7 +157,7 @@ class RankRun(RankClock):
             self._host_peak_bytes = self._host_bytes
         return leaving, size_bytes
 
-    def _wait_for_host(self, host_wait: HostWait, _: object) -> None:
+    def wait_for_host(self, host_wait: HostWait, _: object) -> None:
         """The host waits until compute is where it is; for what takes the copy engine, behind all that is queued to it."""
         if host_wait is not HostWait.KERNEL:
             self._link.advance(self.clock_s)
@@ -170,12 +165,12 @@ class RankRun(RankClock):
                 self._wait_for_copy(self._link.d2h, self._link.d2h.copies[-1], Cause.HOST)
         self._host_s = self.clock_s
 
-    def _open(self, *_: object) -> None:
-        # The engine looks for storages that are still referenced, and one that a copy references looks like one of those.
+    def open_site(self, *_: object) -> None:
+        """The engine looks for storages that are still referenced, and one that a copy references looks like one of those."""
         if self._abandoned:
-            self._poll()
+            self.poll()
 
-    def _poll(self, *_: object) -> None:
+    def poll(self, *_: object) -> None:
         """Release what finished copies no longer need. See [Note: Where the engine looks]."""
         if not self._in_flight or self._rank.host_pace is HostPace.STEP_AHEAD:
             return
@@ -203,7 +198,7 @@ class RankRun(RankClock):
                 self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
         self._note_memory(self.clock_s)
 
-    def _read(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
+    def read(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
         """Forward has read parcels for the last time: those that have left go."""
         for parcel in parcels:
             lane.is_read[parcel] = False
@@ -213,7 +208,7 @@ class RankRun(RankClock):
 
     # And back.
 
-    def _take(self, take: Take, lane: SimulatedLane) -> None:
+    def take(self, take: Take, lane: SimulatedLane) -> None:
         """Backward asks for parcels: what is not back is waited for. `OffloadEngine.take`, in numbers."""
         number, parcels = take
         group = None if number is None else lane.groups[number]
@@ -232,7 +227,7 @@ class RankRun(RankClock):
             if reload is not None:
                 self._wait_for_copy(self._link.h2d, reload, Cause.RELOAD)
 
-    def _let_go(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
+    def let_go(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
         """Backward takes what stayed."""
         for size_bytes in sizes_bytes:
             if lane.away:
@@ -241,16 +236,17 @@ class RankRun(RankClock):
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
         """Backward has come to `group`. `OffloadEngine.approach_backward`, in numbers."""
         lane.leave(group.end_position)
-        self._poll()
+        self.poll()
         self._execute(self._schedule.reach(lane, group))
 
-    def _pass_layer(self, _: None, lane: SimulatedLane) -> None:
-        self._poll()
+    def pass_layer(self, _: None, lane: SimulatedLane) -> None:
+        """Backward has passed a layer that tells nothing itself. `OffloadEngine.prefetch`, in numbers."""
+        self.poll()
         self._execute(self._schedule.prefetch(lane))
 
-    def _turn(self, planned_bytes: int | None, lane: SimulatedLane) -> None:
+    def turn(self, planned_bytes: int | None, lane: SimulatedLane) -> None:
         """Backward comes next. `OffloadEngine.expect_backward`, in numbers."""
-        self._poll()
+        self.poll()
         window_bytes = self._find_loss_window() if planned_bytes is None else planned_bytes
         while self._in_flight_bytes > window_bytes:
             self._wait_for_oldest(Cause.TURN)
@@ -281,21 +277,21 @@ class RankRun(RankClock):
                 lane.states[number] = _RESIDENT
                 size_bytes = lane.chunk.parcels[number].size_bytes
                 self._host_bytes -= size_bytes
-                lane.tallies[number].recalled_bytes += size_bytes
+                lane.traffic[number].recalled_bytes += size_bytes
             self._reload(lane, decision.reloaded)
 
     def _reload(self, lane: SimulatedLane, parcels: Iterable[int]) -> None:
         for number in parcels:
             size_bytes, device_bytes, label, _, _ = lane.chunk.parcels[number]
-            tally = lane.tallies[number]
-            tally.h2d_bytes += size_bytes
+            traffic = lane.traffic[number]
+            traffic.h2d_bytes += size_bytes
             self._add_bytes(device_bytes, label)
             lane.states[number] = _RELOADED
-            copy = Copy(size_bytes, tally, f"{self._pass} {label}" if self._recorder is not None else "")
+            copy = Copy(size_bytes, traffic, f"{self._pass} {label}" if self._timeline is not None else "")
             lane.reloads[number] = copy
             self._link.submit(self._link.h2d, copy, self.clock_s)
 
-    def _free(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
+    def free(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
         """Backward is through with parcels: their device memory goes, unless a copy to the host still reads it."""
         for number in parcels:
             size_bytes, device_bytes, _, _, _ = lane.chunk.parcels[number]
@@ -303,7 +299,7 @@ class RankRun(RankClock):
             lane.states[number] = _FREED
             if state is _OFFLOADING:
                 # A site that stays has asked for it while it was still there.
-                lane.tallies[number].recalled_bytes += size_bytes
+                lane.traffic[number].recalled_bytes += size_bytes
             if state is not _RESIDENT:
                 self._host_bytes -= size_bytes
             if lane.is_copied[number]:
@@ -311,21 +307,3 @@ class RankRun(RankClock):
             elif state is not _OFFLOADED:
                 self._device_bytes -= device_bytes
         self._note_memory(self.clock_s)
-
-    # Functions of the class: bound ones would be cycles of objects, a rank and its events.
-    _ACTS: ClassVar[Mapping[EventKind, Callable[["RankRun", Any, SimulatedLane], None]]] = {
-        EventKind.COMPUTE: RankClock.compute,
-        EventKind.HOST_WAIT: _wait_for_host,
-        EventKind.OPEN: _open,
-        EventKind.SUBMIT: _submit,
-        EventKind.READ: _read,
-        EventKind.TAKE: _take,
-        EventKind.LET_GO: _let_go,
-        EventKind.FREE: _free,
-        EventKind.POLL: _poll,
-        EventKind.PASSED: _pass_layer,
-        EventKind.TURN: _turn,
-        EventKind.RETAIN: RankClock.retain,
-        EventKind.DISPATCH: RankClock.dispatch,
-    }
-    """What a rank does at each kind of event."""

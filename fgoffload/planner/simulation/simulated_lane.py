@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from fgoffload.planner.simulation.chunk_events import CompiledChunk
 from fgoffload.planner.simulation.link_queue import Copy
-from fgoffload.planner.simulation.tallies import Tally
+from fgoffload.planner.simulation.simulation_result import TagTraffic
 from fgoffload.transfer_schedule import SavedState, ScheduledGroup, ScheduledLane
 
 # To look up a member of an enumeration takes Python as long as a call.
@@ -16,16 +16,16 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
 
     Args:
         chunk: What the chunk does.
-        tallies: By parcel, what its copies are counted for.
+        traffic: By parcel, what its copies are counted for.
     """
 
-    __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "tallies")
+    __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
 
-    def __init__(self, chunk: CompiledChunk, tallies: Sequence[Tally]) -> None:
+    def __init__(self, chunk: CompiledChunk, traffic: Sequence[TagTraffic]) -> None:
         super().__init__([ScheduledGroup(position, place.end_position) for position, place in enumerate(chunk.groups)])
         count = len(chunk.parcels)
         self.chunk = chunk
-        self.tallies = tallies
+        self.traffic = traffic
         self.states = [_RESIDENT] * count
         """By parcel."""
         self.is_copied = [False] * count

@@ -2,7 +2,8 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from fgoffload.plan import Action
 
@@ -38,7 +39,7 @@ class Waits:
         return self.window_s + self.turn_s + self.reload_s + self.host_s
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class TagTraffic:
     """What one tag moved in a step on a rank, in the layers of one kind that do the same about it."""
 
@@ -49,17 +50,17 @@ class TagTraffic:
     action: Action
     """What is done about it."""
     d2h_bytes: int = 0
-    """Bytes to the host."""
+    """To the host."""
     h2d_bytes: int = 0
-    """Bytes back."""
+    """Back."""
     recalled_bytes: int = 0
     """Of `d2h_bytes`: still on the device when backward wanted them, so that nothing had to come back."""
     kept_bytes: int = 0
-    """Bytes that were to leave and stayed, since the host budget was used up."""
+    """That were to leave and stayed, since the host budget was used up."""
     d2h_s: float = 0.0
-    """Seconds of copies to the host."""
+    """Of copies to the host."""
     h2d_s: float = 0.0
-    """Seconds of copies to the device."""
+    """Of copies to the device."""
     exposed_s: float = 0.0
     """Of both: seconds while compute waited for that direction."""
 
@@ -77,46 +78,43 @@ class StreamName(enum.Enum):
     H2D = "to device"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """A stream was busy, or compute waited."""
 
     stream: StreamName
-    """Which."""
     label: str
     """What it did: `F3 layers.12.expert_fc1`, `wait for the window`."""
     start_s: float
-    """Of the step."""
     end_s: float
-    """Of the step."""
     size_bytes: int = 0
     """Of a copy."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySample:
-    """Bytes from a moment on."""
+class MemorySample(NamedTuple):
+    """Bytes from a moment on, until the next sample."""
 
     at_s: float
-    """Of the step."""
     device_bytes: int
-    """On the device."""
     host_bytes: int
-    """Offloaded, on the host."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True)
 class RankTimeline:
     """A rank over time."""
 
-    spans: tuple[Span, ...]
+    spans: list[Span] = dataclasses.field(default_factory=list)
     """In no particular order."""
-    memory: tuple[MemorySample, ...]
-    """In the order of time; each holds until the next."""
+    memory: list[MemorySample] = dataclasses.field(default_factory=list)
+    """In the order of time."""
+
+    def note_span(self, stream: StreamName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
+        """Note what `stream` did, if it took any time."""
+        if end_s > start_s:
+            self.spans.append(Span(stream, label, start_s, end_s, size_bytes))
 
 
 StretchKey = tuple[bool, int, str]
-"""Whether it is one of a forward, of which chunk, and what people call it: `layers.12.expert_fc1`."""
+"""A segment: whether it is one of a forward, of which chunk, and its label: `layers.12.expert_fc1`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +122,6 @@ class RankResult:
     """A step on one rank."""
 
     rank: int
-    """Of the pipeline."""
     step_s: float
     """From the start of the step to the end of this rank's work, what comes after the last pass included."""
     peak_bytes: int
@@ -144,11 +141,9 @@ class RankResult:
     h2d_bytes: int
     """Bytes back."""
     recalled_bytes: int
-    """Of `d2h_bytes`: called back before the engine had let go of them, so that nothing had to come back."""
+    """As of a `TagTraffic`, and so is the next."""
     kept_bytes: int
-    """Bytes that were to leave and stayed, since the host budget was used up."""
     waits: Waits
-    """Seconds in which compute had nothing to do."""
     compute_s: float
     """Seconds in which compute ran."""
     slowed_s: float
@@ -162,7 +157,6 @@ class RankResult:
     tags: tuple[TagTraffic, ...]
     """By kind of layer, tag and action, in the order in which they were first submitted."""
     timeline: RankTimeline | None = None
-    """With `Detail.TIMELINE`."""
     peaks: Mapping[StretchKey, int] | None = None
     """With `Detail.PEAKS`: the most device bytes while each ran, or others before and behind it without anything between."""
 
@@ -172,7 +166,6 @@ class StepResult:
     """A step on all ranks."""
 
     ranks: tuple[RankResult, ...]
-    """By number."""
 
     @property
     def step_s(self) -> float:
@@ -182,13 +175,9 @@ class StepResult:
     @property
     def worst_rank(self) -> RankResult:
         """Return the rank with the highest peak; the first of those."""
-        return _find_worst(self.ranks)
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """The highest peak of any rank."""
         return self.worst_rank.peak_bytes
-
-
-def _find_worst(ranks: Sequence[RankResult]) -> RankResult:
-    return max(ranks, key=lambda rank: rank.peak_bytes)

@@ -16,10 +16,9 @@ from fgoffload.errors import ConfigError, PlanError
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.chunk_compiler import Actions, compile_rank
-from fgoffload.planner.simulation.pipeline_run import PipelineRun, find_rounds
+from fgoffload.planner.simulation.pipeline_run import find_rounds, run_pipeline
 from fgoffload.planner.simulation.rank_run import RankRun
-from fgoffload.planner.simulation.simulation_result import Detail, RankResult, StepResult
-from fgoffload.planner.simulation.tallies import Recorder
+from fgoffload.planner.simulation.simulation_result import Detail, RankResult, RankTimeline, StepResult
 
 __all__ = ["Detail", "RankResult", "StepResult", "simulate", "simulate_rank"]
 
@@ -76,13 +75,12 @@ def _simulate(
 ) -> tuple[RankResult, ...]:
     runs = []
     for rank, detail in zip(ranks, details, strict=True):
-        is_timed = detail is Detail.TIMELINE
-        chunks = compile_rank(rank, actions, loss_window_bytes=loss_window_bytes, merges=not is_timed)
-        runs.append(RankRun(rank, chunks, recorder=Recorder() if is_timed else None, notes_peaks=detail is Detail.PEAKS))
-    passes, chunks_of_rank = [rank.passes for rank in ranks], len(ranks[0].chunks)
-    rounds = find_rounds(passes, chunks_of_rank, are_all_simulated=Detail.TIMELINE in details)
-    pipeline = PipelineRun(runs, passes, chunks=chunks_of_rank, p2p_s=p2p_s, rounds=rounds)
-    return tuple(run.finish(left_out) for run, left_out in zip(runs, pipeline.run(), strict=True))
+        timeline = RankTimeline() if detail is Detail.TIMELINE else None
+        chunks = compile_rank(rank, actions, loss_window_bytes=loss_window_bytes, merges=timeline is None)
+        runs.append(RankRun(rank, chunks, timeline=timeline, notes_peaks=detail is Detail.PEAKS))
+    passes, count = [rank.passes for rank in ranks], len(ranks[0].chunks)
+    rounds = find_rounds(passes, count, are_all_simulated=Detail.TIMELINE in details)
+    return run_pipeline(runs, passes, chunks=count, p2p_s=p2p_s, rounds=rounds)
 
 
 def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:

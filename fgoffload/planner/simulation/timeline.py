@@ -13,7 +13,7 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
-from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, Span, StepResult, StreamName
+from fgoffload.planner.simulation.simulation_result import RankResult, StepResult, StreamName
 
 _MICROSECONDS = 1e6
 
@@ -47,46 +47,20 @@ def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
     """
     if rank.timeline is None:
         raise ConfigError(f"rank {rank.rank} was simulated without a timeline. Give detail=Detail.TIMELINE.")
-    yield _name(rank, "process_name", f"rank {rank.rank}")
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
+    own = {"pid": rank.rank}
+    yield {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": f"rank {rank.rank}"}, **own}
+    yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank.rank}, **own}
     for stream, thread in _THREADS.items():
-        yield _name(rank, "thread_name", stream.value, thread)
-        yield {"ph": "M", "name": "thread_sort_index", "pid": rank.rank, "tid": thread, "args": {"sort_index": thread}}
-    for span in sorted(rank.timeline.spans, key=lambda span: span.start_s):
-        yield _show_span(rank, span)
-    yield from _list_counters(rank, rank.timeline)
-
-
-def _name(rank: RankResult, what: str, name: str, thread: int = 0) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank.rank, "tid": thread, "args": {"name": name}}
-
-
-def _show_span(rank: RankResult, span: Span) -> dict[str, Any]:
-    event: dict[str, Any] = {
-        "ph": "X",
-        "name": span.label,
-        "cat": span.stream.value,
-        "pid": rank.rank,
-        "tid": _THREADS[span.stream],
-        "ts": span.start_s * _MICROSECONDS,
-        "dur": (span.end_s - span.start_s) * _MICROSECONDS,
-    }
-    if span.size_bytes:
-        event["args"] = {"bytes": span.size_bytes}
-    return event
-
-
-def _list_counters(rank: RankResult, timeline: RankTimeline) -> Iterator[dict[str, Any]]:
-    """Yield the memory each time that it changes; the last of several values at one moment comes last, and is shown."""
+        yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": stream.value}, **own}
+        yield {"ph": "M", "name": "thread_sort_index", "tid": thread, "args": {"sort_index": thread}, **own}
+    for stream, label, start_s, end_s, size_bytes in sorted(rank.timeline.spans, key=lambda span: span.start_s):
+        times = {"ts": start_s * _MICROSECONDS, "dur": (end_s - start_s) * _MICROSECONDS}
+        more = {"args": {"bytes": size_bytes}} if size_bytes else {}
+        yield {"ph": "X", "name": label, "cat": stream.value, "tid": _THREADS[stream], **times, **more, **own}
+    # The memory each time that it changes. The last of several values at one moment comes last, and is shown.
     shown: dict[str, int] = {}
-    for sample in timeline.memory:
-        for name, size_bytes in (("device memory", sample.device_bytes), ("host memory", sample.host_bytes)):
+    for at_s, device_bytes, host_bytes in rank.timeline.memory:
+        for name, size_bytes in (("device memory", device_bytes), ("host memory", host_bytes)):
             if shown.get(name) != size_bytes:
                 shown[name] = size_bytes
-                yield {
-                    "ph": "C",
-                    "name": name,
-                    "pid": rank.rank,
-                    "ts": sample.at_s * _MICROSECONDS,
-                    "args": {"bytes": size_bytes},
-                }
+                yield {"ph": "C", "name": name, "ts": at_s * _MICROSECONDS, "args": {"bytes": size_bytes}, **own}
