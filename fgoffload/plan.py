@@ -3,10 +3,11 @@
 The plan is where planner and engine meet: the planner writes one, the engine reads one, and neither imports the other.
 """
 
+import contextlib
 import dataclasses
 import enum
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,14 @@ def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:
             f"{source}: row {number} of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "
             f"({', '.join(action.value for action in Action)})."
         ) from error
+
+
+@contextlib.contextmanager
+def naming_plan_file(path: Path | None) -> Iterator[None]:
+    """Let each `PlanError` from inside begin with the file that the plan is of; None where it is of none."""
+    try:
+        yield
+    except PlanError as error:
+        if path is None:
+            raise
+        raise PlanError(f"--offload-plan {path}: {error}") from error

@@ -28,6 +28,7 @@ from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
+from fgoffload.engine.torch_internals import empty_host_cache
 from fgoffload.integrations.megatron.adapter.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.planner.late_host import Tried
@@ -229,8 +230,7 @@ def empty_caches() -> None:
     gc.collect()
     if not needs_cpu_support():
         torch.cuda.empty_cache()
-        # Page-locked memory: no public name, and none at all in some versions.
-        getattr(torch._C, "_host_emptyCache", lambda: None)()  # noqa: SLF001
+        empty_host_cache()
 
 
 def reset_peaks() -> None:

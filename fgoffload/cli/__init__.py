@@ -194,4 +194,5 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argume
             formatter_class=_HelpFormatter,
         )
         command.add_arguments(parsers[command.NAME])
+    parsers[completion.NAME].set_defaults(format_helps=format_helps)
     return parser, parsers

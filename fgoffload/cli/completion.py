@@ -47,9 +47,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         typed = " ".join([*([options.shell] if options.shell else []), *words])
         meant = suggest(typed, tuple(SHELLS))
         raise ConfigError(f"SHELL {typed!r} is not one of: {', '.join(SHELLS)}.{meant} Give one, as in: {EXAMPLE}.")
-    from fgoffload.cli import format_helps  # this module is one of its commands
-
-    print(SHELLS[options.shell] + write_script(format_helps()), end="")
+    print(SHELLS[options.shell] + write_script(options.format_helps()), end="")
     return 0
 
 

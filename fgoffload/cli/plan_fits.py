@@ -10,8 +10,9 @@ from rich.table import Table
 from fgoffload.errors import ConfigError
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
 from fgoffload.planner.memory.static_memory import count_output_bytes
-from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape, pad_vocab_size
+from fgoffload.planner.model.model_shape import ModelShape, pad_vocab_size
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.planner.model_ranks import Assumptions, list_rank_memory
 from fgoffload.planner.ranks.schedule import PassKind, list_passes
 from fgoffload.planner.timing.hardware import Hardware

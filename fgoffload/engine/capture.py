@@ -9,21 +9,35 @@ saved it and nothing but this capture looks at it. Static inputs and outputs of 
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view, round_up
 from fgoffload.engine.handles import KeptHandle, find_local_tensor, hold
 from fgoffload.engine.identity import Contents, count_tensors, get_key, identify
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
-from fgoffload.engine.staging import CapturedForward, StagedPart
+from fgoffload.engine.staging import CapturedForward, StagedPart, Staging
 from fgoffload.engine.stats import KeptReason, TagStats
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
 
-if TYPE_CHECKING:
-    from fgoffload.engine.engine import OffloadEngine
+
+class StagingEngine(Protocol):
+    """What a capture asks of the engine that it is for."""
+
+    device: Device
+    staging: Staging
+
+    def find_reason_to_stay(self, tensor: torch.Tensor) -> KeptReason | None:
+        """Return why `tensor` stays for what it is, or None where it may leave."""
+
+    def is_too_small(self, saved: SavedStorage) -> bool:
+        """Return whether `saved` stays since all that was saved of it is too small to leave."""
+
+    def make_saved(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
+        """Return a saved storage that no group has."""
 
 
 class CapturedHandle:
@@ -50,7 +64,7 @@ class Capture:
         place: The layer and microbatch.
     """
 
-    def __init__(self, engine: "OffloadEngine", place: Place) -> None:
+    def __init__(self, engine: StagingEngine, place: Place) -> None:
         self._engine = engine
         self._place = place
         self._stream = engine.device.current_stream()

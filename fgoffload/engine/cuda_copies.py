@@ -10,9 +10,10 @@ PyTorch's stream sanitizer knows copies from the dispatcher alone. Where it is o
 """
 
 import ctypes
-import sys
 
 import torch
+
+from fgoffload.engine.torch_internals import is_sanitizer_on
 
 _DEFAULT = 4
 """`cudaMemcpyDefault`: the addresses tell the direction."""
@@ -52,8 +53,7 @@ class CudaCopies:
 
 def find_cuda_copies() -> CudaCopies | None:
     """Return what queues copies, or None where copies have to go through torch."""
-    sanitizer = sys.modules.get("torch.cuda._sanitizer")
-    if sanitizer is not None and sanitizer.cuda_sanitizer.enabled:
+    if is_sanitizer_on():
         return None
     try:
         return CudaCopies(ctypes.CDLL(None))  # torch has made the symbols of its libraries known to the whole process

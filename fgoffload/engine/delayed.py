@@ -15,6 +15,7 @@ from fgoffload.engine.device import CpuDevice, CpuStream, Event, HostSlab, Strea
 from fgoffload.engine.geometry import get_bytes
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import get_key
+from fgoffload.engine.torch_internals import count_storage_references
 
 POISON = 0xFF
 """Bytes of it are a NaN in every floating-point type of 16 bits and more."""
@@ -81,4 +82,4 @@ class DelayedCpuDevice(CpuDevice):
 
 def _count_holders(tensor: torch.Tensor) -> int:
     """Return how many references there are to the storage of `tensor`; torch's own count, which differs by version."""
-    return int(torch._C._storage_Use_Count(get_key(tensor)))  # noqa: SLF001 - no public name
+    return count_storage_references(get_key(tensor))

@@ -27,6 +27,7 @@ from fgoffload.engine.cuda_copies import find_cuda_copies
 from fgoffload.engine.events import EventPool
 from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
+from fgoffload.engine.torch_internals import find_raw_stream_getter, get_stream, sleep_on_device
 from fgoffload.errors import InternalError, StateError
 from fgoffload.transfer_schedule import HostMemory
 from fgoffload.units import format_bytes
@@ -232,7 +233,7 @@ class AcceleratorDevice(Device):
         self.h2d_stream = torch.Stream(device=self._device)
         self._get_address: Callable[[int], int] | None = None
         if self.type == "cuda":
-            self._get_address = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - no public name
+            self._get_address = find_raw_stream_getter()
         self._streams: dict[int, Stream] = {}
         """By the driver's address, which is all that a stream is to driver and allocator: equal ones are one queue."""
         # The driver itself waits for copies of memory that is not locked, and torch knows what to do about them.
@@ -242,12 +243,12 @@ class AcceleratorDevice(Device):
 
     def current_stream(self) -> Stream:  # noqa: D102
         if self._get_address is None:
-            return torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - the public name makes two calls more of it
+            return get_stream(self._index)
         # Each save and each take asks. The driver's address of the stream is a number; to make an object of it takes longer.
         address = self._get_address(self._index)
         stream = self._streams.get(address)
         if stream is None:
-            stream = self._streams[address] = torch._C._accelerator_getStream(self._index)  # noqa: SLF001 - as above
+            stream = self._streams[address] = get_stream(self._index)
         return stream
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
@@ -273,7 +274,7 @@ class AcceleratorDevice(Device):
 
     def stall(self, seconds: float) -> None:  # noqa: D102
         if self.type == "cuda":
-            torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # type: ignore[no-untyped-call]  # noqa: SLF001 - no public name
+            sleep_on_device(int(seconds * _CYCLES_PER_S))
 
     def owns(self, tensor: torch.Tensor) -> bool:  # noqa: D102
         return tensor.device == self._device

@@ -11,7 +11,7 @@ object of its own in any case, see [Note: A gradient that is a saved tensor].
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,8 +22,17 @@ from fgoffload.engine.saved import SavedStorage, find_change
 from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
-    from fgoffload.engine.engine import OffloadEngine
     from fgoffload.engine.group import Group, Lane
+
+
+class TakingEngine(Protocol):
+    """What handles ask of the engine that made them."""
+
+    def take(self, saved: SavedStorage, view: View, lane: "Lane", group: "Group | None") -> torch.Tensor:
+        """Return what `view` saw when it was saved."""
+
+    def follow_backward(self, lane: "Lane", size_bytes: int) -> None:
+        """Backward takes a storage of `size_bytes` in a stretch that is followed."""
 
 
 class Handle:
@@ -38,7 +47,7 @@ class Handle:
 
     def __init__(
         self,
-        engine: "OffloadEngine",
+        engine: TakingEngine,
         saved: SavedStorage,
         view: View,
         tensor: torch.Tensor,
@@ -138,7 +147,7 @@ class FollowedHandle:
 
     __slots__ = ("_engine", "_kept", "_lane", "_size_bytes")
 
-    def __init__(self, engine: "OffloadEngine", kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
+    def __init__(self, engine: TakingEngine, kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
         self._engine = engine
         self._kept = kept
         self._size_bytes = size_bytes

@@ -1,9 +1,10 @@
 """The identity, version and life of a tensor's bytes, which torch has only private names for."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from fgoffload.engine.torch_internals import count_storage_references, find_referenced, free_weak_ref, is_expired, make_weak_ref
 
 
 def get_version(tensor: torch.Tensor) -> int:
@@ -73,19 +74,10 @@ def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
     return storage._cdata, Contents(get_version(tensor), storage.data_ptr(), storage.nbytes())  # noqa: SLF001 - the only name
 
 
-# Their annotations in torch are of something else.
-_make_weak_ref: Any = torch.UntypedStorage._weak_ref  # noqa: SLF001 - the only name
-_free_weak_ref: Any = torch.UntypedStorage._free_weak_ref  # noqa: SLF001 - the only name
-_is_expired: Any = torch.UntypedStorage._expired  # noqa: SLF001 - the only name
-
-
-_count_references: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - the only name
-
-
 def count_tensors(tensor: torch.Tensor) -> int:
     """Return how many tensors look at the storage of `tensor`, itself included; those that autograd keeps count too."""
     storage = tensor.untyped_storage()
-    return _count_references(storage._cdata) - 1  # noqa: SLF001 - the only name; `storage` is a reference of its own
+    return count_storage_references(storage._cdata) - 1  # noqa: SLF001 - the only name; `storage` is a reference of its own
 
 
 class StorageRef:
@@ -97,14 +89,14 @@ class StorageRef:
     __slots__ = ("_free", "key")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._free = _free_weak_ref  # when the interpreter ends, this module may go before the last reference does
-        self.key: int = _make_weak_ref(tensor.untyped_storage())
+        self._free = free_weak_ref  # when the interpreter ends, this module may go before the last reference does
+        self.key: int = make_weak_ref(tensor.untyped_storage())
         """As `get_key` returns it for tensors of the storage."""
 
     @property
     def is_freed(self) -> bool:
         """Whether nothing holds the storage any more."""
-        return bool(_is_expired(self.key))
+        return bool(is_expired(self.key))
 
     def __del__(self) -> None:
         if hasattr(self, "key"):  # no interrupt came while it was made
@@ -112,7 +104,7 @@ class StorageRef:
 
     def find_storage(self) -> torch.UntypedStorage | None:
         """Return the storage, or None where it is freed."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.key)  # noqa: SLF001 - the only name
+        storage: torch.UntypedStorage | None = find_referenced(self.key)
         return storage
 
     def find_nbytes(self) -> int | None:

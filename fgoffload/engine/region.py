@@ -18,7 +18,7 @@ checkpoint would take its tensors away from it, save them after all, and so undo
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,27 +26,27 @@ from fgoffload.engine.capture import Capture
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.handles import KeptHandle, Packed, hold
 from fgoffload.engine.identity import is_without_bytes
-from fgoffload.engine.ledger import LedgerHook
-from fgoffload.engine.torch_internals import find_top_hooks, peek_transform, pop_hooks, push_hooks
-
-if TYPE_CHECKING:
-    from fgoffload.engine.engine import OffloadEngine
-
-
-# What each region asks, and each take: without the way to them through `torch` each time. None has a public name.
-_get_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
-_is_tracing: Callable[[], bool] = torch._C._is_tracing  # noqa: SLF001
-_find_forbidding_message: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # noqa: SLF001
+from fgoffload.engine.ledger import ActivationLedger, LedgerHook
+from fgoffload.engine.torch_internals import (
+    find_forbidding_message,
+    find_top_hooks,
+    get_graph_task,
+    is_tracing,
+    peek_transform,
+    pop_hooks,
+    push_hooks,
+)
+from fgoffload.plan import Site
 
 
 def is_in_backward() -> bool:
     """Return whether this thread runs a node of a backward now."""
-    return _get_graph_task() != -1
+    return get_graph_task() != -1
 
 
 def is_inert() -> bool:
     """Return whether a region that began here would have to leave everything alone. See [Note: When a region is inert]."""
-    if not torch.is_grad_enabled() or _get_graph_task() != -1 or _is_tracing() or _find_forbidding_message() is not None:
+    if not torch.is_grad_enabled() or get_graph_task() != -1 or is_tracing() or find_forbidding_message() is not None:
         return True
     if peek_transform() is not None:
         return True
@@ -59,6 +59,33 @@ def is_engine_hook(pack: Any) -> bool:
     return isinstance(pack, (Saving, LedgerHook, Capture))
 
 
+class SavingEngine(Protocol):
+    """What regions ask of the engine that they are for."""
+
+    observers: list[ActivationLedger]
+
+    def is_always_too_small(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` stays whatever else is saved of its storage."""
+
+    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Packed:
+        """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
+
+    def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> Packed:
+        """Return the handle for a tensor that autograd saves in a stretch that is only followed."""
+
+    def open_group(self, site: Site, lane: Lane) -> Group:
+        """Return a new group of `lane`."""
+
+    def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
+        """Let `group` leave: now, or with `is_held` at the next `flush`."""
+
+    def approach_backward(self, lane: Lane, group: Group) -> None:
+        """Backward has come to `group`, and has left what came after it."""
+
+    def leave_backward(self, lane: Lane, group: Group) -> None:
+        """Backward has passed the start mark of `group`."""
+
+
 class Saving:
     """A stretch of forward in which what autograd saves goes to a group, or to none where a layer is only watched.
 
@@ -67,7 +94,7 @@ class Saving:
 
     __slots__ = ("_engine", "group", "lane")
 
-    def __init__(self, engine: "OffloadEngine", lane: Lane, group: Group | None) -> None:
+    def __init__(self, engine: SavingEngine, lane: Lane, group: Group | None) -> None:
         self._engine = engine
         self.lane = lane
         self.group = group
@@ -117,7 +144,7 @@ class Following(Saving):
 
     __slots__ = ("_seen",)
 
-    def __init__(self, engine: "OffloadEngine", lane: Lane) -> None:
+    def __init__(self, engine: SavingEngine, lane: Lane) -> None:
         super().__init__(engine, lane, None)
         self._seen: set[int] = set()
 
@@ -165,13 +192,13 @@ class Region(Saving):
             mark_end(engine, lane, group, tensor)
 
 
-def mark_start(engine: "OffloadEngine", lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+def mark_start(engine: SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
     """Put the start mark of `group` on `tensor`, the input of its site, where the lane needs one: see `Region.enter`."""
     if group.position == 0:
         add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
 
-def mark_end(engine: "OffloadEngine", lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+def mark_end(engine: SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
     """Put the end mark of `group` on `tensor`, an output of its site or of something behind it."""
     add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
 

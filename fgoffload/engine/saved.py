@@ -13,8 +13,9 @@ at in another way on the way. Else the stretch moves as bytes; so do bools, sinc
 not 0. Where the saves cover less than half of the stretch, they are gathered, and that moves.
 """
 
+from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,7 +31,6 @@ from fgoffload.transfer_schedule import SavedState
 
 if TYPE_CHECKING:
     from fgoffload.engine.staying import Spot
-    from fgoffload.engine.transfers import Transfers
 
 
 _ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
@@ -62,6 +62,13 @@ class Reload:
         return self.taken_on == {self.owner}
 
 
+class Leftovers(Protocol):
+    """Takes what a saved storage leaves behind, from any thread: whoever runs next clears it up."""
+
+    abandoned: deque[Reload]
+    dropped: deque[tuple[StorageRef, bool]]
+
+
 class SavedStorage:
     """The bytes of one storage as one version of them, however many saved tensors look at it."""
 
@@ -70,7 +77,7 @@ class SavedStorage:
         "_aliases",
         "_bases",
         "_copied_views",
-        "_transfers",
+        "_leftovers",
         "block",
         "contents",
         "covered_bytes",
@@ -97,9 +104,9 @@ class SavedStorage:
     )
 
     def __init__(
-        self, transfers: "Transfers", tensor: torch.Tensor, contents: Contents, place: Place, stats: TagStats, *, owner: Stream
+        self, leftovers: Leftovers, tensor: torch.Tensor, contents: Contents, place: Place, stats: TagStats, *, owner: Stream
     ) -> None:
-        self._transfers = transfers
+        self._leftovers = leftovers
         self._aliases: dict[View, torch.Tensor] = {}
         """By view, what was saved, while the storage is there."""
         self._bases: dict[View, int] = {}
@@ -289,8 +296,8 @@ class SavedStorage:
             return  # an interrupt came while it was made
         # Any thread may get here, in the middle of anything: only atomic appends. Who runs next does the rest.
         if self.reload is not None and not self.reload.is_ordered:
-            self._transfers.abandoned.append(self.reload)
-        self._transfers.dropped.append((self.storage, self.has_left))
+            self._leftovers.abandoned.append(self.reload)
+        self._leftovers.dropped.append((self.storage, self.has_left))
 
 
 def _find_base(tensor: torch.Tensor) -> int:

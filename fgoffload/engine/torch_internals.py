@@ -1,4 +1,4 @@
-"""Private functions of torch: two that the engine wraps, so that offload changes nothing that plain torch allows.
+"""Private functions of torch, and two of them wrapped, so that offload changes nothing that plain torch allows.
 
 [Note: torch.func inside a region]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` switch saved-tensor hooks off while they run, and torch raises where hooks are
@@ -15,11 +15,13 @@ all who take it, and the count is right. Plain torch has neither problem, since 
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001 - none of these has a public name
 
@@ -37,6 +39,69 @@ push_hooks: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_h
 
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
 """Ends what `push_hooks` began last."""
+
+
+get_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
+"""Returns the number of the backward that this thread runs a node of, or -1."""
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing  # noqa: SLF001
+
+find_forbidding_message: Callable[[], str | None] = _autograd._saved_tensors_hooks_get_disabled_error_message  # noqa: SLF001
+"""Returns why nobody may install saved-tensor hooks now, or None where one may."""
+
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # noqa: SLF001
+
+count_storage_references: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
+"""Returns how many references there are to the storage with an address; how many one tensor has differs by version."""
+
+# Their annotations in torch are of something else.
+make_weak_ref: Any = torch.UntypedStorage._weak_ref  # noqa: SLF001
+free_weak_ref: Any = torch.UntypedStorage._free_weak_ref  # noqa: SLF001
+is_expired: Any = torch.UntypedStorage._expired  # noqa: SLF001
+find_referenced: Any = torch.UntypedStorage._new_with_weak_ptr  # noqa: SLF001
+
+
+def skip(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of `function`, and not out of what it calls."""
+    from torch._dynamo.decorators import skip as skip_frame  # here: it takes a second, and only plain PyTorch needs it
+
+    return skip_frame(function)
+
+
+def find_raw_stream_getter() -> Callable[[int], int] | None:
+    """Return what gives the driver's address of the current CUDA stream by device index; None where torch has no CUDA."""
+    return getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
+
+
+def get_stream(index: int) -> torch.Stream:
+    """Return the current stream of the accelerator with an index: `torch.accelerator.current_stream` makes two calls more."""
+    return torch._C._accelerator_getStream(index)  # noqa: SLF001
+
+
+def is_sanitizer_on() -> bool:
+    """Return whether torch's CUDA sanitizer looks for races between streams."""
+    sanitizer = sys.modules.get("torch.cuda._sanitizer")
+    return sanitizer is not None and sanitizer.cuda_sanitizer.enabled
+
+
+def sleep_on_device(cycles: int) -> None:
+    """Have the current CUDA stream do nothing for so many clock cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+
+def queue_after_backward(act: Callable[[], None]) -> None:
+    """Call `act` when the backward that runs is through, on the thread that called it."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)  # noqa: SLF001
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps for each stream, where torch has CUDA."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # noqa: SLF001
+
+
+def empty_host_cache() -> None:
+    """Free the pinned memory that torch's allocator keeps, where this version of torch can."""
+    getattr(torch._C, "_host_emptyCache", lambda: None)()  # noqa: SLF001
 
 
 def share_counter(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ Every wait names the hazard that it prevents; the notes in `hazards.py` explain 
 import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.saved import Reload, SavedStorage
 from fgoffload.engine.stats import TagStats, TimeKind
 from fgoffload.engine.timing import StopWatch
+from fgoffload.engine.torch_internals import is_profiled
 from fgoffload.errors import InternalError, StateError
 from fgoffload.transfer_schedule import SavedState
 
@@ -109,7 +110,7 @@ class Transfers:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
         watch = self._watch
         start = None if watch is None else watch.start(d2h)
-        if _is_profiled():
+        if is_profiled():
             with _name_range("offload", place):
                 self._copy_out(leaving, sources)
         else:
@@ -174,10 +175,10 @@ class Transfers:
         for owner in {saved.owner for saved in away}:
             device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
         self._used.add(h2d)
-        is_profiled = _is_profiled()
+        has_ranges = is_profiled()
         with device.copying_on(h2d):
             for (saved, place), buffer in zip(away.items(), buffers, strict=True):
-                if is_profiled:
+                if has_ranges:
                     with _name_range("reload", place):
                         self._fill(saved, buffer)
                 else:
@@ -381,9 +382,6 @@ def _say_changed(saved: SavedStorage) -> str:
         f"A tensor that {saved.place} saved for backward was changed in place by a backward that had taken it. "
         "Change a clone there."
     )
-
-
-_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
 
 
 def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:

@@ -17,8 +17,9 @@ from fgoffload.planner.memory.static_memory import (
 from fgoffload.planner.memory.temporaries import ExtraBytes
 from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import LayerShape
-from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape
+from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
+from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import (

@@ -5,8 +5,7 @@ from typing import Any
 
 from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.adapter.model_config import read_facts
-from fgoffload.integrations.megatron.adapter.plan_files import naming_file
-from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan
+from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, naming_plan_file
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 
@@ -27,7 +26,7 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
         TOKENS: arguments.seq_length * arguments.micro_batch_size,
         MICROBATCHES: arguments.num_microbatches,  # once the batch has ramped up
     }
-    with naming_file(path):
+    with naming_plan_file(path):
         plan.check_made_for({**read_facts(config), **step})
     if arguments.offload is not None:
         arguments.offload.tags.check(plan.offloaded_tags, flag=name)

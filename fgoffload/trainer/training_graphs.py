@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fgoffload.engine.torch_internals import clear_cublas_workspaces
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.adapter.collectives import gather
 from fgoffload.integrations.megatron.flags.graph_flags import FULL_ITERATION, LOCAL, TRANSFORMER_ENGINE
@@ -95,7 +96,7 @@ class _Graphs(NoGraphs):
     def close(self) -> None:
         self._chunks, self._config = (), None
         # cuBLAS keeps a workspace for each stream. One that was allocated in the pool of a graph would keep the pool alive.
-        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # noqa: SLF001 - no public name
+        clear_cublas_workspaces()
 
     def _find_wrapping_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]

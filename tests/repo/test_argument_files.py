@@ -10,9 +10,9 @@ from support.versions import is_installed
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes
-from fgoffload.planner.model.model_shape import make_layer_shape
 from fgoffload.planner.model.parallelism import list_chunks
 from fgoffload.planner.model.parameters import count_parameters
+from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 
 ROOT = Path(__file__).parents[2]

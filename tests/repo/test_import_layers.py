@@ -10,13 +10,14 @@ Within the planner: ranks <- {model <- operations <- memory <- timing <- model_r
 import ast
 import dataclasses
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 BELOW_ENGINE = ("errors", "units", "tags", "transfer_schedule", "plan", "config")
-ABOVE_ENGINE = (*BELOW_ENGINE, "environment", "output_files", "engine", "planner", "integrations")
+ABOVE_ENGINE = (*BELOW_ENGINE, "environment", "engine", "planner", "integrations")
 MAY_IMPORT = {
     "errors": (),
     "units": ("errors",),
@@ -32,21 +33,11 @@ MAY_IMPORT = {
     "transfer_config": ("errors", "units", "transfer_schedule"),
     "engine": (*BELOW_ENGINE, "engine"),
     "planner": (*BELOW_ENGINE, "output_files", "text_files", "watched", "captured_tags", "planner"),
-    "integrations": (
-        *BELOW_ENGINE,
-        "environment",
-        "text_files",
-        "watched",
-        "captured_tags",
-        "transfer_config",
-        "engine",
-        "planner",
-        "integrations",
-    ),
+    "integrations": (*ABOVE_ENGINE, "text_files", "watched", "captured_tags", "transfer_config"),
     "doctor": ("errors", "units", "engine", "doctor"),
-    "trainer": (*BELOW_ENGINE, "environment", "engine", "planner", "integrations", "trainer"),
-    "benchmark": (*ABOVE_ENGINE, "doctor", "trainer", "benchmark"),
-    "cli": (*ABOVE_ENGINE, "captured_tags", "text_files", "doctor", "trainer", "benchmark", "cli", "__init__"),
+    "trainer": (*ABOVE_ENGINE, "trainer"),
+    "benchmark": (*ABOVE_ENGINE, "output_files", "doctor", "trainer", "benchmark"),
+    "cli": (*ABOVE_ENGINE, "captured_tags", "output_files", "text_files", "doctor", "trainer", "benchmark", "cli", "__init__"),
     "__init__": (*BELOW_ENGINE, "transfer_config", "integrations"),
     "__main__": ("cli",),
 }
@@ -159,3 +150,20 @@ def test_the_rule_reads_the_modules_of_every_part_and_of_no_other(package):
 @pytest.mark.parametrize("package", RULES)
 def test_the_rule_itself_goes_one_way(package):
     graphlib.TopologicalSorter({part: set(below) - {part} for part, below in RULES[package].items()}).prepare()
+
+
+def test_no_modules_import_each_other():
+    names = {module.removesuffix(".__init__"): path for path, module in FILES}
+    imports = {name: set() for name in names}
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                found = {f"{node.module}.{alias.name}" for alias in node.names}
+                imports[name] |= {one if one in names else node.module for one in found} & names.keys()
+    graphlib.TopologicalSorter(imports).prepare()  # for types alone and inside of functions too
+
+
+def test_private_names_of_torch_are_in_one_file():
+    private = re.compile(r"\btorch\.(\w+\.)*_[a-zA-Z]\w*")
+    users = {path.name for path, _ in FILES for _ in private.finditer(path.read_text(encoding="utf-8"))}
+    assert users == {"torch_internals.py"}

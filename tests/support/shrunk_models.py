@@ -18,8 +18,9 @@ from fgoffload.integrations.megatron.flags.argument_files import read_argument_f
 from fgoffload.integrations.megatron.flags.model_shapes import read_model, read_model_file
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.planner.model.layer_shape import LayerShape
-from fgoffload.planner.model.model_shape import ModelShape, make_layer_shape
+from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
+from fgoffload.planner.model.rank_layer import make_layer_shape
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "arguments").glob("*.sh"))}
 

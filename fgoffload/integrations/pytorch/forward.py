@@ -15,13 +15,12 @@ import contextvars
 from typing import Any
 
 import torch
-from torch._dynamo.decorators import skip
 
 from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
 from fgoffload.engine.handles import Handle, Packed, WrappedHandle, hold
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.region import is_in_backward, mark_end, mark_start
-from fgoffload.engine.torch_internals import find_top_hooks, get_sequence_number, pop_hooks, push_hooks
+from fgoffload.engine.torch_internals import find_top_hooks, get_sequence_number, pop_hooks, push_hooks, skip
 from fgoffload.integrations.pytorch.outputs import find_tensor, saves_something
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site

@@ -23,18 +23,15 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch._dynamo.decorators import skip
 from torch.utils.checkpoint import checkpoint
 
+from fgoffload.engine.torch_internals import skip
 from fgoffload.errors import StateError
 from fgoffload.integrations.pytorch.forward import Surroundings
 from fgoffload.integrations.pytorch.patterns import ModuleSite
-
-if TYPE_CHECKING:
-    from fgoffload.integrations.pytorch.model import ModelOffload
 
 HANDLE = "_fgoffload_handle"
 """The attribute of an offloaded model that holds its handle."""
@@ -47,6 +44,20 @@ _CALLED = (_FORWARD, CHECKPOINT)
 """What a replaced forward stands in place of."""
 
 _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
+
+
+class Run(Protocol):
+    """One run of a module with gradients."""
+
+    def finish(self, output: Any) -> None:
+        """The module has returned `output`."""
+
+
+class OffloadHandle(Protocol):
+    """What a replaced forward tells its handle."""
+
+    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Run | None:
+        """Begin to run `module`, or return None where everything has to be left alone."""
 
 
 class ReplacedForward:
@@ -63,7 +74,7 @@ class ReplacedForward:
     def __init__(
         self,
         module: torch.nn.Module | None,
-        handle: "ModelOffload | None" = None,
+        handle: OffloadHandle | None = None,
         *,
         site: ModuleSite | None = None,
         name: str = _FORWARD,

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def find_rivals(args: Any, model: torch.nn.Module) -> Iterator[str]:
     found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
     if found:
         yield f"transformers' {found}={{'offload': True}}"
-    if any(isinstance(module, OffloadWrapper) for module in model.modules()):
+    if any(type(module).__name__ == "OffloadWrapper" for module in model.modules()):
         yield "accelerate's fsdp_activation_checkpointing_offload"
     if getattr(args, "activation_offloading", False):
         yield "TRL's activation_offloading"

@@ -16,19 +16,16 @@ Fields carry Megatron's names where Megatron has one. Llama 3 8B:
     >>> llama.get_kind(31)
     'dense'
 
-`make_layer_shape` gives one of its layers as a rank runs it.
+`make_layer_shape` of `rank_layer.py` gives one of its layers as a rank runs it.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import LARGEST_SIZE, check_count
-from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe, LatentShape, LayerShape
-
-if TYPE_CHECKING:
-    from fgoffload.planner.model.parallelism import Parallelism
+from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe
 
 MOST_LAYERS = 1000
 """Of a model: the deepest have a few hundred, and of so many a plan still takes less than a minute."""
@@ -343,70 +340,6 @@ def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_
         check_count(name, count, most=LARGEST_SIZE)
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
-
-
-def make_layer_shape(model: ModelShape, parallelism: "Parallelism", number: int) -> LayerShape:
-    """Return layer `number` of `model` as a rank under `parallelism` runs it.
-
-    One of multi-token prediction is the transformer layer in it, with `has_mtp_projection`.
-
-    Raises:
-        ConfigError: There is no such layer, ranks cannot share it, or nobody knows what such a layer saves.
-    """
-    has_experts = model.has_experts(number)
-    parallelism.check_model(model)
-    if model.activation_dtype_bytes != 2:
-        raise ConfigError(
-            f"activation_dtype_bytes {model.activation_dtype_bytes}, as of a training in fp32, which is one without --bf16 and "
-            "--fp16: what a layer saves is only known for 2, that of bf16. Give --bf16."
-        )
-    check_head_channels(model)
-    return LayerShape(
-        micro_batch_size=parallelism.micro_batch_size,
-        seq_length=model.seq_length // parallelism.context_parallel_size,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        qk_channels=model.qk_channels,
-        v_channels=model.v_channels,
-        ffn_hidden_size=0 if has_experts else model.ffn_hidden_size,
-        experts=_make_experts(model, parallelism) if has_experts else None,
-        latent=_make_latent(model),
-        tensor_parallel_size=parallelism.tensor_parallel_size,
-        has_sequence_parallel=parallelism.has_sequence_parallel,
-        normalization=model.normalization,
-        rotary_channels=model.rotary_channels,
-        has_fused_rotary=model.has_fused_rotary and model.rotary_channels > 0,
-        has_qk_norm=model.has_qk_norm and model.latent is None,
-        is_gated=model.is_gated,
-        has_fused_activation=model.has_fused_activation or not model.is_gated,
-        has_linear_bias=model.has_linear_bias,
-        has_attention_sinks=model.has_attention_sinks,
-        has_hidden_dropout=model.has_hidden_dropout,
-        has_mtp_projection=number >= model.num_layers,
-        fp8_recipe=model.fp8_recipe,
-    )
-
-
-def _make_experts(model: ModelShape, parallelism: "Parallelism") -> ExpertsShape | None:
-    if model.experts is None:
-        return None
-    return dataclasses.replace(
-        model.experts,
-        expert_parallel_size=parallelism.expert_parallel_size,
-        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
-    )
-
-
-def _make_latent(model: ModelShape) -> LatentShape | None:
-    if model.latent is None:
-        return None
-    return LatentShape(
-        q_lora_rank=model.latent.q_lora_rank,
-        kv_lora_rank=model.latent.kv_lora_rank,
-        qk_pos_emb_head_dim=model.latent.qk_pos_emb_head_dim,
-        has_qk_norm=model.has_qk_norm,
-    )
 
 
 def _read_flags(name: str, pattern: Sequence[int], num_layers: int) -> tuple[bool, ...]:

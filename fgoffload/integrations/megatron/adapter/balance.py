@@ -6,9 +6,62 @@ all microbatches alike, as many as have the bytes that the rank offloads less. M
 the first microbatches instead; see docs/reference/megatron_engine.md.
 """
 
+import logging
 from collections.abc import Mapping
 
-from fgoffload.plan import Site
+from fgoffload.engine import Group
+from fgoffload.integrations.megatron.adapter.site_actions import SiteActions
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.plan import Action, Site
+from fgoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class RankBalance:
+    """Keeps on this pipeline rank the sites that it is to offload less than the first rank.
+
+    Args:
+        actions: What is done about each site of the rank.
+        delta_bytes: Of a step, from one rank to the next; 0 where all ranks offload alike.
+    """
+
+    def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
+        self._actions = actions
+        self._delta_bytes = delta_bytes
+        self._groups: list[tuple[Site, Group]] = []
+        """Of the first step, where what each site moved has to be known."""
+        self._site_bytes: dict[Site, float] = {}
+        """What each site moved in a microbatch of the first step, in the order of forward."""
+        self._microbatches = 0
+        """Of the steps that are balanced now; 0 in the first step."""
+
+    def note(self, site: Site, group: Group) -> None:
+        """A run of `site` saves to `group`."""
+        if self._delta_bytes and not self._microbatches:
+            self._groups.append((site, group))
+
+    def finish_step(self, microbatches: int) -> None:
+        """A step is over: balance the ones that follow, in steps of so many microbatches."""
+        if not self._delta_bytes:
+            return
+        for site, group in self._groups:
+            self._site_bytes[site] = self._site_bytes.get(site, 0) + group.moved_bytes / microbatches
+        self._groups.clear()
+        if microbatches == self._microbatches:
+            return
+        self._microbatches = microbatches
+        rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
+        moved_bytes = {site: round(size * microbatches) for site, size in self._site_bytes.items()}
+        kept = choose_kept(moved_bytes, less_bytes=rank * self._delta_bytes)
+        self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
+        logger.info(
+            "pipeline rank %d offloads %s of a step less: %d of %d sites stay",
+            rank,
+            format_bytes(sum(moved_bytes[site] for site in kept)),
+            len(kept),
+            len(moved_bytes),
+        )
 
 
 def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Site]:

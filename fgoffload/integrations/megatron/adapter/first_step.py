@@ -7,12 +7,14 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from fgoffload.engine import StepStats
 from fgoffload.errors import IntegrationError, PlanError
-from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.integrations.megatron.adapter.site_actions import SiteActions
+from fgoffload.plan import Action, OffloadPlan, Site, naming_plan_file
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,26 @@ class _TagReport:
     fused: int = 0
     saved_tensors: int = 0
     moved_bytes: int = 0
+
+
+def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepStats, *, plan_file: Path | None) -> None:
+    """Check what the first step did, on all ranks.
+
+    Args:
+        selected: The tags whose tensors may leave.
+        actions: What is done about each site of this rank.
+        step: What the step did on this rank.
+        plan_file: Where the plan was read from.
+
+    Raises:
+        IntegrationError: A selected tag saved nothing on any rank.
+        PlanError: The plan names a site that no rank has, or the ranks have different plans.
+    """
+    check_alike(selected, actions.plan)
+    if actions.plan is not None:
+        with naming_plan_file(plan_file):
+            check_plan(actions.plan, actions.by_site, actions.layers)
+    check_tags(selected, actions.by_site, actions.fused_tags, step)
 
 
 def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:

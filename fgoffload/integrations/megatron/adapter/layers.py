@@ -13,7 +13,6 @@ from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number, list_layers
 from fgoffload.integrations.megatron.adapter.model_config import list_accepted, read_facts
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
-from fgoffload.integrations.megatron.adapter.plan_files import naming_file
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor
 from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.adapter.site_actions import LayerSites
@@ -34,6 +33,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute import layer_recompute
 from fgoffload.integrations.megatron.recompute.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
+from fgoffload.plan import naming_plan_file
 
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock"
@@ -202,37 +202,42 @@ class _Registrar:
             for block in new
             for stack, index, layer in list_layers(block)
         ]
-        sites = [
-            LayerSites(
-                number=get_number(layer),
-                tags=(*input_tag, *find_tags(layer, offload.selected)),
-                fused=find_fused_tags(layer, offload.selected),
-                units=layer_recompute.find_units(layer),
-                shares_router_input=shares_router_input(layer),
-            )
-            for layer, input_tag in found
-        ]
-        with naming_file(offload.config.offload_plan):
-            offload.actions.register_layers(chunk, sites)
+        with naming_plan_file(offload.config.offload_plan):
+            offload.actions.register_layers(chunk, [_describe(layer, tag, offload.selected) for layer, tag in found])
         offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
-            number = get_number(layer)
-            offload.graphs.add_layer(layer, chunk)
-            recomputed = offload.actions.list_recomputed(chunk, number)
-            check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
-            # A plan that is made of measurements says only later what runs again.
-            units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
-            layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
-            for unit in recomputed:
-                layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
-            # A first linear that runs again has its site around what it runs again from.
-            own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
-            add_own_sites(self._patches, self.get_offload, layer, own)
-            switch_off_later(self._patches, layer)
-            if offload.measurement is not None:
-                offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)
+            self._prepare(layer, chunk)
         stacks = {stack for block in new for stack, _, _ in list_layers(block)}
         offload.remember([*new, *stacks])  # only now: what is refused once is refused the next time too
+
+    def _prepare(self, layer: Any, chunk: int) -> None:
+        """Give `layer` its sites, and recompute in it what is planned."""
+        offload, number = self.get_offload(), get_number(layer)
+        offload.graphs.add_layer(layer, chunk)
+        recomputed = offload.actions.list_recomputed(chunk, number)
+        check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
+        # A plan that is made of measurements says only later what runs again.
+        units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
+        layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
+        for unit in recomputed:
+            layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
+        # A first linear that runs again has its site around what it runs again from.
+        own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
+        add_own_sites(self._patches, self.get_offload, layer, own)
+        switch_off_later(self._patches, layer)
+        if offload.measurement is not None:
+            offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)
+
+
+def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -> LayerSites:
+    """Return what `layer` has, for the plan: `input_tag` where a checkpoint around whole layers begins at it."""
+    return LayerSites(
+        number=get_number(layer),
+        tags=(*input_tag, *find_tags(layer, selected)),
+        fused=find_fused_tags(layer, selected),
+        units=layer_recompute.find_units(layer),
+        shares_router_input=shares_router_input(layer),
+    )
 
 
 def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
@@ -288,7 +293,7 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             "move the same tensors. Leave one of them out."
         )
     if offload.actions.plan is not None:
-        with naming_file(offload.config.offload_plan):
+        with naming_plan_file(offload.config.offload_plan):
             offload.actions.plan.check_made_for(read_facts(config))
     granularity = getattr(config, "recompute_granularity", None)
     if granularity is not None and offload.measurement is not None:

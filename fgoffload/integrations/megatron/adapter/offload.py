@@ -4,29 +4,24 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from fgoffload.config import OffloadConfig
-from fgoffload.engine import CapturedRegion, Group, Lane, OffloadEngine, Region, StepStats, is_inert
+from fgoffload.engine import CapturedRegion, Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import ConfigError, PlanError
-from fgoffload.integrations.megatron.adapter.balance import choose_kept
-from fgoffload.integrations.megatron.adapter.first_step import check_alike, check_plan, check_tags
-from fgoffload.integrations.megatron.adapter.plan_files import naming_file
+from fgoffload.integrations.megatron.adapter.balance import RankBalance
+from fgoffload.integrations.megatron.adapter.first_step import check_first_step
+from fgoffload.integrations.megatron.adapter.measurement import Measurement
+from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.adapter.selected_tags import list_selected_tags
 from fgoffload.integrations.megatron.adapter.site_actions import SiteActions
 from fgoffload.integrations.megatron.graphs.graphed_layers import GraphedLayers, is_capturing
 from fgoffload.integrations.megatron.host_waits.holding import Holding
-from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
-from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan, Site
+from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, Site, naming_plan_file
 from fgoffload.units import format_bytes
 from fgoffload.watched import Watched
-
-if TYPE_CHECKING:
-    from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
-    from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +42,7 @@ class MegatronOffload:
         self.engine = engine
         self.last_step: StepStats | None = None
         """The numbers of the last whole step on this rank; None before the first."""
-        self.measurement: StepMeasurement | None = None
+        self.measurement: Measurement | None = None
         """Measures steps, in which nothing leaves; None where nothing is to be measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
@@ -75,11 +70,7 @@ class MegatronOffload:
         self._ending_block: weakref.ref[torch.nn.Module] | None = None
         """Of the model that forward is in: the block behind which only the loss comes; None where other stages follow."""
         self._is_first_step_over = False
-        self._first_groups: list[tuple[Site, Group]] = []
-        """Of the first step, where what each site moved has to be known."""
-        self._site_bytes: dict[Site, float] = {}
-        """What each site moved in a microbatch of the first step, in the order of forward."""
-        self._balanced_microbatches = 0
+        self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
         self._most_warned_of = 0
         """Microbatches of a step, more than the plan was made for."""
 
@@ -291,8 +282,7 @@ class MegatronOffload:
             return None
         # Not `OffloadEngine.find_region`, which would ask once more whether it is inert.
         region = Region(self.engine, self._lane, self.engine.open_group(site, self._lane))
-        if self.config.delta_offload_bytes_across_pp_ranks and not self._is_first_step_over:
-            self._first_groups.append((site, region.group))
+        self._balance.note(site, region.group)
         return region
 
     def open_region(self, tag: str) -> Region | CapturedRegion | None:
@@ -337,15 +327,12 @@ class MegatronOffload:
             self._submit_held()
 
     def _submit_held(self) -> None:
-        if self.measurement is None:
-            self.engine.flush()
-            return
-        with self.measurement.apart():
+        with contextlib.nullcontext() if self.measurement is None else self.measurement.apart():
             self.engine.flush()
 
     # Steps.
 
-    def begin_step(self, call: "ScheduleCall") -> None:
+    def begin_step(self, call: ScheduleCall) -> None:
         """A schedule begins a step.
 
         Raises:
@@ -357,11 +344,11 @@ class MegatronOffload:
         if self.measurement is not None:
             self.measurement.begin_step(call)
 
-    def _check_step(self, plan: OffloadPlan, call: "ScheduleCall") -> None:
-        with naming_file(self.config.offload_plan):
+    def _check_step(self, plan: OffloadPlan, call: ScheduleCall) -> None:
+        with naming_plan_file(self.config.offload_plan):
             plan.check_made_for({TOKENS: call.tokens})
         try:
-            with naming_file(self.config.offload_plan):
+            with naming_plan_file(self.config.offload_plan):
                 plan.check_made_for({MICROBATCHES: call.microbatches})
         except PlanError as error:
             if not self._is_first_step_over:
@@ -407,31 +394,5 @@ class MegatronOffload:
             return
         if not self._is_first_step_over:
             self._is_first_step_over = True
-            actions = self.actions
-            check_alike(self.selected, actions.plan)
-            if actions.plan is not None:
-                with naming_file(self.config.offload_plan):
-                    check_plan(actions.plan, actions.by_site, actions.layers)
-            check_tags(self.selected, actions.by_site, actions.fused_tags, self.last_step)
-        if self.config.delta_offload_bytes_across_pp_ranks:
-            self._balance_ranks(microbatches)
-
-    def _balance_ranks(self, microbatches: int) -> None:
-        """Keep what this pipeline rank is to offload less than the first, in steps of so many microbatches."""
-        for site, group in self._first_groups:
-            self._site_bytes[site] = self._site_bytes.get(site, 0) + group.moved_bytes / microbatches
-        self._first_groups.clear()
-        if microbatches == self._balanced_microbatches:
-            return
-        self._balanced_microbatches = microbatches
-        rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
-        moved_bytes = {site: round(size * microbatches) for site, size in self._site_bytes.items()}
-        kept = choose_kept(moved_bytes, less_bytes=rank * self.config.delta_offload_bytes_across_pp_ranks)
-        self.actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
-        logger.info(
-            "pipeline rank %d offloads %s of a step less: %d of %d sites stay",
-            rank,
-            format_bytes(sum(moved_bytes[site] for site in kept)),
-            len(kept),
-            len(moved_bytes),
-        )
+            check_first_step(self.selected, self.actions, self.last_step, plan_file=self.config.offload_plan)
+        self._balance.finish_step(microbatches)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fgoffload.engine import CapturedForward, CapturedRegion, OffloadEngine, is_inert
 from fgoffload.engine.place import Place
+from fgoffload.engine.torch_internals import tree_leaves
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
 from fgoffload.integrations.megatron.adapter.site_actions import SiteActions

@@ -27,6 +27,7 @@ from fgoffload.engine.handles import Handle, KeptHandle, Packed, hold
 from fgoffload.engine.identity import StorageRef, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
+from fgoffload.engine.torch_internals import get_graph_task, queue_after_backward
 from fgoffload.integrations.megatron.profile.device_memory import DeviceMemory
 from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, Stretch
 from fgoffload.plan import Site
@@ -264,11 +265,11 @@ class StepRecorder:
     def take(self, handle: Packed) -> torch.Tensor:
         """Return a saved tensor; in backward it tells where backward is."""
         if isinstance(handle, RecordedHandle) and is_in_backward():
-            task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public name
+            task = get_graph_task()
             if task != self._graph_task:
                 self._graph_task = task
                 # Runs when this backward is through, on the thread that called it.
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001 - no public name
+                queue_after_backward(self._end_backward)
             if self._open != (handle.stretch, True):
                 self._switch(handle.stretch, is_backward=True)
         waits = isinstance(handle, RecordedHandle) and handle.may_wait

@@ -5,8 +5,9 @@ from support.public_models import DEEPSEEK_V3, LLAMA_8B
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.layer_shape import ExpertsShape
-from fgoffload.planner.model.model_shape import list_moe_layers, make_layer_shape
+from fgoffload.planner.model.model_shape import list_moe_layers
 from fgoffload.planner.model.parallelism import Parallelism
+from fgoffload.planner.model.rank_layer import make_layer_shape
 
 DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=5, moe_layers=(False,) * 3 + (True,) * 2, mtp_num_layers=1)
 
