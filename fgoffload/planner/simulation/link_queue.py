@@ -8,6 +8,7 @@ import collections
 import math
 
 from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_MOMENT = 1 + 1e-9
@@ -18,12 +19,14 @@ rounded since."""
 class Copy:
     """What one group moves at once."""
 
-    __slots__ = ("end_s", "label", "size_bytes", "start_s", "traffic")
+    __slots__ = ("end_s", "label", "pass_", "size_bytes", "start_s", "traffic")
 
-    def __init__(self, size_bytes: int, traffic: TagTraffic, label: str) -> None:
+    def __init__(self, size_bytes: int, traffic: TagTraffic, pass_: Pass | None, label: str) -> None:
         self.size_bytes = size_bytes
         self.traffic = traffic
         """What it is counted for."""
+        self.pass_ = pass_
+        """In which it was submitted."""
         self.label = label
         self.start_s = math.inf
         """When it was the first of its queue; infinite before."""
@@ -157,6 +160,7 @@ class LinkQueue:
         if queue.waited_since_s < now_s:
             copy.traffic.exposed_s += now_s - max(copy.start_s, queue.waited_since_s)
         if self._timeline is not None:
-            self._timeline.note_span(queue.stream, copy.label, copy.start_s, now_s, size_bytes=copy.size_bytes)
+            label = f"{copy.pass_} {copy.label}"
+            self._timeline.note_span(queue.stream, label, copy.start_s, now_s, size_bytes=copy.size_bytes)
         if queue.copies:
             queue.start(now_s)

@@ -115,7 +115,8 @@ class RankPasses:
 
     def run_on(self, p2p_s: float) -> None:
         """Run passes until all are over, or until the next has to wait."""
-        last, ends_s = self._first + self._rounds.left_out * self._rounds.passes, self._ends_s
+        run, ends_s, first, length = self._run, self._ends_s, self._first, self._rounds.passes
+        last = first + self._rounds.left_out * length
         while self.over < len(self.passes):
             one = self.passes[self.over]
             is_forward, stage, microbatch = one.kind is _FORWARD, self._stages[one.chunk], one.microbatch
@@ -124,11 +125,14 @@ class RankPasses:
             ready_s = 0.0 if is_free else ends_s.get((is_forward, stage - 1 if is_forward else stage + 1, microbatch))
             if ready_s is None:
                 return
-            if self._first <= self.over < last:
-                self._repeat(ready_s)
+            if first <= self.over < last:
+                # As long as in the last simulated round.
+                waits_s = max(0.0, ready_s - run.clock_s - self._later_s)
+                self._waited_s += waits_s
+                self._later_s += waits_s + self._busy_s[(self.over - first) % length - length]
             else:
                 self._simulate(one, ready_s)
-            ends_s[is_forward, stage, microbatch] = self._run.clock_s + self._later_s + p2p_s
+            ends_s[is_forward, stage, microbatch] = run.clock_s + self._later_s + p2p_s
             self.over += 1
 
     def _simulate(self, one: Pass, ready_s: float) -> None:
@@ -142,13 +146,6 @@ class RankPasses:
             self._busy_s.append(run.clock_s - start_s)
         if place == self._first - 1:
             self._numbers.append(run.list_numbers())
-
-    def _repeat(self, ready_s: float) -> None:
-        """Let a pass take as long as in the last simulated round."""
-        waits_s = max(0.0, ready_s - self._run.clock_s - self._later_s)
-        place = (self.over - self._first) % self._rounds.passes - self._rounds.passes
-        self._waited_s += waits_s
-        self._later_s += waits_s + self._busy_s[place]
 
     def finish(self) -> RankResult:
         """Return the result of the step."""
@@ -181,9 +178,9 @@ def run_pipeline(
         for rank, (run, passes, place) in enumerate(zip(runs, passes_by_rank, rounds.places, strict=True))
     ]
     before = -1
-    # From the first rank to the last, as forwards go, until none gets any further.
+    # From the first rank to the last, as forwards go, and back, as backwards go, until none gets any further.
     while before < (before := sum(rank.over for rank in ranks)):
-        for rank in ranks:
+        for rank in (*ranks, *reversed(ranks)):
             rank.run_on(p2p_s)
     for number, rank in enumerate(ranks):
         if rank.over < len(rank.passes):

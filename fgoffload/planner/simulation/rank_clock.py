@@ -1,5 +1,6 @@
 """A rank's compute over time, and its memory: what `rank_run` runs passes on."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
@@ -55,6 +56,7 @@ class RankClock:
         if left_out is not None:
             numbers = [one + more for one, more in zip(numbers, left_out, strict=True)]
         step_s, *counted = numbers
+        fields = self._counts.make_fields(counted)
         pass_, label = self._peak_at
         return RankResult(
             rank=self._rank.rank,
@@ -67,7 +69,8 @@ class RankClock:
             host_peak_bytes=self._host_peak_bytes,
             timeline=self._timeline,
             peaks=self._peaks,
-            **self._counts.make_fields(counted),
+            compute_s=step_s - sum(dataclasses.astuple(fields["waits"])),
+            **fields,
         )
 
     def compute(self, compute: Compute, _: object) -> None:
@@ -79,7 +82,6 @@ class RankClock:
             self._peak_at = (self._pass, label)
         start_s = self.clock_s
         self.clock_s = end_s = self._link.run_compute(start_s, seconds) if self._link.queued else start_s + seconds
-        self._counts.compute_s += end_s - start_s
         self._device_bytes = device_bytes + net_bytes
         if self._is_a_layer_ahead:
             host_s += self._host_s
@@ -87,22 +89,22 @@ class RankClock:
 
     def compute_and_note(self, compute: Compute, _: object) -> None:
         """Let compute run, and note when and with how many bytes."""
-        start_s, label, highest_bytes = self.clock_s, compute.label, self._device_bytes + compute.rise_bytes
+        _, net_bytes, rise_bytes, label, _ = compute
+        start_s, highest_bytes = self.clock_s, self._device_bytes + rise_bytes
         if self._peaks is not None and self._pass is not None:
             key = (self._pass.kind is PassKind.FORWARD, self._pass.chunk, label)
             self._peaks[key] = max(self._peaks.get(key, 0), highest_bytes)
-        has_more = compute.rise_bytes > compute.net_bytes  # while it runs than behind it
-        self._note_memory(start_s, device_bytes=highest_bytes if has_more else None)
+        self._note_memory(highest_bytes if rise_bytes > net_bytes else self._device_bytes)
         self.compute(compute, _)
         if self._timeline is not None:
             self._timeline.note_span(StreamName.COMPUTE, f"{self._pass} {label}", start_s, self.clock_s)
-        self._note_memory(self.clock_s)
 
     def _wait_until(self, until_s: float, cause: Cause) -> None:
         if until_s > self.clock_s:
             self._counts.waits_s[cause] += until_s - self.clock_s
             if self._timeline is not None:
                 self._timeline.note_span(StreamName.COMPUTE, cause.value, self.clock_s, until_s)
+                self._note_memory(self._device_bytes)
             self.clock_s = until_s
 
     def _wait_for_copy(self, queue: CopyQueue, copy: Copy, cause: Cause) -> None:
@@ -114,12 +116,11 @@ class RankClock:
         if self._device_bytes > self._peak_bytes:
             self._peak_bytes = self._device_bytes
             self._peak_at = (self._pass, label)
-        self._note_memory(self.clock_s)
 
-    def _note_memory(self, at_s: float, *, device_bytes: int | None = None) -> None:
+    def _note_memory(self, device_bytes: int) -> None:
+        """Note what is there from now on. What comes and goes while no time passes nobody sees."""
         if self._timeline is not None:
-            device_bytes = self._device_bytes if device_bytes is None else device_bytes
-            self._timeline.memory.append(MemorySample(at_s, device_bytes, self._host_bytes))
+            self._timeline.memory.append(MemorySample(self.clock_s, device_bytes, self._host_bytes))
 
     def retain(self, kept: tuple[tuple[int, int], int], _: object) -> None:
         """Let a token dispatcher keep tensors that backward no longer wants."""
@@ -130,4 +131,3 @@ class RankClock:
     def dispatch(self, dispatcher: tuple[int, int], _: object) -> None:
         """Let a token dispatcher free what it kept."""
         self._device_bytes -= self._dispatcher_bytes.pop(dispatcher, 0)
-        self._note_memory(self.clock_s)

@@ -59,6 +59,7 @@ class RankRun(RankClock):
         self._unchanging = {number: SimulatedLane(chunk, ()) for number, chunk in enumerate(chunks) if not chunk.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._in_flight_bytes = 0
+        self._host_budget_bytes = math.inf if rank.host_budget_bytes is None else rank.host_budget_bytes
         self._pass_start_s = 0.0
         self._loss_window_bytes = 0
         """The most that was on its way where a loss began."""
@@ -105,11 +106,10 @@ class RankRun(RankClock):
         Args:
             left_out: What `list_numbers` would have counted in rounds that were not simulated.
         """
-        end_s = self.clock_s
         self._link.advance(math.inf)
         while self._in_flight:
             self._release_oldest()
-        self._note_memory(max(end_s, self._link.now_s))
+        self._note_memory(self._device_bytes)
         return self._make_result(left_out, loss_window_bytes=self._loss_window_bytes)
 
     def _wait_for_oldest(self, cause: Cause) -> None:
@@ -122,40 +122,31 @@ class RankRun(RankClock):
         """Offload a group, and wait while more than the window is on its way."""
         if self._in_flight:
             self.poll()
-        group = lane.chunk.groups[number]
+        chunk, size_bytes, leaving = lane.chunk, 0, []
         lane.groups[number].submit()
-        leaving, size_bytes = self._take_host_memory(lane, group.parcels)
+        for parcel in chunk.groups[number].parcels:
+            parcel_bytes = chunk.parcels[parcel].size_bytes
+            if self._host_bytes + parcel_bytes > self._host_budget_bytes:
+                lane.traffic[parcel].kept_bytes += parcel_bytes
+                continue
+            leaving.append(parcel)
+            size_bytes += parcel_bytes
+            self._host_bytes += parcel_bytes
+            lane.states[parcel] = _OFFLOADING
+            lane.is_copied[parcel] = True
         if leaving:
+            self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes)
             traffic = lane.traffic[leaving[0]]
             traffic.d2h_bytes += size_bytes
-            copy = Copy(size_bytes, traffic, f"{self._pass} {group.label}" if self._timeline is not None else "")
+            copy = Copy(size_bytes, traffic, self._pass, chunk.groups[number].label)
             self._link.submit(self._link.d2h, copy, self.clock_s)
             self._in_flight.append(InFlight(copy, lane, leaving, size_bytes))
             self._in_flight_bytes += size_bytes
-            self._note_memory(self.clock_s)
             if self._rank.late_group_s:
                 # Ahead of the window, for which the device waits and the host does not.
                 self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
-
-    def _take_host_memory(self, lane: SimulatedLane, parcels: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return those of `parcels` that the host budget has room for, which leave, and their bytes."""
-        budget_bytes = self._rank.host_budget_bytes
-        leaving, size_bytes = [], 0
-        for number in parcels:
-            parcel_bytes = lane.chunk.parcels[number].size_bytes
-            if budget_bytes is not None and self._host_bytes + size_bytes + parcel_bytes > budget_bytes:
-                lane.traffic[number].kept_bytes += parcel_bytes
-                continue
-            leaving.append(number)
-            size_bytes += parcel_bytes
-            lane.states[number] = _OFFLOADING
-            lane.is_copied[number] = True
-        self._host_bytes += size_bytes
-        if self._host_bytes > self._host_peak_bytes:
-            self._host_peak_bytes = self._host_bytes
-        return leaving, size_bytes
 
     def wait_for_host(self, host_wait: HostWait, _: object) -> None:
         """The host waits until compute is where it is; for what takes the copy engine, behind all that is queued to it."""
@@ -196,7 +187,6 @@ class RankRun(RankClock):
             # What was called back backward still wants, and what forward reads is freed behind that.
             if state is not _RESIDENT and not lane.is_read[parcel]:
                 self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
-        self._note_memory(self.clock_s)
 
     def read(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
         """Forward has read parcels for the last time: those that have left go."""
@@ -204,7 +194,6 @@ class RankRun(RankClock):
             lane.is_read[parcel] = False
             if lane.states[parcel] is _OFFLOADED:
                 self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
-        self._note_memory(self.clock_s)
 
     # And back.
 
@@ -287,8 +276,7 @@ class RankRun(RankClock):
             traffic.h2d_bytes += size_bytes
             self._add_bytes(device_bytes, label)
             lane.states[number] = _RELOADED
-            copy = Copy(size_bytes, traffic, f"{self._pass} {label}" if self._timeline is not None else "")
-            lane.reloads[number] = copy
+            lane.reloads[number] = copy = Copy(size_bytes, traffic, self._pass, label)
             self._link.submit(self._link.h2d, copy, self.clock_s)
 
     def free(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
@@ -306,4 +294,3 @@ class RankRun(RankClock):
                 self._abandoned += 1
             elif state is not _OFFLOADED:
                 self._device_bytes -= device_bytes
-        self._note_memory(self.clock_s)

@@ -30,7 +30,6 @@ class Counts:
     """What is counted of one rank."""
 
     def __init__(self) -> None:
-        self.compute_s = 0.0
         self.slowed_s = 0.0
         self.recompute_s = 0.0
         self.waits_s = dict.fromkeys(Cause, 0.0)
@@ -42,13 +41,13 @@ class Counts:
 
     def list_numbers(self) -> list[float]:
         """Return all counts, in the order of `make_fields`."""
-        numbers = [self.compute_s, self.slowed_s, self.recompute_s, *self.waits_s.values()]
+        numbers = [self.slowed_s, self.recompute_s, *self.waits_s.values()]
         return numbers + [getattr(one, name) for one in self._tags.values() for name in _TRAFFIC]
 
     def make_fields(self, numbers: Sequence[float]) -> dict[str, Any]:
         """Return `numbers` by the fields of `RankResult`."""
         left = iter(numbers)
-        fields: dict[str, Any] = {name: next(left) for name in ("compute_s", "slowed_s", "recompute_s")}
+        fields: dict[str, Any] = {name: next(left) for name in ("slowed_s", "recompute_s")}
         fields["waits"] = Waits(**{f"{cause.name.lower()}_s": next(left) for cause in Cause})
         tags = []
         for one in self._tags.values():
@@ -58,5 +57,5 @@ class Counts:
         return fields | {name: sum(getattr(one, name) for one in tags) for name in _TRAFFIC if name != "exposed_s"}
 
 
-NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
+NEIGHBOURS_PLACE = 2 + list(Cause).index(Cause.NEIGHBOURS)
 """Among the numbers of `Counts`, the seconds in which compute waits for other ranks."""

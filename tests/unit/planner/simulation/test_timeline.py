@@ -46,8 +46,8 @@ def test_memory_is_a_counter_that_changes_where_it_does(events):
         for name in ("device memory", "host memory")
     }
     full = STATIC_BYTES + 100
-    # Let go of at 80, when backward asks and the engine looks, and back in the same moment.
-    assert counters["device memory"] == [(0, STATIC_BYTES), (20, full), (80, STATIC_BYTES), (80, full), (130, STATIC_BYTES)]
+    # Released at 80, when backward asks and the engine looks, and back in the same moment.
+    assert counters["device memory"] == [(0, STATIC_BYTES), (20, full), (130, STATIC_BYTES)]
     assert counters["host memory"] == [(0, 0), (20, 100), (130, 0)]
 
 
