@@ -22,7 +22,10 @@ from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model.rank_layer import make_layer_shape
 
-FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "arguments").glob("*.sh"))}
+FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "arguments").glob("[!g]*.sh"))}
+FILES |= {
+    path.stem: path for path in FILES["llama3_8b"].parent.glob("gpt_oss*.sh")
+}  # the stand-ins have no LayerNorm, as GPT has
 
 MICRO_BATCH_SIZE = 2
 GROUPS, KV_CHANNELS, EXPERT_CHANNELS = 2, 64, 208

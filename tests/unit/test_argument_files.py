@@ -38,26 +38,30 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("A=(\n--x $(date)\n)", r"f.sh, line 2: command substitution cannot be read: '\$\(date\)'"),
-        ("\nA=(--x $Y)", r"line 2: variable \$Y is not assigned above. Assign it before its use, or write \$\{Y:-default\}"),
         ("#\n#\nA=(--x\n", r"line 3: the array that begins here has no end. Close it with \)"),
-        ("torchrun train.py", "line 1: a command cannot be read: 'torchrun'"),
         ("A=(--x 'open)", "line 1: a quote that is not closed"),
-        ("A=(a & b)", "line 1: an operator cannot be read: '&'"),
+        ("A=(--x)\nif true; then\n", "line 2: the block that begins here has no end. Close it with fi"),
         ("A=1", r"holds no array of flags. Write them as in: MODEL_ARGS=\( --num-layers 4 \)"),
     ],
 )
-def test_what_would_have_to_be_run_is_refused_with_its_line(script: str, message: str) -> None:
+def test_what_has_no_end_is_refused_with_its_line(script: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_argument_file(script, source="f.sh")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing\.sh: No such file"):
-        read_argument_file(tmp_path / "missing.sh")
-    (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not UTF-8 text"):
-        read_argument_file(tmp_path / "binary.sh")
+@pytest.mark.parametrize(
+    ("name", "flags", "skipped"),
+    [
+        ("train", "--num-gpus 24 --log logs/x --fp8-format hybrid --bf16", []),
+        ("submit", "--num-layers 61 --moe-layer-freq [0]*3+[1]*58 --use-megatron-fsdp --strategy $STRATEGY", ["sbatch"]),
+        ("options", "--seq-length 4096 --bf16", ["source (line 2)", "while (line 3)"]),
+    ],
+)
+def test_a_script_made_like_megatrons_examples_is_read_and_what_is_skipped_is_named(name, flags, skipped, caplog):
+    path = Path(__file__).parent / "argument_scripts" / f"{name}.sh"
+    assert read_argument_file(path, variables={"NODES": "2"}) == tuple(flags.split())
+    assert [record.message.count(name) for record in caplog.records for name in skipped] == [1] * len(skipped)
+    assert bool(caplog.records) == bool(skipped)
 
 
 def _read_with_bash(path: Path, arrays: str) -> list[str]:

@@ -199,7 +199,3 @@ def test_reading_words_takes_time_in_proportion_to_their_number(read, text):
 def test_an_argument_file_whose_variables_grow_without_end_is_refused(line):
     with pytest.raises(ConfigError, match=r"x\.sh, line \d\d: .* come to more than 16777216 characters\."):
         parse_file("X=aa\nA=(1 2)\n" + f"{line}\n" * 24)
-
-
-def test_an_array_may_go_on_from_itself():
-    assert parse_file('A=(--one)\nA=("${A[@]}" --two)\n') == ("--one", "--two")

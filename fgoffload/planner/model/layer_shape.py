@@ -25,6 +25,10 @@ Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
 """Those that are known here."""
 
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
+"""What exchanges tokens: `--moe-token-dispatcher-type alltoall`, or flex with one of the others as its backend."""
+
 DEFAULT_IMBALANCE = 1.2
 """What a plan assumes of `ExpertsShape.imbalance` where nobody measured it.
 
@@ -120,6 +124,11 @@ class ExpertsShape:
     formulas are exact. `DEFAULT_IMBALANCE` is for plans. It changes nothing where one rank has all experts."""
     has_fused_permutation: bool = False
     """With `--moe-permute-fusion`."""
+    dispatcher: Dispatcher = "alltoall"
+    """What exchanges tokens. The others send a token once to each node that it goes to, and not once for each expert."""
+    limited_groups: tuple[int, int] | None = None
+    """Of how many groups of experts a token's come from, and of how many there are: `--moe-router-group-topk` of
+    `--moe-router-num-groups`. None without limit."""
     router: RouterShape = dataclasses.field(default_factory=RouterShape)
     """How tokens find their experts."""
 
@@ -128,6 +137,7 @@ class ExpertsShape:
         _check_sizes(self, "num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size")
         _check_sizes(self, "shared_ffn_hidden_size", least=0)
         _check_divides(self, "expert_parallel_size", "num_experts")
+        _check_choice(self, "dispatcher", DISPATCHERS)
         _check_divides(self, "expert_tensor_parallel_size", "ffn_hidden_size")
         if not 1 <= self.imbalance < math.inf:
             raise ConfigError(

@@ -1,77 +1,56 @@
-"""Argument files: bash scripts that hold Megatron flags in arrays, read without running them.
+"""Argument files: bash scripts that hold Megatron flags, read without running them.
 
     MODEL_ARGS=(
         --num-layers ${LAYERS:-4}   # a comment
-        --hidden-size 64
+        --hidden-size $((16 * 4))
     )
+    torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-What is read: assignments, arrays, `+=`, `export`, comments, quotes, line continuations, and `$NAME`, `${NAME}`,
-`${NAME:-default}`, `${ARRAY[@]}`. Everything else that bash could do is refused with its line, never guessed at and never run.
+The flags are those behind the Python script of the last command that starts one; without such a command, those in arrays, and
+in texts that begin with a flag. What is read: assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
+arithmetic, and `if` whose condition compares texts or numbers. Everything else, like `source` and loops, is skipped, and one
+line says so. A variable that the file does not assign stays as it is written.
 """
 
 import dataclasses
+import itertools
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.shell_words import Operator, Variables, Word, split_script
 from fgoffload.text_files import read_text_file
 
-_TOKEN = re.compile(
-    r"""
-      (?P<continuation>\\\n)
-    | (?P<blank>[ \t\r]+)
-    | (?P<end>[\n;])
-    | (?P<single>'[^']*')
-    | (?P<double>"(?:[^"\\`]|\\.)*")
-    | (?P<variable>\$\w+|\$\{[^{}]*\})
-    | (?P<escaped>\\.)
-    | (?P<open>\()
-    | (?P<close>\))
-    | (?P<comment>\#[^\n]*)
-    | (?P<plain>[^\s;'"\\$`()\#&|<>]+)
-    """,
-    re.VERBOSE | re.DOTALL,
-)
+logger = logging.getLogger(__name__)
+
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
-_VARIABLE = re.compile(r"\$(?:(?P<bare>\w+)|\{(?P<name>\w+)(?:(?P<array>\[[@*]\])|(?P<colon>:?)-(?P<default>[^}]*))?\})")
-_EXPANSION = re.compile(r"\$[\w{(]")
-_IGNORED_COMMANDS = frozenset({"set", "shopt"})
-"""They change how bash runs a script, not what its arrays hold."""
-_LONGEST_SHOWN = 100
-"""Characters of what cannot be read, in an error: a file of bytes may be one long word."""
-_LARGEST_EXPANSION = 16 * 1024 * 1024
-"""Characters of variables, and words of arrays, that a whole file may take in: `X="$X$X"` doubles with each line."""
+_BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
+"""Words that begin a block, and those that end it."""
+_DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_QUIET = frozenset(
+    {"set", "shopt", "echo", "tee", "printf", "exit", "cd", "mkdir", "shift", "return", "fi", "done", "then", "else", "}"}
+)
+"""Commands that change no flag: nothing is said of them."""
+_OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
+"""Words behind which a command begins."""
+_ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
+"""Operators that end a command."""
+_COMPARISONS = {
+    "-eq": int.__eq__,
+    "-ne": int.__ne__,
+    "-gt": int.__gt__,
+    "-ge": int.__ge__,
+    "-lt": int.__lt__,
+    "-le": int.__le__,
+}
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    text: str
-    line: int
-    """From 1."""
-
-
-class _Word:
-    """A word under construction: None until a piece of it has come, since `""` is a word and nothing is none."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-
-    def add(self, text: str) -> None:
-        self._pieces.append(text)
-
-    def take(self) -> str | None:
-        text = "".join(self._pieces) if self._pieces else None
-        self._pieces.clear()
-        return text
+_Item = Word | Operator
 
 
 def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the flags in the arrays of the bash file at `path`, in the order of the arrays.
-
-    An array that a later one takes in (`ALL=("${MODEL_ARGS[@]}" --lr 1)`) counts once, where it was taken in.
+    """Return the flags in the bash file at `path`, in their order.
 
     Args:
         path: The file.
@@ -79,14 +58,14 @@ def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None
             environment, so `os.environ` reads the file as bash would.
 
     Raises:
-        ConfigError: The file cannot be read, or holds what this reader does not know; the error names file and line.
+        ConfigError: The file cannot be read, has a quote, bracket or block without an end, or holds no flag.
     """
     text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
     return parse_argument_file(text, source=str(path), variables=variables)
 
 
 def parse_argument_file(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the flags in the arrays of the bash script `text`. See `read_argument_file`.
+    """Return the flags of the bash script `text`. See `read_argument_file`.
 
     Args:
         text: The script.
@@ -94,246 +73,222 @@ def parse_argument_file(text: str, *, source: str, variables: Mapping[str, str] 
         variables: What `$NAME` means where the script does not say.
 
     Raises:
-        ConfigError: The script holds what this reader does not know, or no array.
+        ConfigError: The script has a quote, bracket or block without an end, or holds no flag.
     """
+    script = read_script(text, source=source, variables=variables)
+    if script.skipped:
+        logger.warning("%s is read, not run; skipped: %s.", source, ", ".join(script.skipped))
+    return script.flags
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Script:
+    """What a bash script says."""
+
+    flags: tuple[str, ...]
+    """Of Megatron, in their order."""
+    skipped: tuple[str, ...]
+    """Commands that may change flags and were not run, each with its line."""
+    variables: Variables
+    """At the end of the script."""
+
+
+def read_script(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> Script:
+    """Return what the bash script `text` says. See `parse_argument_file`."""
     reader = _Reader(source, variables or {})
-    for tokens in _split_statements(text, source):
-        reader.read_statement(tokens)
-    return reader.collect_flags()
+    reader.read(split_script(text, source))
+    return Script(reader.collect_flags(), tuple(reader.skipped), reader.variables)
 
 
 class _Reader:
-    """What the script has assigned so far."""
+    """Goes through the commands of a script."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._source = source
-        self._scalars = {name: [value] for name, value in variables.items()}
-        """In pieces, as `+=` adds them."""
-        self._arrays: dict[str, list[str]] = {}
-        self._taken_in: set[str] = set()
-        self._expanded = 0
-        """Characters of variables and words of arrays that were taken in."""
+        self._launched: list[str] | None = None
+        """Flags of the last command that starts a Python script."""
+        self.variables = Variables(source, variables)
+        self.skipped: list[str] = []
 
     def collect_flags(self) -> tuple[str, ...]:
-        """Return the words of all arrays that no other array took in."""
-        if not self._arrays:
+        for text in [] if self._launched else self.variables.list_texts():  # as of sbatch or srun, which take a command as text
+            self._read_launch_text(text.split())
+        flags = self._launched or [word for words in self.variables.list_unused() for word in words]
+        if not flags:
             raise ConfigError(f"{self._source} holds no array of flags. Write them as in: MODEL_ARGS=( --num-layers 4 )")
-        return tuple(word for name, words in self._arrays.items() if name not in self._taken_in for word in words)
+        return tuple(flags)
 
-    def read_statement(self, tokens: list[_Token]) -> None:
-        """Take in one statement: an assignment, an array, or one that does not matter."""
-        first = tokens[0]
-        if first.kind == "plain" and first.text in _IGNORED_COMMANDS:
-            return
-        if first.kind == "plain" and first.text in {"export", "declare", "local", "readonly"}:
-            tokens = _strip([token for token in tokens[1:] if not token.text.startswith("-")])
-            if not tokens:
-                return
-            first = tokens[0]
-        match = _ASSIGNMENT.match(first.text) if first.kind == "plain" else None
+    def read(self, items: Sequence[_Item]) -> None:
+        """Take in the commands of `items`."""
+        for command in self._split_commands(items):
+            first = command[0]
+            if isinstance(first, Word) and first.plain == "if":
+                self._read_if(command)
+            elif isinstance(first, Word) and (first.plain in _BLOCKS or _is_function(command)):
+                self._skip_block(command, first.plain)
+            elif isinstance(first, Word):
+                self._read_command(list(_drop_redirections(command)))
+
+    def _read_command(self, words: list[Word]) -> None:
+        first, rest = words[0], words[1:]
+        if first.plain in _DECLARATIONS:
+            for word in rest:
+                self._assign(word)
+        elif first.plain == "unset":
+            for word in rest:
+                self.variables.unset(word.plain)
+        elif self._assign(first):
+            if rest:  # NAME=value before a command
+                self._read_command(rest)
+        elif first.plain not in _QUIET and not self._read_launch(words):
+            self._skip(first, self.variables.expand_whole(first))
+
+    def _read_launch(self, words: list[Word]) -> bool:
+        """Take the flags behind a Python script, and return whether there is one."""
+        return self._read_launch_text([text for word in words for text in self.variables.expand(word)])
+
+    def _read_launch_text(self, texts: Sequence[str]) -> bool:
+        script = next((place for place, text in enumerate(texts) if text.endswith((".py", "PRETRAIN_EXE}"))), None)
+        if script is None or not any(text.startswith("--") for text in texts[script:]):
+            return False
+        self._launched = list(texts[script + 1 :])
+        return True
+
+    def _assign(self, word: Word) -> bool:
+        match = _find_assignment(word)
         if match is None:
-            self._refuse(first, "a command")
-        rest = tokens[1:]
-        if match.end() < len(first.text):
-            rest = [dataclasses.replace(first, text=first.text[match.end() :]), *rest]
-        if rest and rest[0].kind == "open":
-            self._assign_array(match, rest)
-        else:
-            self._assign_scalar(match, rest)
+            return False
+        rest = word.pieces[0]._replace(text=word.pieces[0].text[match.end() :])
+        value = Word((rest, *word.pieces[1:]), word.line)
+        self.variables.assign(match["name"], value, appends=bool(match["append"]))
+        return True
 
-    def _assign_array(self, match: re.Match[str], tokens: list[_Token]) -> None:
-        if tokens[-1].kind != "close":
-            self._refuse(tokens[-1], f"text after the end of array {match['name']}")
-        name, words = match["name"], list(self._split_words(tokens[1:-1]))
-        if match["append"] and name in self._arrays:
-            self._arrays[name] += words
-        else:
-            self._arrays[name] = words
-        self._taken_in.discard(name)  # an array that takes itself in goes on
+    def _read_if(self, command: Sequence[_Item]) -> None:
+        """Take in the branch whose condition holds; none from the first condition on that cannot be told."""
+        for condition, body in _split_branches(command):
+            holds = self._test(condition)
+            if holds is None:
+                self._skip_block(command, "if")
+            elif holds:
+                self.read(body)
+            if holds is not False:
+                return
 
-    def _assign_scalar(self, match: re.Match[str], tokens: list[_Token]) -> None:
-        pieces = []
-        for index, token in enumerate(tokens):
-            if token.kind == "blank":
-                self._refuse(tokens[min(index + 1, len(tokens) - 1)], f"a command after the assignment of {match['name']}")
-            pieces.append(self._expand(token))
-        earlier = self._scalars.get(match["name"], []) if match["append"] else []
-        earlier += pieces
-        self._scalars[match["name"]] = earlier
-
-    def _split_words(self, tokens: list[_Token]) -> Iterator[str]:
-        """Yield the words of an array, split and unquoted as bash does."""
-        word = _Word()
-        for token in tokens:
-            if token.kind in {"blank", "end"}:
-                if (text := word.take()) is not None:
-                    yield text
+    def _test(self, condition: Sequence[_Item]) -> bool | None:
+        """Return whether a condition holds, or None where only running it can tell."""
+        result: bool | None = True
+        joins = "&&"
+        test: list[Word] = []
+        for item in (*condition, Operator("\n", 0)):
+            if isinstance(item, Word):
+                test.append(item)
                 continue
-            array = self._find_array(token)
-            if array is not None:
-                yield from array
-            elif token.kind == "variable":
-                # Unquoted, so bash splits the value at blanks: EXTRA="--lr 1" makes two words.
-                value = self._expand(token)
-                first, *more = value.split() or [""]
-                if first:
-                    word.add(first)
-                for part in more:
-                    if (text := word.take()) is not None:
-                        yield text
-                    word.add(part)
-            else:
-                word.add(self._expand(token))
-        if (text := word.take()) is not None:
-            yield text
+            if test:
+                holds = self._test_one(test)
+                if joins == "&&":
+                    result = False if result is False or holds is False else (None if None in (result, holds) else True)
+                else:
+                    result = True if result or holds else (None if None in (result, holds) else False)
+                test = []
+            if item.text in ("&&", "||"):
+                joins = item.text
+        return result
 
-    def _find_array(self, token: _Token) -> list[str] | None:
-        """Return the words of the array that `token` is the whole of, quoted or not, or None."""
-        match = _VARIABLE.fullmatch(token.text.strip('"')) if token.kind in {"variable", "double"} else None
-        if match is None or not match["array"]:
+    def _test_one(self, words: list[Word]) -> bool | None:
+        brackets = {"[": "]", "[[": "]]"}
+        if words[-1].plain != brackets.get(words[0].plain, ""):
             return None
-        if match["name"] not in self._arrays:
-            self._refuse(token, f"array {match['name']}, which is not assigned above,")
-        self._taken_in.add(match["name"])
-        array = self._arrays[match["name"]]
-        self._count_expanded(len(array), token)
-        return array
+        texts = [self.variables.expand_whole(word, unknown="") for word in words[1:-1]]
+        negated = bool(texts) and texts[0] == "!"
+        match texts[negated:]:
+            case ["-n", text]:
+                holds: bool | None = bool(text)
+            case ["-z", text]:
+                holds = not text
+            case ["-z"]:
+                holds = True
+            case ["-n"]:
+                holds = False
+            case [left, "=" | "==", right]:
+                holds = left == right
+            case [left, "!=", right]:
+                holds = left != right
+            case [left, comparison, right] if comparison in _COMPARISONS and left.isdecimal() and right.isdecimal():
+                holds = _COMPARISONS[comparison](int(left), int(right))
+            case _:
+                holds = None
+        return holds if holds is None or not negated else not holds
 
-    def _expand(self, token: _Token) -> str:
-        """Return what `token` stands for: quotes gone, variables replaced."""
-        if token.kind == "single":
-            return token.text[1:-1]
-        if token.kind == "escaped":
-            return token.text[1:]
-        if token.kind == "variable":
-            return self._expand_variable(_VARIABLE.fullmatch(token.text), token)
-        if token.kind == "double":
-            return self._expand_quoted(token)
-        if token.kind in {"open", "close"}:
-            self._refuse(token, "a bracket inside an array (quote it)")
-        return token.text
-
-    def _expand_quoted(self, token: _Token) -> str:
-        pieces = []
-        position = 1
-        while position < len(token.text) - 1:
-            character = token.text[position]
-            if character == "\\" and token.text[position + 1] in '"\\$`\n':
-                pieces.append("" if token.text[position + 1] == "\n" else token.text[position + 1])
-                position += 2
-            elif character == "$" and _EXPANSION.match(token.text, position):
-                match = _VARIABLE.match(token.text, position)
-                pieces.append(self._expand_variable(match, token))
-                position = match.end() if match else position
-            else:
-                pieces.append(character)
-                position += 1
-        return "".join(pieces)
-
-    def _expand_variable(self, match: re.Match[str] | None, token: _Token) -> str:
-        if match is None or match["array"]:
-            self._refuse(token, f"{token.text}, an expansion")
-        name = match["bare"] or match["name"]
-        # `:-` takes the default for an empty value too, `-` only for a name that is not assigned.
-        value = self._find_scalar(name)
-        if value is not None and (value or not match["colon"]):
-            self._count_expanded(len(value), token)
-            return value
-        if match["default"] is not None and "$" not in match["default"]:
-            return match["default"].strip("\"'")
-        raise ConfigError(
-            f"{self._source}, line {token.line}: variable ${name} is not assigned above. "
-            f"Assign it before its use, or write ${{{name}:-default}}."
-        )
-
-    def _find_scalar(self, name: str) -> str | None:
-        if name not in self._scalars:
-            return None
-        pieces = self._scalars[name]
-        pieces[:] = ["".join(pieces)]
-        return pieces[0]
-
-    def _count_expanded(self, size: int, token: _Token) -> None:
-        self._expanded += size
-        if self._expanded > _LARGEST_EXPANSION:
+    def _split_commands(self, items: Sequence[_Item]) -> Iterator[list[_Item]]:
+        """Yield each command, a block with all that is in it."""
+        command: list[_Item] = []
+        ends: list[str] = []
+        for item in items:
+            if isinstance(item, Operator) and item.text in _ENDS and not ends:
+                if command:
+                    yield command
+                command = []
+                continue
+            is_first = _begins_command(command[-1:])
+            command.append(item)
+            if not isinstance(item, Word) or not is_first:
+                continue
+            if ends and item.plain == ends[-1]:
+                ends.pop()
+            elif item.plain in _BLOCKS:
+                ends.append(_BLOCKS[item.plain])
+        if ends:
             raise ConfigError(
-                f"{self._source}, line {token.line}: {token.text} and the variables before it come to more than "
-                f"{_LARGEST_EXPANSION} characters. Write out what they hold."
+                f"{self._source}, line {command[0].line}: the block that begins here has no end. Close it with {ends[-1]}."
             )
+        if command:
+            yield command
 
-    def _refuse(self, token: _Token, what: str) -> NoReturn:
-        _refuse(self._source, token.line, what, token.text)
+    def _skip_block(self, command: Sequence[_Item], name: str) -> None:
+        """Say of a block that assigns something that it is skipped."""
+        if any(map(_find_assignment, command)):
+            self._skip(command[0], name)
 
-
-def _split_statements(text: str, source: str) -> Iterator[list[_Token]]:
-    """Yield the tokens of each statement: a line, or an array over several lines."""
-    statement: list[_Token] = []
-    opened: _Token | None = None
-    for token in _tokenize(text, source):
-        if token.kind == "open":
-            if opened is not None:
-                _refuse(source, token.line, "a bracket inside an array (quote it)", token.text)
-            opened = token
-        elif token.kind == "close" and opened is None:
-            _refuse(source, token.line, "a closing bracket without an array", token.text)
-        elif token.kind == "close":
-            opened = None
-        if token.kind == "end" and opened is None:
-            if statement := _strip(statement):
-                yield statement
-            statement = []
-        else:
-            statement.append(token)
-    if opened is not None:
-        raise ConfigError(f"{source}, line {opened.line}: the array that begins here has no end. Close it with ).")
-    if statement := _strip(statement):
-        yield statement
+    def _skip(self, item: _Item, name: str) -> None:
+        self.skipped.append(f"{name[:40]} (line {item.line})")
 
 
-def _strip(statement: list[_Token]) -> list[_Token]:
-    start, end = 0, len(statement)
-    while start < end and statement[start].kind == "blank":
-        start += 1
-    while end > start and statement[end - 1].kind == "blank":
-        end -= 1
-    return statement[start:end]
+def _drop_redirections(command: Sequence[_Item]) -> Iterator[Word]:
+    """Yield the words of a command without those of redirections: `2>&1`, `> log`."""
+    for before, item, behind in zip((None, *command), command, (*command[1:], None), strict=False):
+        is_target = isinstance(before, Operator) and before.text[0] in "<>&"
+        is_channel = isinstance(item, Word) and item.plain.isdigit() and isinstance(behind, Operator) and behind.text[0] in "<>"
+        if isinstance(item, Word) and not is_target and not is_channel:
+            yield item
 
 
-def _tokenize(text: str, source: str) -> Iterator[_Token]:
-    """Yield the pieces of `text`, without comments and line continuations."""
-    position, line = 0, 1
-    starts_word = True
-    while position < len(text):
-        if text[position] == "#" and not starts_word:
-            # In bash a # inside a word is a part of the word.
-            kind, piece = "plain", "#"
-        else:
-            match = _TOKEN.match(text, position)
-            if match is None:
-                _refuse(source, line, *_name_unknown(text, position))
-            kind, piece = str(match.lastgroup), match.group()
-        if kind not in {"comment", "continuation"}:
-            yield _Token(kind, piece, line)
-        starts_word = kind in {"blank", "end", "open", "continuation"}
-        line += piece.count("\n")
-        position += len(piece)
+def _is_function(command: Sequence[_Item]) -> bool:
+    return any(isinstance(one, Operator) and one.text == "(" for one in command[1:2])
 
 
-def _name_unknown(text: str, position: int) -> tuple[str, str]:
-    rest = text[position:]
-    for start, what in (("$((", "arithmetic"), ("$(", "command substitution"), ("`", "command substitution")):
-        if rest.startswith(start):
-            return what, rest.splitlines()[0]
-    if rest[0] in "'\"":
-        return "a quote that is not closed, or a command substitution inside quotes,", rest.splitlines()[0]
-    return "an operator", rest[0]
+def _split_branches(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item], Sequence[_Item]]]:
+    """Yield condition and body of each branch of an `if`; the condition of `else` is empty, and holds."""
+    parts: list[tuple[str, list[_Item]]] = []
+    depth = 0
+    for place, item in enumerate(command):
+        name = item.plain if isinstance(item, Word) and _begins_command(command[:place][-1:]) else ""
+        depth += (name == "if") - (name == "fi")
+        if depth == 1 and name in ("if", "then", "elif", "else"):
+            parts.append((name, []))
+        elif depth:
+            parts[-1][1].append(item)
+    for (kind, condition), (_, body) in itertools.pairwise(parts):
+        if kind in ("if", "elif"):
+            yield condition, body
+    if parts[-1][0] == "else":
+        yield (), parts[-1][1]
 
 
-def _refuse(source: str, line: int, what: str, text: str) -> NoReturn:
-    shown = repr(text.strip())
-    if len(shown) > _LONGEST_SHOWN:
-        shown = f"{shown[:_LONGEST_SHOWN]}..."
-    raise ConfigError(
-        f"{source}, line {line}: {what} cannot be read: {shown}. Argument files are read, not run: "
-        "keep to NAME=value and NAME=( --flag value ) with $NAME, ${NAME} and ${NAME:-default}."
-    )
+def _begins_command(before: Sequence[_Item]) -> bool:
+    """Return whether a word behind `before` is the first of a command."""
+    return not before or isinstance(before[-1], Operator) or before[-1].plain in _OPENERS
+
+
+def _find_assignment(word: _Item) -> re.Match[str] | None:
+    is_plain = isinstance(word, Word) and word.pieces and word.pieces[0].kind == "plain"
+    return _ASSIGNMENT.match(word.pieces[0].text) if isinstance(word, Word) and is_plain else None

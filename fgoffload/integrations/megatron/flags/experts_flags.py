@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import name_flags
-from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
+from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, Dispatcher, ExpertsShape, RouterShape
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ EXPERTS_FLAGS = frozenset(
         "moe_router_score_function",
         "moe_shared_expert_overlap",
         "moe_token_dispatcher_type",
+        "moe_flex_dispatcher_backend",
     }
 )
 """Flags, with `_` for `-`, that say how experts run and not how many or how large they are."""
@@ -65,6 +66,7 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
             ffn_hidden_size=channels,
             shared_ffn_hidden_size=values.get("moe_shared_expert_intermediate_size", 0),
             imbalance=DEFAULT_IMBALANCE,
+            limited_groups=_find_groups(values),
         )
     return change_experts(experts, values)
 
@@ -75,13 +77,7 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
     Raises:
         ConfigError: With the flag, the value, the limit and the fix.
     """
-    dispatcher = values.get("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        raise ConfigError(
-            f"--moe-token-dispatcher-type {dispatcher}: what it saves and sends is not known here "
-            "(docs/reference/saved_bytes.md). Give --moe-token-dispatcher-type alltoall for a plan of that."
-        )
-    changes: dict[str, Any] = {"router": _change_router(experts.router, values)}
+    changes: dict[str, Any] = {"router": _change_router(experts.router, values), "dispatcher": _find_dispatcher(values)}
     if "moe_permute_fusion" in values:
         changes["has_fused_permutation"] = values["moe_permute_fusion"]
     if "moe_shared_expert_overlap" in values:
@@ -90,6 +86,27 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
         changes["imbalance"] = 1.0
     with _named_by_flags():
         return dataclasses.replace(experts, **changes)
+
+
+def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    chosen, groups = values.get("moe_router_group_topk"), values.get("moe_router_num_groups")
+    if chosen is None or groups is None:
+        return None
+    if not 1 <= chosen <= groups:
+        raise ConfigError(f"--moe-router-num-groups {groups}: of so many groups {chosen} are not chosen. Give 1 to {groups}.")
+    return chosen, groups
+
+
+def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
+    """Return what exchanges tokens. What flex dispatchers save counts as what the all-to-all one saves."""
+    kind = values.get("moe_token_dispatcher_type", "alltoall")
+    if kind == "allgather":
+        logger.warning("--moe-token-dispatcher-type allgather counts as alltoall, so that memory and times err low.")
+    if kind != "flex":
+        return "alltoall"
+    backend: Dispatcher = values.get("moe_flex_dispatcher_backend", "deepep")
+    logger.warning("--moe-flex-dispatcher-backend %s: its buffers are not modelled, so that memory errs low.", backend)
+    return backend
 
 
 def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShape:
@@ -101,6 +118,8 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
     ):
         if flag in values:
             changes[field] = values[flag]
+    if changes.get("score_function") == "sigmoid":
+        changes["has_pre_softmax"] = False  # it has no effect there
     if values.get("moe_router_dtype") == "fp64":
         raise ConfigError(
             "--moe-router-dtype fp64: what the router saves is only known for fp32. Give --moe-router-dtype fp32."

@@ -6,14 +6,14 @@ table with those fields.
 """
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fgoffload.integrations.megatron.flags.assumption_flags import DTYPE_BYTES
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
 from fgoffload.integrations.megatron.flags.graph_flags import add_graph_flags
-from fgoffload.integrations.megatron.flags.other_flags import NOT_COVERED, WITHOUT_EFFECT
-from fgoffload.planner.model.layer_shape import FP8_RECIPES
+from fgoffload.integrations.megatron.flags.other_flags import WITHOUT_EFFECT, has_no_effect
+from fgoffload.planner.model.layer_shape import DISPATCHERS, FP8_RECIPES
 
 OWN_FLAGS = ("--num-gpus",)
 """Flags that Megatron does not have: it asks the launcher how many processes there are."""
@@ -26,6 +26,7 @@ _NUMBERS: tuple[tuple[str, ...], ...] = (
     ("--num-query-groups",),
     ("--kv-channels",),
     ("--vocab-size",),
+    ("--padded-vocab-size",),
     ("--make-vocab-size-divisible-by",),
     ("--seq-length",),
     ("--max-position-embeddings",),
@@ -38,6 +39,8 @@ _NUMBERS: tuple[tuple[str, ...], ...] = (
     ("--num-experts", "--num-moe-experts"),
     ("--moe-router-topk",),
     ("--moe-ffn-hidden-size",),
+    ("--moe-router-group-topk",),
+    ("--moe-router-num-groups",),
     ("--moe-shared-expert-intermediate-size",),
     ("--tensor-model-parallel-size", "--tp"),
     ("--pipeline-model-parallel-size", "--pp"),
@@ -57,6 +60,7 @@ _NUMBERS: tuple[tuple[str, ...], ...] = (
 """Whole numbers. The short ones are ours, and those of other launchers."""
 
 _SWITCHES: tuple[tuple[str, ...], ...] = (
+    ("--use-rotary-position-embeddings",),
     ("--swiglu",),
     ("--quick-geglu",),
     ("--gated-linear-unit",),
@@ -106,6 +110,7 @@ _OTHERS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("--fp8-recipe",): {"type": one_of(FP8_RECIPES)},
     ("--pipeline-model-parallel-layout",): {},
     ("--moe-token-dispatcher-type",): {"type": one_of(("alltoall", "allgather", "flex"))},
+    ("--moe-flex-dispatcher-backend",): {"type": one_of(DISPATCHERS[1:])},
     ("--attention-backend",): {"type": one_of(("flash", "fused", "unfused", "local", "auto"))},
     ("--transformer-impl",): {"type": one_of(("local", "transformer_engine", "inference_optimized"))},
     ("--optimizer",): {},
@@ -138,19 +143,10 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among `words` that nothing is known of, or that no plan covers, each once.
+    """Return the flags among `words` that change a plan or of which nothing is known, each once.
 
     Args:
         words: What the parser left: flags that it does not have, with their values.
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
-    return [flag for flag in flags if not _is_in(WITHOUT_EFFECT, flag)]
-
-
-def is_not_covered(flag: str) -> bool:
-    """Return whether `flag` is one of Megatron that changes memory or times in ways that no plan knows."""
-    return _is_in(NOT_COVERED, flag)
-
-
-def _is_in(flags: Set[str], flag: str) -> bool:
-    return flag in flags or "--" + flag.removeprefix("--no-") in flags
+    return [flag for flag in flags if not has_no_effect(flag)]

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags.argument_files import parse_argument_file, read_argument_file
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file, read_script
 from fgoffload.integrations.megatron.flags.assumption_flags import ASSUMPTION_FLAGS, make_assumptions
 from fgoffload.integrations.megatron.flags.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
-from fgoffload.integrations.megatron.flags.field_flags import FlagParser, name_flags, to_flag
+from fgoffload.integrations.megatron.flags.field_flags import name_flags, to_flag
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
-from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, is_not_covered, list_unknown
-from fgoffload.integrations.megatron.flags.model_warnings import warn_of_flags
+from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, list_unknown
+from fgoffload.integrations.megatron.flags.model_warnings import find_vocab_size, warn_of_flags, warn_of_left
+from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import (
     FIELD_FLAGS,
     MICROBATCHES_OF_A_CHUNK,
@@ -75,9 +76,6 @@ _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim":
 """Of latent attention, in Megatron-LM and in megatron-core 0.16.1. They differ in the rank of keys and values, which is asked
 for."""
 
-_MOST_SHOWN = 20
-"""Unknown flags, in a warning."""
-
 _DEFAULT_VOCAB_SIZE = 256
 """As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""
 
@@ -130,6 +128,9 @@ def read_model(
             if name not in values:
                 raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
         check_num_layers(values["num_layers"])
+        if "num_experts" in values and values.get("tensor_model_parallel_size", 1) > 1 and "sequence_parallel" not in values:
+            values["sequence_parallel"] = True
+            logger.warning("%s: --sequence-parallel is taken, which Megatron needs for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
@@ -210,9 +211,7 @@ def read_assumptions(
 def _find_num_gpus(path: Path) -> int | None:
     """Return what the file assigns to NUM_GPUS, or None where it does not."""
     text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
-    # The reader gives arrays alone: one more at the end takes the variable in, whatever way it was assigned.
-    text += '\n_NUM_GPUS=( "${NUM_GPUS:-}" )\n'
-    word = parse_argument_file(text, source=str(path))[-1]
+    word = read_script(text, source=str(path)).variables.find("NUM_GPUS")
     if word and not word.isdecimal():
         raise ConfigError(f"{path}: NUM_GPUS={word} is no whole number. Give one, as in NUM_GPUS=1024.")
     return int(word) if word else None
@@ -222,28 +221,18 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
     """Return the values of the flags, by name with `_` for `-`."""
     parser = build_model_parser(source)
     parsed, left = parser.parse_known_args(list(flags))
-    if unknown := list_unknown(left):
-        shown = [_show_with_nearest(flag, parser) for flag in unknown[:_MOST_SHOWN]]
-        if len(unknown) > _MOST_SHOWN:
-            shown.append(f"and {len(unknown) - _MOST_SHOWN} more")
-        logger.warning("%s: a plan does not know %s, and is made without.", source, ", ".join(shown))
-    if "vocab_size" not in parsed and any(word.startswith("--tokenizer-") for word in left):
-        raise ConfigError(
-            f"{source}: --vocab-size is missing, and no tokenizer is opened for a plan. Give it, as in --vocab-size 128256."
-        )
+    warn_of_left(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
     parsed, left = parser.parse_known_args(list(typed), parsed)
     # A word that stands first and is no flag belongs to none.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
-        if is_not_covered(word):
-            raise ConfigError(f"{parser.source}: {word} changes memory or times in a way that no plan knows. Leave it out.")
-        parser.parse_flags([word])  # which raises, and names the flag that is nearest
-    return vars(parsed)
-
-
-def _show_with_nearest(flag: str, parser: FlagParser) -> str:
-    nearest = None if is_not_covered(flag) else parser.find_nearest(flag)
-    return flag if nearest is None else f"{flag} ({nearest}?)"
+        if find_effect(word) is None:
+            parser.parse_flags([word])  # which raises, and names the flag that is nearest
+    warn_of_left(left, parser, parser.source)
+    values = vars(parsed)
+    if not values.keys() & {"vocab_size", "padded_vocab_size"} and (size := find_vocab_size(flags, source)):
+        values["vocab_size"] = size
+    return values
 
 
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
@@ -267,7 +256,7 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
         num_attention_heads=heads,
         num_query_groups=_find_query_groups(values) if latent is None else heads,
         kv_channels=_find_kv_channels(values) if latent is None else 0,
-        vocab_size=_pad(values, values.get("vocab_size", _DEFAULT_VOCAB_SIZE)),
+        vocab_size=values.get("padded_vocab_size") or _pad(values, values.get("vocab_size", _DEFAULT_VOCAB_SIZE)),
         seq_length=values["seq_length"],
         normalization=values.get("normalization", "LayerNorm"),
         is_gated=is_gated,
@@ -367,7 +356,8 @@ def _find_ffn_hidden_size(values: Mapping[str, Any], *, is_gated: bool, has_dens
 
 
 def _find_positions(values: Mapping[str, Any]) -> dict[str, Any]:
-    kind = values.get("position_embedding_type", "learned_absolute")
+    default = "rope" if values.get("use_rotary_position_embeddings") else "learned_absolute"
+    kind = values.get("position_embedding_type", default)
     if kind == "learned_absolute":
         positions = values.get("max_position_embeddings", values["seq_length"])
         if positions < values["seq_length"]:

@@ -1,15 +1,26 @@
 """What a plan says of Megatron's flags before it takes a model for another than they may mean."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fgoffload.captured_tags import NO_GRAPHS
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser
+from fgoffload.integrations.megatron.flags.model_flags import list_unknown
+from fgoffload.integrations.megatron.flags.other_flags import find_effect, list_effects
 from fgoffload.integrations.megatron.flags.parallel_flags import MICROBATCHES_OF_A_CHUNK
 from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
 from fgoffload.planner.model.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
+
+_TOKENIZER_FLAGS = frozenset({"--tokenizer-type", "--tokenizer-model", "--vocab-file"})
+_TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+_LARGE_VOCAB_SIZE = 131072
+"""Tokens of tokenizers that a plan does not open: those of most recent models have 128 to 202 thousand."""
+
+_MOST_SHOWN = 20
+"""Unknown flags, in a warning."""
 
 _COVERED_LAYERS = "transformer_engine"
 """Megatron's default, and what the formulas are of."""
@@ -67,3 +78,33 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
             * parallelism.micro_batch_size
             * parallelism.data_parallel_size,
         )
+
+
+def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
+    """Return the tokens of the tokenizer that `flags` name, which is not opened for a plan, or None where they name none."""
+    if not any(word in _TOKENIZER_FLAGS for word in flags):
+        return None
+    kind = flags[flags.index("--tokenizer-type") + 1] if "--tokenizer-type" in flags[:-1] else "GPT2BPETokenizer"
+    size = _TOKENIZERS.get(kind, _LARGE_VOCAB_SIZE)
+    logger.warning(
+        "%s: without --vocab-size a plan takes %d tokens, as of %s. Give it if yours has others.", source, size, kind
+    )
+    return size
+
+
+def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
+    """Say in a line each which flags of `left` a plan does not know, and what it errs in without the others."""
+    flags = list_unknown(left)
+    effects = list_effects(flags)
+    for effect, found in effects.items():
+        logger.warning("%s: not modelled, so that %s: %s.", source, effect, " ".join(found))
+    unknown = [_show_with_nearest(flag, parser) for flag in flags if find_effect(flag) is None]
+    if len(unknown) > _MOST_SHOWN:
+        unknown[_MOST_SHOWN:] = [f"and {len(unknown) - _MOST_SHOWN} more"]
+    if unknown:
+        logger.warning("%s: a plan does not know %s, and is made without.", source, ", ".join(unknown))
+
+
+def _show_with_nearest(flag: str, parser: FlagParser) -> str:
+    nearest = parser.find_nearest(flag)
+    return flag if nearest is None else f"{flag} ({nearest}?)"

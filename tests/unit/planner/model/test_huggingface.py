@@ -127,11 +127,3 @@ def test_a_file_of_no_known_model_is_refused(tmp_path, document, message):
         read(tmp_path, document)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"none.json: No such file or directory. Give the config.json of a model."):
-        read_huggingface_config(tmp_path / "none.json")
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not UTF-8 text"):
-        read_huggingface_config(tmp_path)

@@ -5,7 +5,6 @@ from support.public_models import DEEPSEEK_V3, LLAMA_8B
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.layer_shape import ExpertsShape
-from fgoffload.planner.model.model_shape import list_moe_layers
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model.rank_layer import make_layer_shape
 
@@ -17,15 +16,6 @@ def test_a_layer_of_multi_token_prediction_has_what_the_decoders_last_has():
     dense_last = dataclasses.replace(DEEPSEEK, moe_layers=(True, True, True, True, False))
     assert not dense_last.has_experts(5)
     assert make_layer_shape(dense_last, Parallelism(), 5).ffn_hidden_size == 18432
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [(0, "moe_layer_freq 0 is below 1"), ([0, 1], "has 2 entries, of which 2 are 0 or 1"), ([0, 1, 2, 1], "of which 3 are")],
-)
-def test_a_pattern_of_another_model_is_refused(pattern, message):
-    with pytest.raises(ConfigError, match=message):
-        list_moe_layers(pattern, num_layers=4)
 
 
 @pytest.mark.parametrize(

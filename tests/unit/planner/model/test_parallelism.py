@@ -30,10 +30,8 @@ def list_numbers(chunks):
     ("layout", "message"),
     [
         ("Etx|L", "cannot be read from 'x|L' on"),
-        ("E()*2L)", r"cannot be read from '\)' on"),
         ("Et|t|L", "stages"),
         ("Ett|L", "has 2 x t, and num_layers is 3. Give 3 x t."),
-        ("ttt|L", "has 0 x E, and embedding is 1"),
         ("tEtt|L", "does not begin with the embedding E"),
     ],
 )
@@ -46,10 +44,8 @@ def test_a_layout_that_is_not_of_the_model_is_refused(layout, message):
     ("fields", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0 is below 1"),
-        ({"micro_batch_size": 10**9}, "micro_batch_size 1000000000 is above 100000000, which no plan is made for"),
         ({"virtual_pipeline_size": 2, "microbatches": 4}, "virtual_pipeline_size 2 with pipeline_parallel_size 1"),
         ({"virtual_pipeline_size": 2, "pipeline_parallel_size": 4}, "microbatches 1 is below pipeline_parallel_size 4"),
-        ({"expert_parallel_size": 4, "data_parallel_size": 6}, "do not divide the 6 ranks of a pipeline stage"),
         ({"pipeline_layout": "EtL", "account_for_loss_in_pipeline_split": True}, "^pipeline_layout and"),
     ],
 )
@@ -66,7 +62,6 @@ def test_ranks_that_no_training_has_are_refused(fields, message):
         ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "stage 6 leave nothing of num_layers 6"),
         ({"seq_length": 62}, {"context_parallel_size": 2}, "seq_length 62 of model is not a multiple of 4"),
         ({"num_query_groups": 2}, {"tensor_parallel_size": 4}, "size 4 is more than the 2 num_query_groups .* Give 2 or less"),
-        ({}, {"tensor_parallel_size": 16}, "tensor_parallel_size 16 does not divide num_attention_heads 8 of model."),
         ({"ffn_hidden_size": 130}, {"tensor_parallel_size": 4}, "size 4 does not divide ffn_hidden_size 130 of model."),
         (
             {"experts": ExpertsShape(num_experts=6, topk=2, ffn_hidden_size=64)},
