@@ -13,8 +13,8 @@ from fgoffload.config import OffloadConfig
 from fgoffload.errors import BudgetError, ConfigError, IntegrationError, InternalError, OffloadError, PlanError, StateError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.tags import Tag, TagRegistry, default_tags
-from fgoffload.transfer_config import TransferConfig
-from fgoffload.transfer_schedule import HostMemory, TransferPolicy
+from fgoffload.transfer_config import HostMemory, TransferConfig
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import GIB, MIB
 
 if TYPE_CHECKING:

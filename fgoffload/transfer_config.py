@@ -1,16 +1,28 @@
 """How tensors move, for those who name modules or saved tensors of their own instead of Megatron flags."""
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.transfer_schedule import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, HostMemory, TransferPolicy
+from fgoffload.transfer_schedule import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
 """Bytes. Small copies waste the link: it gives 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, against 50 for large ones (measured,
 H100, PCIe 5)."""
+
+HOST_SHARE = 0.6
+"""The part of a node's host memory that all its ranks together take at most where nobody says otherwise: the engine of what is
+free at start, the planner of what the node has. The rest is for data loaders, checkpoints in the making and the page cache."""
+
+
+class HostMemory(enum.Enum):
+    """What offloaded bytes lie in on the host."""
+
+    PINNED = "pinned"  # locked: copies run at the link's rate, and beside compute
+    PAGEABLE = "pageable"  # not locked: slower, and the host waits for each copy to it, but the system may swap it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

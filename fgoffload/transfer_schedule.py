@@ -4,10 +4,17 @@ It knows groups by their order and bytes. The engine reports events on a device,
 what it decides, and answer where bytes are (`SavedBytes`). Locks, weak references and shared storages are the engine's.
 
     [Note: Events]
-    Forward reaches a site: `open`; a group ends: `close`, `submit`, and compute waits as `must_wait` says; backward comes next:
-    `list_held`, `expect_backward`. Backward reaches a group: `leave`, `reach`; has left a layer of which nothing was offloaded:
-    `prefetch`; takes tensors there: `let_go`. Before `submit`, `list_held`, `reach` and `prefetch` the executor releases what
-    finished copies no longer need.
+    A pass begins: `announce`. Forward reaches a site: `open`; a group ends: `close`, `submit`, and compute waits as `must_wait`
+    says, then `look_ahead`; backward comes next: `list_held`, `expect_backward`. Backward reaches a group: `enter`, `leave`,
+    `reach`; has left a layer of which nothing was offloaded: `prefetch`; takes tensors there: `let_go`. Before `submit`,
+    `list_held`, `reach` and `prefetch` the executor releases what finished copies no longer need.
+
+    [Note: Prefetch across passes]
+    Who knows the pipeline's schedule announces, as each pass begins, the lane whose backward follows right behind that pass.
+    Its last groups are called back during the pass: in a backward once all groups of its own lane were, in a forward at once.
+    Bytes ahead in both lanes count together, and stay within the prefetch bytes: no single larger group comes. They are on the
+    device where that forward ends and a step has its peak; docs/decisions.md says why. An announcement is a hint: it calls back
+    only groups that are on the host alone, and where another backward comes the executor drops what was reloaded in vain.
 
 All rules count bytes, never tensors or groups: groups of one model differ in size by a hundred times.
 """
@@ -16,7 +23,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, MIB, check_bytes
@@ -30,17 +37,6 @@ DEFAULT_PREFETCH_BYTES = 512 * MIB
 
 STAGING_SLOTS = 2
 """Slots through which captured modules offload: one that graphs use, and one that is copied meanwhile."""
-
-HOST_SHARE = 0.6
-"""The part of a node's host memory that all its ranks together take at most where nobody says otherwise: the engine of what is
-free at start, the planner of what the node has. The rest is for data loaders, checkpoints in the making and the page cache."""
-
-
-class HostMemory(enum.Enum):
-    """What offloaded bytes lie in on the host."""
-
-    PINNED = "pinned"  # locked: copies run at the link's rate, and beside compute
-    PAGEABLE = "pageable"  # not locked: slower, and the host waits for each copy to it, but the system may swap it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +100,10 @@ class TransferPolicy:
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= let_go_bytes
 
+    def may_prefetch_across(self, *, ahead_bytes: int, group_bytes: int) -> bool:
+        """Return whether a group may start its way back while another pass runs; `ahead_bytes` are those of both lanes."""
+        return ahead_bytes + group_bytes <= self.prefetch_bytes
+
 
 class SavedState(enum.Enum):
     """Where saved bytes are."""
@@ -144,12 +144,6 @@ class ScheduledGroup:
     def submit(self) -> None:
         """Take note that what may leave of the group starts its way to the host."""
         self.state = GroupState.SUBMITTED
-
-    def copy(self) -> "ScheduledGroup":
-        """Return another group that is as far."""
-        other = ScheduledGroup(self.position, self.end_position)
-        other.state, other.ahead_bytes = self.state, self.ahead_bytes
-        return other
 
     def spend(self) -> None:
         """Take note that backward has left the site; one inside of the region, which saves on behind it, has not."""
@@ -257,6 +251,14 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
         leftover, self._leftover = self._leftover, left
         return leftover
 
+    def take_back(self) -> list[Group]:
+        """Return the groups that were called back for a backward that does not come next: their reloaded bytes may go."""
+        called = self.groups[self.away : self.end]
+        for group in called:
+            self.expect(group, 0)
+        self.away = self.end
+        return called
+
 
 @dataclasses.dataclass(slots=True)
 class CallBack(Generic[Group, Saved]):
@@ -284,10 +286,46 @@ class TransferSchedule:
     def __init__(self, policy: TransferPolicy) -> None:
         self.policy = policy
         """As `policy`; it may change between any two events."""
+        self._current: ScheduledLane[Any, Any] | None = None
+        """In which backward is; None in a forward."""
+        self._next: ScheduledLane[Any, Any] | None = None
+        """Whose backward comes behind the pass that runs, if anybody said so."""
+
+    def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
+        """A pass begins, and the backward of `lane` comes right behind it: return groups as `enter` does.
+
+        Args:
+            lane: None where another forward comes, or nobody knows.
+            during: The lane whose backward begins; None where a forward does.
+        """
+        vain = self._take_back() if self._next is not lane and self._next is not during else []
+        self._current, self._next = during, lane
+        return vain
+
+    def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
+        """Backward is in `lane`, announced or not: return groups of another one that were called back in vain."""
+        if lane is self._current:
+            return []
+        vain = self._take_back() if self._next is not lane else []
+        self._current, self._next = lane, None
+        return vain
+
+    def _take_back(self) -> list[Any]:
+        return [] if self._next is None else self._next.take_back()
+
+    def look_ahead(self) -> Iterator[CallBack[Any, Any]]:
+        """The pass that runs has got ahead: call back what the backward behind it wants first."""
+        lane, current = self._next, self._current
+        if lane is None or not lane.away or (current is not None and current.away):
+            return
+        beside_bytes = 0 if current is None else current.ahead_bytes
+        if self.policy.may_begin_prefetch(ahead_bytes=beside_bytes + lane.ahead_bytes):
+            may_prefetch = self.policy.may_prefetch_across
+            yield from self._call_back_ahead(lane, may_prefetch, beside_bytes=beside_bytes, only=SavedState.OFFLOADED)
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
         """Forward of `lane` is over and its backward comes next: the last groups stay, as far as their copies are under way."""
-        return self._call_back_ahead(lane, self.policy.may_prefetch, is_unfinished=True)
+        return self._call_back_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[CallBack[Group, Saved]]:
         """Backward has come to `group`, and has left those behind it: call it back if nothing did, and what comes next."""
@@ -295,13 +333,14 @@ class TransferSchedule:
         if group.position == lane.end - 1 and lane.away == lane.end:
             lane.away -= 1
             yield _sort(lane, dict.fromkeys(lane.list_away(group.position), group), is_late=True)
-        if lane.away:
-            yield from self.prefetch(lane)
+        yield from self.prefetch(lane)
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
         """Backward has got ahead in `lane`: call back what it wants next, as far as the policy lets it."""
         if lane.away and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             yield from self._call_back_ahead(lane, self.policy.may_prefetch)
+        if not lane.away:
+            yield from self.look_ahead()
 
     def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[CallBack[Group, Saved]]:
         """Backward takes `size_bytes` in a layer of which nothing was offloaded: call back what fits into what it let go of.
@@ -317,20 +356,29 @@ class TransferSchedule:
             yield from self._call_back_ahead(lane, may_prefetch)
 
     def _call_back_ahead(
-        self, lane: ScheduledLane[Group, Saved], may_prefetch: Callable[..., bool], *, is_unfinished: bool = False
+        self,
+        lane: ScheduledLane[Group, Saved],
+        may_prefetch: Callable[..., bool],
+        *,
+        beside_bytes: int = 0,
+        only: SavedState | None = None,
     ) -> Iterator[CallBack[Group, Saved]]:
         """Call back the groups before those that were called back, as long as `may_prefetch`, of the policy, lets the next one.
 
-        With `is_unfinished` a group that was not submitted, or of which a copy to the host is done, ends it too.
+        Args:
+            lane: Whose groups.
+            may_prefetch: Of the policy.
+            beside_bytes: Ahead in another lane.
+            only: A group that was not submitted, or has bytes in another state, ends it too. None for any state.
         """
         coming: dict[Saved, Group] = {}  # each once, though several groups may want it
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
             away = [saved for saved in lane.list_away(lane.away - 1) if saved not in coming]
-            if is_unfinished and (group.state is not GroupState.SUBMITTED or any(map(lane.is_offloaded, away))):
+            if only is not None and not (group.state is GroupState.SUBMITTED and _are_all(lane, away, only)):
                 break
             group_bytes = lane.count_bytes(away)
-            if away and not may_prefetch(ahead_bytes=lane.ahead_bytes, group_bytes=group_bytes):
+            if away and not may_prefetch(ahead_bytes=lane.ahead_bytes + beside_bytes, group_bytes=group_bytes):
                 break
             lane.away -= 1
             if away:
@@ -338,6 +386,10 @@ class TransferSchedule:
                 coming.update(dict.fromkeys(away, group))
         if coming:
             yield _sort(lane, coming, is_late=False)
+
+
+def _are_all(lane: ScheduledLane[Group, Saved], away: Iterable[Saved], state: SavedState) -> bool:
+    return all(lane.is_offloaded(saved) is (state is SavedState.OFFLOADED) for saved in away)
 
 
 def _sort(lane: ScheduledLane[Group, Saved], coming: dict[Saved, Group], *, is_late: bool) -> CallBack[Group, Saved]:

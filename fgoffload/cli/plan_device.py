@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.errors import ConfigError, PlanError
-from fgoffload.transfer_schedule import HOST_SHARE
+from fgoffload.transfer_config import HOST_SHARE
 from fgoffload.units import format_bytes
 
 if TYPE_CHECKING:

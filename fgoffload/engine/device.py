@@ -29,7 +29,7 @@ from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.torch_internals import find_raw_stream_getter, get_stream, sleep_on_device
 from fgoffload.errors import InternalError, StateError
-from fgoffload.transfer_schedule import HostMemory
+from fgoffload.transfer_config import HostMemory
 from fgoffload.units import format_bytes
 
 Stream: TypeAlias = Any

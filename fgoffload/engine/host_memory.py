@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fgoffload.errors import ConfigError
-from fgoffload.transfer_schedule import HOST_SHARE
+from fgoffload.transfer_config import HOST_SHARE
 from fgoffload.units import GIB
 
 SHARE = HOST_SHARE

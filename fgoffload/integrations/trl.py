@@ -15,8 +15,7 @@ import torch
 from fgoffload.integrations.entry_points import replace_function
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
-from fgoffload.transfer_config import DEFAULT_MIN_OFFLOADED_BYTES, TransferConfig
-from fgoffload.transfer_schedule import HostMemory
+from fgoffload.transfer_config import DEFAULT_MIN_OFFLOADED_BYTES, HostMemory, TransferConfig
 
 logger = logging.getLogger(__name__)
 

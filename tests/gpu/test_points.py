@@ -12,7 +12,7 @@ from support.programs import check_is_telling, have_same_bits
 from fgoffload import TransferPolicy
 from fgoffload.engine import AcceleratorDevice, Device, OffloadEngine
 from fgoffload.engine.geometry import View
-from fgoffload.transfer_schedule import HostMemory
+from fgoffload.transfer_config import HostMemory
 
 pytestmark = pytest.mark.usefixtures("_deterministic", "_any_stream_may_accumulate")
 

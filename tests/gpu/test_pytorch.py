@@ -13,7 +13,7 @@ from support.sites import Sites, has_hooks
 import fgoffload
 from fgoffload.engine import OffloadEngine
 from fgoffload.engine.stats import TimeKind
-from fgoffload.transfer_schedule import HostMemory
+from fgoffload.transfer_config import HostMemory
 
 DEVICE = "cuda"
 PAGEABLE = dataclasses.replace(ALL, host_memory=HostMemory.PAGEABLE)

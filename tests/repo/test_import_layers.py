@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-BELOW_ENGINE = ("errors", "units", "tags", "transfer_schedule", "plan", "config")
+BELOW_ENGINE = ("errors", "units", "tags", "transfer_schedule", "transfer_config", "plan", "config")
 ABOVE_ENGINE = (*BELOW_ENGINE, "environment", "engine", "planner", "integrations")
 MAY_IMPORT = {
     "errors": (),
@@ -33,12 +33,12 @@ MAY_IMPORT = {
     "transfer_config": ("errors", "units", "transfer_schedule"),
     "engine": (*BELOW_ENGINE, "engine"),
     "planner": (*BELOW_ENGINE, "output_files", "text_files", "watched", "captured_tags", "planner"),
-    "integrations": (*ABOVE_ENGINE, "text_files", "watched", "captured_tags", "transfer_config"),
+    "integrations": (*ABOVE_ENGINE, "text_files", "watched", "captured_tags"),
     "doctor": ("errors", "units", "engine", "doctor"),
     "trainer": (*ABOVE_ENGINE, "trainer"),
     "benchmark": (*ABOVE_ENGINE, "output_files", "doctor", "trainer", "benchmark"),
     "cli": (*ABOVE_ENGINE, "captured_tags", "output_files", "text_files", "doctor", "trainer", "benchmark", "cli", "__init__"),
-    "__init__": (*BELOW_ENGINE, "transfer_config", "integrations"),
+    "__init__": (*BELOW_ENGINE, "integrations"),
     "__main__": ("cli",),
 }
 """By part of the package: the parts that it may import."""

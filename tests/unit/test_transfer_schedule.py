@@ -43,9 +43,9 @@ class ToyLane(ScheduledLane[ScheduledGroup, str]):
         """Return what was cancelled and what reloaded, in order, an entry for each decision."""
         done = []
         for decision in decisions:
-            assert decision.lane is self
-            self.states.update(dict.fromkeys(decision.cancelled, SavedState.RESIDENT))
-            self.states.update(dict.fromkeys(decision.reloaded, SavedState.RELOADED))
+            states = decision.lane.states
+            states.update(dict.fromkeys(decision.cancelled, SavedState.RESIDENT))
+            states.update(dict.fromkeys(decision.reloaded, SavedState.RELOADED))
             done.append(("".join(decision.cancelled), "".join(decision.reloaded)))
         return done
 
@@ -57,6 +57,7 @@ def make_schedule(*, prefetch):
 def reach(schedule, lane, position):
     """Backward comes to a group: return what is decided."""
     group = lane.groups[position]
+    schedule.enter(lane)
     lane.leave(group.end_position)
     return lane.execute(schedule.reach(lane, group))
 
@@ -169,16 +170,6 @@ def test_a_group_that_came_back_while_backward_was_inside_of_it_is_news():
     assert not lane.is_news(lane.groups[0], is_offloaded=False)
 
 
-def test_a_copied_group_is_as_far_and_goes_its_own_way():
-    lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=NBYTES)
-    reach(schedule, lane, 1)
-    first, other = lane.groups[0], lane.groups[0].copy()
-    assert (other.position, other.end_position, other.state) == (0, 1, GroupState.SUBMITTED)
-    lane.leave(0)
-    assert (first.ahead_bytes, other.ahead_bytes) == (0, NBYTES)
-    assert (first.state, other.state) == (GroupState.SPENT, GroupState.SUBMITTED)
-
-
 def test_a_group_that_ends_behind_another_one_is_reached_from_there():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=0)
     lane.close(lane.groups[1], is_held=False)  # as a norm does that ends behind attention
@@ -212,3 +203,47 @@ def test_another_backward_of_the_same_graph_begins_behind_all_groups():
     assert lane.is_news(lane.groups[1], is_offloaded=True)
     assert not lane.is_news(lane.groups[1], is_offloaded=False)
     assert reach(schedule, lane, 1) == [("", "b")]
+
+
+def test_the_last_groups_of_an_announced_lane_come_back_during_a_forward_within_prefetch():
+    lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=2 * NBYTES)
+    assert schedule.announce(lane, during=None) == []
+    assert [lane.execute(schedule.look_ahead()) for _ in range(2)] == [[("", "dc")], []]
+    assert all(lane.is_news(group, is_offloaded=False) for group in lane.groups[2:])
+    assert reach(schedule, lane, 3) == [("", "b")]  # and nothing is late
+
+
+def test_bytes_ahead_in_the_lane_that_backward_is_in_and_in_the_next_one_count_together():
+    lane, other, schedule = ToyLane("a", "b", "c"), ToyLane("x", "yz"), make_schedule(prefetch=2 * NBYTES)
+    schedule.announce(other, during=lane)
+    # Not while a group of the lane itself is away, and then what fits beside what is ahead in it.
+    assert reach(schedule, lane, 2) == [("", "c"), ("", "ba")]
+    assert reach(schedule, lane, 1) == []
+    assert (lane.ahead_bytes, other.ahead_bytes) == (NBYTES, 0)
+    assert reach(schedule, lane, 0) == [("", "yz")]
+    assert schedule.announce(None, during=other) == []  # its turn: what came back was not in vain
+    assert other.states == {"x": OFFLOADED, "y": SavedState.RELOADED, "z": SavedState.RELOADED}
+
+
+def test_no_group_above_the_prefetch_and_none_that_is_still_leaving_comes_back_for_an_announcement():
+    large, leaving, held, schedule = ToyLane("a", "bcd"), ToyLane("a", "b"), ToyLane("a", "b"), make_schedule(prefetch=250)
+    leaving.states["b"] = OFFLOADING
+    held.close(held.groups[1], is_held=True)
+    for lane in (large, leaving, held):
+        schedule.announce(lane, during=None)
+        assert lane.execute(schedule.look_ahead()) == []
+        assert lane.away == 2
+
+
+@pytest.mark.parametrize("comes", ["another announcement", "another backward", "none"])
+def test_what_came_back_for_a_backward_that_does_not_come_next_may_go_and_counts_no_more(comes):
+    lane, other, schedule = ToyLane("a", "b", "c"), ToyLane("x"), make_schedule(prefetch=2 * NBYTES)
+    schedule.announce(lane, during=None)
+    lane.execute(schedule.look_ahead())
+    announced = {"another announcement": other, "none": None}
+    vain = schedule.announce(announced[comes], during=None) if comes in announced else schedule.enter(other)
+    assert vain == lane.groups[1:]
+    assert (lane.away, lane.ahead_bytes) == (3, 0)
+    assert list(schedule.look_ahead()) == [] or comes == "another announcement"
+    lane.states.update(b=OFFLOADED, c=OFFLOADED)  # as the executor drops them
+    assert reach(schedule, lane, 2) == [("", "c"), ("", "ba")]

@@ -8,7 +8,7 @@ import torch
 
 from fgoffload.engine import Device, find_device
 from fgoffload.errors import ConfigError
-from fgoffload.transfer_schedule import HostMemory
+from fgoffload.transfer_config import HostMemory
 
 DeviceChoice: TypeAlias = "Device | torch.device | str | None"
 """An engine's device, or what names one for torch; None leaves the choice to where the tensors are."""
