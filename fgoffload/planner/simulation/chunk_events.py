@@ -38,63 +38,46 @@ Events = tuple[tuple[EventKind, Any], ...]
 class Compute(NamedTuple):
     """Compute without anything in between."""
 
-    seconds: float
-    """With nothing beside it."""
-    net_bytes: int
-    """Device bytes that are there at its end, and were not before."""
-    rise_bytes: int
-    """The most device bytes in it beyond those before it."""
-    label: str
-    """Where that is, for people: `layers.12.expert_fc1`."""
-    host_s: float
-    """Seconds of the host."""
+    seconds: float  # with nothing beside it
+    net_bytes: int  # device bytes that are there at its end, and were not before
+    rise_bytes: int  # the most device bytes in it beyond those before it
+    label: str  # where that is, for people: `layers.12.expert_fc1`
+    host_s: float  # seconds of the host
 
 
 class Take(NamedTuple):
     """Backward asks for tensors."""
 
-    group: int | None
-    """The group of the site that asks, in the chunk. None where that site stays."""
-    parcels: tuple[int, ...]
-    """What it asks for. Empty where all that the group saved stayed."""
+    group: int | None  # the group of the site that asks, in the chunk. None where that site stays.
+    parcels: tuple[int, ...]  # what it asks for. Empty where all that the group saved stayed.
 
 
 class Mover(NamedTuple):
     """What copies are counted for: a tag, in layers of a kind that do the same about it."""
 
-    kind: str
-    """Of layer."""
-    tag: str
-    """Of the site that tensors leave with."""
+    kind: str  # of layer
+    tag: str  # of the site that tensors leave with
     action: Action
 
 
 class Parcel(NamedTuple):
     """Tensors of a layer that leave, return and go together."""
 
-    size_bytes: int
-    """Of all."""
+    size_bytes: int  # of all
     device_bytes: int
     """Of them, what is on the device beside static memory while they are there: all or, through staging slots, nothing."""
-    label: str
-    """For people: `reload of layers.12.core_attn`, the site that it leaves with."""
-    mover: Mover
-    """Of that site."""
-    is_read_later: bool
-    """Forward still reads it when it is submitted."""
+    label: str  # for people: `reload of layers.12.core_attn`, the site that it leaves with
+    mover: Mover  # of that site
+    is_read_later: bool  # forward still reads it when it is submitted
 
 
 class PlacedGroup(NamedTuple):
     """A group among those of a chunk."""
 
-    label: str
-    """For people: `layers.12.core_attn`."""
-    parcels: tuple[int, ...]
-    """What leaves with it."""
-    members: tuple[int, ...]
-    """What it saved and some group offloads: its own, and what it shares with others."""
-    end_position: int
-    """How many groups of the chunk began before it ended."""
+    label: str  # for people: `layers.12.core_attn`
+    parcels: tuple[int, ...]  # what leaves with it
+    members: tuple[int, ...]  # what it saved and some group offloads: its own, and what it shares with others
+    end_position: int  # how many groups of the chunk began before it ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -103,12 +86,9 @@ class CompiledChunk:
 
     forward: Events
     backward: Events
-    groups: tuple[PlacedGroup, ...]
-    """In the order in which forward reaches their sites."""
+    groups: tuple[PlacedGroup, ...]  # in the order in which forward reaches their sites
     parcels: tuple[Parcel, ...]
     base_bytes: int
     """Device bytes of a microbatch from the start of its forward to the end of its backward, whatever the plan says."""
-    staged_bytes: int
-    """Of the layer that has the most of them: what leaves through a staging slot, which all layers share."""
-    recompute_s: float
-    """Seconds of compute that backward has more than without a plan."""
+    staged_bytes: int  # of the layer that has the most of them: what leaves through a staging slot, which all layers share
+    recompute_s: float  # seconds of compute that backward has more than without a plan

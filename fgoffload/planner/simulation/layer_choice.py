@@ -35,10 +35,8 @@ _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_
 class Take(NamedTuple):
     """Backward asks for a tensor."""
 
-    before: int
-    """The segment before whose backward it does."""
-    unit: str | None
-    """The unit that asks, which runs again there. None where it is the backward of that segment."""
+    before: int  # the segment before whose backward it does
+    unit: str | None  # the unit that asks, which runs again there. None where it is the backward of that segment.
     group: int | None
     """The group of the site that asks, which tells the engine that backward has come there. None where that site stays."""
 
@@ -46,18 +44,12 @@ class Take(NamedTuple):
 class PlacedTensor(NamedTuple):
     """A tensor from a forward, the first or one that runs again, until its backward. Some leave in between."""
 
-    tensor: SavedTensor
-    """What it is."""
-    saved_after: int
-    """The segment after whose forward it is there."""
-    freed_after: int
-    """The segment after whose backward it is gone."""
-    takes: tuple[Take, ...] = ()
-    """Who asks for what was saved, in the order of backward. Empty for what runs again made."""
-    used_until: int = -1
-    """Of one that leaves: the segment up to whose forward it is read, before which it is not freed."""
-    leaves_with: int = -1
-    """The group that it leaves with: of those that save it, the first to be submitted."""
+    tensor: SavedTensor  # what it is
+    saved_after: int  # the segment after whose forward it is there
+    freed_after: int  # the segment after whose backward it is gone
+    takes: tuple[Take, ...] = ()  # who asks for what was saved, in the order of backward. Empty for what runs again made.
+    used_until: int = -1  # of one that leaves: the segment up to whose forward it is read, before which it is not freed
+    leaves_with: int = -1  # the group that it leaves with: of those that save it, the first to be submitted
     returns_for: int = -1
     """The group that it comes back for: of those that save it, the last that forward reached."""
 
@@ -66,20 +58,14 @@ class LeavingGroup(NamedTuple):
     """What leaves together: what one tag of the layer saves, without what has left before or stays."""
 
     tag: str
-    tensors: tuple[SavedTensor, ...]
-    """What leaves with it. Backward comes to it where there is nothing, too."""
-    starts_at: int
-    """The segment with which its site begins. The order of groups is that of these."""
-    ends_after: int
-    """The segment after whose forward it ends. It is submitted then, unless it is held."""
+    tensors: tuple[SavedTensor, ...]  # what leaves with it. Backward comes to it where there is nothing, too.
+    starts_at: int  # the segment with which its site begins. The order of groups is that of these.
+    ends_after: int  # the segment after whose forward it ends. It is submitted then, unless it is held.
     held_over: int | None
     """The segment before whose forward the host waits, and after whose wait it is submitted. None where it is not held."""
-    opened_before_end: int
-    """How many groups of the layer begin before this one ends, itself with them."""
-    submitted_as: int
-    """Its place in the order in which the groups of the layer end, and are submitted."""
-    asked_before: int
-    """The segment before whose backward its site first asks for something."""
+    opened_before_end: int  # how many groups of the layer begin before this one ends, itself with them
+    submitted_as: int  # its place in the order in which the groups of the layer end, and are submitted
+    asked_before: int  # the segment before whose backward its site first asks for something
 
     @property
     def size_bytes(self) -> int:
@@ -90,36 +76,25 @@ class LeavingGroup(NamedTuple):
 class Rerun(NamedTuple):
     """A unit that runs again in backward."""
 
-    unit: str
-    """By the name of `fgoffload.tags.RECOMPUTE_UNITS`."""
-    before: int
-    """The segment before whose backward it runs."""
-    segments: tuple[int, ...]
-    """That run again, in order."""
-    seconds: tuple[float, ...]
-    """Of compute, by segment."""
-    made: tuple[PlacedTensor, ...]
-    """What is there again then: `saved_after` is one of `segments`."""
+    unit: str  # by the name of `fgoffload.tags.RECOMPUTE_UNITS`
+    before: int  # the segment before whose backward it runs
+    segments: tuple[int, ...]  # that run again, in order
+    seconds: tuple[float, ...]  # of compute, by segment
+    made: tuple[PlacedTensor, ...]  # what is there again then: `saved_after` is one of `segments`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
     """A layer under a plan. Many layers are one of these, so that what all of them ask for is put together once."""
 
-    layer: LayerModel
-    """The layer."""
-    kept: tuple[PlacedTensor, ...]
-    """What stays on the device from forward to backward."""
-    held: tuple[PlacedTensor, ...]
-    """What runs again and was not saved, but is there until the layer's forward is over."""
+    layer: LayerModel  # the layer
+    kept: tuple[PlacedTensor, ...]  # what stays on the device from forward to backward
+    held: tuple[PlacedTensor, ...]  # what runs again and was not saved, but is there until the layer's forward is over
     shared: tuple[SavedTensor, ...]
     """What all layers save alike. It stays, and counts once a microbatch and chunk: the engine keeps tables that live on."""
-    leaving: tuple[PlacedTensor, ...]
-    """What leaves."""
-    groups: tuple[LeavingGroup, ...]
-    """Of the tags that are offloaded, in the order in which forward reaches their sites."""
-    reruns: tuple[Rerun, ...]
-    """What runs again, in the order of backward."""
+    leaving: tuple[PlacedTensor, ...]  # what leaves
+    groups: tuple[LeavingGroup, ...]  # of the tags that are offloaded, in the order in which forward reaches their sites
+    reruns: tuple[Rerun, ...]  # what runs again, in the order of backward
 
     @property
     def kept_bytes(self) -> int:

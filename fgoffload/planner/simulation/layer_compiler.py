@@ -43,14 +43,10 @@ _ROUTER = "router"
 class LayerRules(NamedTuple):
     """What holds for all layers of a rank."""
 
-    has_copies: bool
-    """Whether anything leaves."""
-    has_engine: bool
-    """As `RankModel.has_engine`."""
-    host_s: float
-    """Seconds that a layer's forward takes the host, or its backward."""
-    merges: bool
-    """As of an `EventList`."""
+    has_copies: bool  # whether anything leaves
+    has_engine: bool  # as `RankModel.has_engine`
+    host_s: float  # seconds that a layer's forward takes the host, or its backward
+    merges: bool  # as of an `EventList`
 
 
 class EventList:
@@ -123,8 +119,7 @@ class LayerCompiler:
         self._actions = actions
         self._has_copies = rules.has_copies
         self._has_held_input = has_held_input
-        self._host_s = rules.host_s / len(self._segments)
-        """Of the host, for a segment."""
+        self._host_s = rules.host_s / len(self._segments)  # of the host, for a segment
         self._name = f"layers.{numbered.number}."
         self._keeper = None if rules.has_engine else _find_keeper(resolved)
         """What runs a dispatcher again from a leaf of its own, where it counts. See [Note: What dispatchers keep]."""
@@ -140,8 +135,7 @@ class LayerCompiler:
         """Whether the engine watches all ops of the layer: those of attention too, where nothing is behind."""
         self._watched_places = len(names) if self._is_watched else self._behind_attention * (watched is Watched.ATTENTION)
         """The first so many segments are watched."""
-        self._base = 0
-        """The groups of the chunk before those of this layer."""
+        self._base = 0  # the groups of the chunk before those of this layer
         self._parcels: list[tuple[PlacedTensor, int]] = []
         """One of the tensors of each parcel, which are alike but for their size, and the parcel's number."""
         self._takes: dict[tuple[int, str | None], list[Take]] = {}

@@ -23,15 +23,11 @@ class Copy:
 
     def __init__(self, size_bytes: int, traffic: TagTraffic, pass_: Pass | None, label: str) -> None:
         self.size_bytes = size_bytes
-        self.traffic = traffic
-        """What it is counted for."""
-        self.pass_ = pass_
-        """In which it was submitted."""
+        self.traffic = traffic  # what it is counted for
+        self.pass_ = pass_  # in which it was submitted
         self.label = label
-        self.start_s = math.inf
-        """When it was the first of its queue; infinite before."""
-        self.end_s = math.inf
-        """When its last byte was through; infinite before."""
+        self.start_s = math.inf  # when it was the first of its queue; infinite before
+        self.end_s = math.inf  # when its last byte was through; infinite before
 
 
 class CopyQueue:
@@ -41,15 +37,12 @@ class CopyQueue:
 
     def __init__(self, stream: StreamName, rate_bytes_per_s: float, link: LinkModel) -> None:
         self.stream = stream
-        self.copies: collections.deque[Copy] = collections.deque()
-        """That are not through, in order. The first one runs."""
-        self.left_s = 0.0
-        """What the first one takes from now on with nothing the other way, its latency included."""
+        self.copies: collections.deque[Copy] = collections.deque()  # that are not through, in order. The first one runs.
+        self.left_s = 0.0  # what the first one takes from now on with nothing the other way, its latency included
         # Two ways at once are never faster than one alone, whatever a measurement says.
         self.duplex_part = min(1.0, link.duplex_bytes_per_s / rate_bytes_per_s)
         """Of its rate, what is left while the other direction runs too."""
-        self.waited_since_s = math.inf
-        """Since when compute waits for this direction; infinite while it does not."""
+        self.waited_since_s = math.inf  # since when compute waits for this direction; infinite while it does not
         self._rate_bytes_per_s = rate_bytes_per_s
         self._latency_s = link.copy_latency_s
 
@@ -76,12 +69,9 @@ class LinkQueue:
     def __init__(self, link: LinkModel, timeline: RankTimeline | None) -> None:
         self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, link)
         self.h2d = CopyQueue(StreamName.H2D, link.h2d_bytes_per_s, link)
-        self.now_s = 0.0
-        """The queues are as they are at this moment. It lags behind compute until somebody needs to know."""
-        self.queued = 0
-        """Copies that are not through, both ways."""
-        self.slowed_s = 0.0
-        """What compute took longer so far since copies ran beside it."""
+        self.now_s = 0.0  # the queues are as they are at this moment. It lags behind compute until somebody needs to know.
+        self.queued = 0  # copies that are not through, both ways
+        self.slowed_s = 0.0  # what compute took longer so far since copies ran beside it
         self._slowdown = link.compute_slowdown
         self._timeline = timeline
 

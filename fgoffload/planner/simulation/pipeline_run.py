@@ -30,14 +30,10 @@ _FORWARD = PassKind.FORWARD
 class Rounds(NamedTuple):
     """Which rounds are not simulated. See [Note: Rounds]."""
 
-    places: Sequence[int]
-    """By rank, the passes before those rounds."""
-    passes: int
-    """Of a round, on each rank."""
-    microbatches: int
-    """Of a round."""
-    left_out: int
-    """How many."""
+    places: Sequence[int]  # by rank, the passes before those rounds
+    passes: int  # of a round, on each rank
+    microbatches: int  # of a round
+    left_out: int  # how many
 
 
 def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_all_simulated: bool) -> Rounds:
@@ -97,8 +93,7 @@ class RankPasses:
         place: int,
         rounds: Rounds,
     ) -> None:
-        self.over = 0
-        """Passes."""
+        self.over = 0  # passes
         self.passes = passes
         self._run = run
         self._ends_s = ends_s
@@ -106,10 +101,8 @@ class RankPasses:
         self._last_stage = count - 1
         self._first = place
         self._rounds = rounds
-        self._busy_s: list[float] = []
-        """How long each pass took before the rounds that are not simulated."""
-        self._numbers: list[list[float]] = []
-        """What was counted before and behind the last of these passes that are a round."""
+        self._busy_s: list[float] = []  # how long each pass took before the rounds that are not simulated
+        self._numbers: list[list[float]] = []  # what was counted before and behind the last of these passes that are a round
         self._later_s = self._waited_s = 0.0
         """What rounds took that were not simulated, of which the clock of `run` knows nothing, and how long they waited."""
 

@@ -25,8 +25,7 @@ class RankClock:
     def __init__(
         self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
     ) -> None:
-        self.clock_s = 0.0
-        """Compute has come so far."""
+        self.clock_s = 0.0  # compute has come so far
         self._rank = rank
         self._chunks = chunks
         self._timeline = timeline

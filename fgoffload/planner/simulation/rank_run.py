@@ -61,10 +61,8 @@ class RankRun(RankClock):
         self._in_flight_bytes = 0
         self._host_budget_bytes = math.inf if rank.host_budget_bytes is None else rank.host_budget_bytes
         self._pass_start_s = 0.0
-        self._loss_window_bytes = 0
-        """The most that was on its way where a loss began."""
-        self._abandoned = 0
-        """Parcels that backward is through with, and that a copy to the host still references."""
+        self._loss_window_bytes = 0  # the most that was on its way where a loss began
+        self._abandoned = 0  # parcels that backward is through with, and that a copy to the host still references
         # Functions of the class: bound ones would be cycles of objects, a rank and its events.
         acts: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
         acts = {kind: getattr(RankRun, kind.value) for kind in EventKind}

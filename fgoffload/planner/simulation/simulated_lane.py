@@ -26,14 +26,10 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         count = len(chunk.parcels)
         self.chunk = chunk
         self.traffic = traffic
-        self.states = [_RESIDENT] * count
-        """By parcel."""
-        self.is_copied = [False] * count
-        """By parcel: whether a copy to the host still references its device memory."""
-        self.is_read = [parcel.is_read_later for parcel in chunk.parcels]
-        """By parcel: whether forward still reads it."""
-        self.reloads: list[Copy | None] = [None] * count
-        """By parcel: its copy to the device."""
+        self.states = [_RESIDENT] * count  # by parcel
+        self.is_copied = [False] * count  # by parcel: whether a copy to the host still references its device memory
+        self.is_read = [parcel.is_read_later for parcel in chunk.parcels]  # by parcel: whether forward still reads it
+        self.reloads: list[Copy | None] = [None] * count  # by parcel: its copy to the device
 
     def list_away(self, group: int) -> list[int]:
         """Return the parcels of a group that can be called back."""

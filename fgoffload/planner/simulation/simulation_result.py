@@ -20,18 +20,12 @@ class Detail(enum.Enum):
 class Waits:
     """Seconds in which compute had nothing to do, by cause."""
 
-    window_s: float = 0.0
-    """More than the window was on its way to the host."""
-    turn_s: float = 0.0
-    """Something was on its way to the host when forward was over, and had to be gone before the loss."""
-    reload_s: float = 0.0
-    """What backward asked for was not back."""
-    host_s: float = 0.0
-    """The host waited for a few bytes behind copies."""
-    late_s: float = 0.0
-    """The host was late, since groups left."""
-    neighbours_s: float = 0.0
-    """What another rank computes was not there; with the filling and draining of the pipeline."""
+    window_s: float = 0.0  # more than the window was on its way to the host
+    turn_s: float = 0.0  # something was on its way to the host when forward was over, and had to be gone before the loss
+    reload_s: float = 0.0  # what backward asked for was not back
+    host_s: float = 0.0  # the host waited for a few bytes behind copies
+    late_s: float = 0.0  # the host was late, since groups left
+    neighbours_s: float = 0.0  # what another rank computes was not there; with the filling and draining of the pipeline
 
     @property
     def copies_s(self) -> float:
@@ -43,26 +37,16 @@ class Waits:
 class TagTraffic:
     """What one tag moved in a step on a rank, in the layers of one kind that do the same about it."""
 
-    kind: str
-    """Of layer."""
-    tag: str
-    """The tag. What several tags save counts for the one that it left with."""
-    action: Action
-    """What is done about it."""
-    d2h_bytes: int = 0
-    """To the host."""
-    h2d_bytes: int = 0
-    """Back."""
-    recalled_bytes: int = 0
-    """Of `d2h_bytes`: still on the device when backward wanted them, so that nothing had to come back."""
-    kept_bytes: int = 0
-    """That were to leave and stayed, since the host budget was used up."""
-    d2h_s: float = 0.0
-    """Of copies to the host."""
-    h2d_s: float = 0.0
-    """Of copies to the device."""
-    exposed_s: float = 0.0
-    """Of both: seconds while compute waited for that direction."""
+    kind: str  # of layer
+    tag: str  # the tag. What several tags save counts for the one that it left with.
+    action: Action  # what is done about it
+    d2h_bytes: int = 0  # to the host
+    h2d_bytes: int = 0  # back
+    recalled_bytes: int = 0  # of `d2h_bytes`: still on the device when backward wanted them, so that nothing had to come back
+    kept_bytes: int = 0  # that were to leave and stayed, since the host budget was used up
+    d2h_s: float = 0.0  # of copies to the host
+    h2d_s: float = 0.0  # of copies to the device
+    exposed_s: float = 0.0  # of both: seconds while compute waited for that direction
 
     @property
     def hidden_s(self) -> float:
@@ -82,12 +66,10 @@ class Span(NamedTuple):
     """A stream was busy, or compute waited."""
 
     stream: StreamName
-    label: str
-    """What it did: `F3 layers.12.expert_fc1`, `wait for the window`."""
+    label: str  # what it did: `F3 layers.12.expert_fc1`, `wait for the window`
     start_s: float
     end_s: float
-    size_bytes: int = 0
-    """Of a copy."""
+    size_bytes: int = 0  # of a copy
 
 
 class MemorySample(NamedTuple):
@@ -102,10 +84,8 @@ class MemorySample(NamedTuple):
 class RankTimeline:
     """A rank over time."""
 
-    spans: list[Span] = dataclasses.field(default_factory=list)
-    """In no particular order."""
-    memory: list[MemorySample] = dataclasses.field(default_factory=list)
-    """In the order of time."""
+    spans: list[Span] = dataclasses.field(default_factory=list)  # in no particular order
+    memory: list[MemorySample] = dataclasses.field(default_factory=list)  # in the order of time
 
     def note_span(self, stream: StreamName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
         """Note what `stream` did, if it took any time."""
@@ -122,40 +102,25 @@ class RankResult:
     """A step on one rank."""
 
     rank: int
-    step_s: float
-    """From the start of the step to the end of this rank's work, what comes after the last pass included."""
-    peak_bytes: int
-    """The most device bytes at any time."""
-    peak_at: str
-    """Where that was first: `B3 layers.12.expert_fc1`, the pass and the stretch."""
-    static_bytes: int
-    """Device bytes that are there all the time."""
+    step_s: float  # from the start of the step to the end of this rank's work, what comes after the last pass included
+    peak_bytes: int  # the most device bytes at any time
+    peak_at: str  # where that was first: `B3 layers.12.expert_fc1`, the pass and the segment
+    static_bytes: int  # device bytes that are there all the time
     end_bytes: int
     """Device bytes when the step is over and its copies are done: the static ones, where every microbatch had its backward."""
-    loss_window_bytes: int
-    """The most that was on its way to the host where a loss began; 0 on ranks that have none."""
-    host_peak_bytes: int
-    """The most host bytes at any time."""
-    d2h_bytes: int
-    """Bytes to the host."""
-    h2d_bytes: int
-    """Bytes back."""
-    recalled_bytes: int
-    """As of a `TagTraffic`, and so is the next."""
+    loss_window_bytes: int  # the most that was on its way to the host where a loss began; 0 on ranks that have none
+    host_peak_bytes: int  # the most host bytes at any time
+    d2h_bytes: int  # bytes to the host
+    h2d_bytes: int  # bytes back
+    recalled_bytes: int  # as of a `TagTraffic`, and so is the next
     kept_bytes: int
     waits: Waits
-    compute_s: float
-    """Seconds in which compute ran."""
-    slowed_s: float
-    """Of them: what it took longer since copies ran beside it."""
-    recompute_s: float
-    """Seconds of compute that runs again, with nothing beside it."""
-    d2h_s: float
-    """Seconds in which copies to the host ran."""
-    h2d_s: float
-    """Seconds in which copies to the device ran."""
-    tags: tuple[TagTraffic, ...]
-    """By kind of layer, tag and action, in the order in which they were first submitted."""
+    compute_s: float  # seconds in which compute ran
+    slowed_s: float  # of them: what it took longer since copies ran beside it
+    recompute_s: float  # seconds of compute that runs again, with nothing beside it
+    d2h_s: float  # seconds in which copies to the host ran
+    h2d_s: float  # seconds in which copies to the device ran
+    tags: tuple[TagTraffic, ...]  # by kind of layer, tag and action
     timeline: RankTimeline | None = None
     peaks: Mapping[StretchKey, int] | None = None
     """With `Detail.PEAKS`: the most device bytes while each ran, or others before and behind it without anything between."""
