@@ -3,11 +3,6 @@
 A plan from a profile knows how long each layer of this model takes on this device; one from the hardware table does not. What
 operators have for a moment neither knows to the byte. So a plan that turns out to take more than the budget is made again, with
 what was missing left free, as `--offload-modules auto` does.
-
-How late the host is the table does not know either, and a profile knows it of the minute in which it was measured. So two plans
-are tried, one for the host that is known and one for the other kind, in time or late ([Note: A late host] in
-`fgoffload.planner.late_host`), and of those that keep to the budget the second is measured where its steps were faster by more
-than noise is, and else the first.
 """
 
 import dataclasses
@@ -20,7 +15,7 @@ from fgoffload.benchmark.settings import Setting
 from fgoffload.errors import PlanError
 from fgoffload.output_files import write_file
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.late_host import HostGuess, Tried, assume_other_host, describe_trial, find_guess
+from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.units import format_bytes
@@ -28,12 +23,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
-"""Plans by what is known of the host that are tried. The last one counts, whatever it takes."""
-
-LEAST_GAIN = 0.03
-"""Of a step: by how much the plan for the other host has to be faster when it is tried, or the one for the host that is known
-stays. Two models of one and the same setting differ by that. Source: fifteen of `baseline` in one process, whose medians of ten
-steps are 2.7% around their mean (docs/decisions.md)."""
+"""That are tried for a budget. The last one counts, whatever it takes."""
 
 TryPlan = Callable[[Setting], Tried | None]
 """Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""
@@ -89,14 +79,7 @@ class BudgetPlans:
     def _make(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
         if self._ranks is None:
             self._ranks = self._build_ranks()
-        first = self._fit(setting, self._ranks, try_plan)
-        if first.tried is None:
-            return self._write(setting, first.plan)
-        guess = find_guess(self._ranks)
-        # A late host moves no more than one in time: where that moves nothing nobody asks.
-        if guess is HostGuess.IN_TIME and not first.plan.offloaded_tags:
-            return self._write(setting, first.plan)
-        return self._write(setting, self._pick(setting, first, guess, try_plan).plan)
+        return self._write(setting, self._fit(setting, self._ranks, try_plan).plan)
 
     def _fit(self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
         """Return the plan for `ranks` that keeps to the budget when it is tried, or the last one that was.
@@ -118,44 +101,13 @@ class BudgetPlans:
         return candidate
 
     def _make_candidate(
-        self,
-        setting: Setting,
-        ranks: Sequence[RankModel],
-        try_plan: TryPlan | None,
-        *,
-        free_bytes: int,
-        known: _Candidate | None = None,
+        self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None, *, free_bytes: int
     ) -> _Candidate:
-        """Return a plan that leaves `free_bytes` free, tried unless it is that of `known`."""
+        """Return a plan that leaves `free_bytes` free, tried."""
         planned = plan_for_budget(ranks, budget_bytes=setting.budget_bytes or 0, free_bytes=free_bytes)
-        if known is not None and planned.plan.actions == known.plan.actions:
-            return known
         tried = None if try_plan is None else try_plan(self._write(setting, planned.plan))
         beyond_bytes = 0 if tried is None else tried.peak_bytes - planned.peak_bytes
         return _Candidate(plan=planned.plan, tried=tried, beyond_bytes=max(free_bytes, beyond_bytes))
-
-    def _pick(self, setting: Setting, first: _Candidate, guess: HostGuess, try_plan: TryPlan | None) -> _Candidate:
-        """Return the better one of `first`, for the host of `guess`, and the plan for the other host."""
-        try:
-            # What the first one took more than was predicted, this one may: it leaves that free from the start.
-            second = self._make_candidate(
-                setting,
-                assume_other_host(self._ranks or ()),
-                try_plan,
-                free_bytes=first.beyond_bytes,
-                known=first,
-            )
-        except PlanError as error:
-            logger.warning("%s: the first plan stays, since there is none for another host. %s", setting.name, error)
-            return first
-        if second is first or first.tried is None or second.tried is None:
-            return first
-        budget_bytes = setting.budget_bytes or 0
-        rival = dataclasses.replace(first.tried, step_s=first.tried.step_s * (1 - LEAST_GAIN))
-        is_second_better = second.tried.score(budget_bytes) < rival.score(budget_bytes)
-        trial = describe_trial(first.tried, second.tried, guess=guess)
-        logger.warning("%s: %s: the %s is measured", setting.name, trial, "second" if is_second_better else "first")
-        return second if is_second_better else first
 
     def _write(self, setting: Setting, plan: OffloadPlan) -> Setting:
         """Return `setting` with `plan`, in the file of this process for its budget."""

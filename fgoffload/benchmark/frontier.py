@@ -1,6 +1,6 @@
 """The frontier of memory against step time: which settings nobody beats in both, and their picture."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,19 +44,6 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
     return frontier
 
 
-def find_fastest(summaries: Iterable[Summary], *, systems: Collection[System], budget_bytes: int) -> Summary | None:
-    """Return the fastest setting of some systems whose peak is within a budget, or None where there is none."""
-    fitting = [
-        one
-        for one in summaries
-        if one.setting.system in systems
-        and one.ratio is not None
-        and one.peak_bytes is not None
-        and one.peak_bytes <= budget_bytes
-    ]
-    return min(fitting, key=lambda one: one.ratio or 0.0, default=None)
-
-
 def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
     """Return the points of a system; `baseline` has one for each kind of process."""
     return [
@@ -67,13 +54,7 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
 
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
-    """Write a picture of peak memory against step time, with a line through the frontier of each system.
-
-    Args:
-        path: Of the picture; its suffix says the format.
-        summaries: Of all settings.
-        title: What was run on what.
-    """
+    """Write a picture of peak memory against step time, with a line through the frontier of each system."""
     # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
     from matplotlib.figure import Figure
 

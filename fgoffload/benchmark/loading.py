@@ -61,10 +61,6 @@ def parse_setting_arguments(job: Job, setting: Setting, *, world_size: int | Non
 def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
     """Check the plan files among the settings: a process that measures them would find a fault only when their turn comes.
 
-    Args:
-        job: What is measured.
-        settings: All of them; those that name no file are left alone.
-
     Raises:
         ConfigError: Megatron-Core refuses the training with offload, or a plan offloads a tag that cannot leave.
         PlanError: A file cannot be read, or is of another training.

@@ -137,11 +137,7 @@ def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
-    """Return what all ranks of a training measured in the same steps.
-
-    Args:
-        measurements: By rank.
-    """
+    """Return what all ranks of a training measured in the same steps."""
     return Measurement(
         step_seconds=tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True))),
         **{name: _combine(max, (getattr(one, name) for one in measurements)) for name in _MOST},

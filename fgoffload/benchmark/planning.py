@@ -44,11 +44,6 @@ class Planned:
 def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int = 0) -> Planned:
     """Return the plan that takes the least step time within a memory budget.
 
-    Args:
-        ranks: What `build_workload` or `build_profile_ranks` returned.
-        budget_bytes: Of each device: what its allocator may hand out.
-        free_bytes: Of the budget, that a plan leaves free at least.
-
     Raises:
         BudgetError: No plan was found that fits.
     """
@@ -58,12 +53,6 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes
 
 def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Update, source: str) -> None:
     """Check that a profile is one of a training, measured as the benchmark measures.
-
-    Args:
-        profile: What was read.
-        arguments: The training.
-        update: What its steps do with their gradients.
-        source: Where the profile came from, for errors.
 
     Raises:
         ConfigError: It is not: with what differs, and what to give instead.

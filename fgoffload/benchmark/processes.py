@@ -28,14 +28,7 @@ _JOIN_SECONDS = 10.0
 
 
 class Session:
-    """The processes of one session. As a context it ends them, whatever they are doing.
-
-    Args:
-        job: What they measure.
-        runs: In this order.
-        kind: Says their environment.
-        log: Where their output goes; ranks share it.
-    """
+    """The processes of one session. As a context it ends them, whatever they are doing."""
 
     def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, log: Path) -> None:
         self._log = log

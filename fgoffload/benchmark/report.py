@@ -10,8 +10,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.frontier import LINES, find_fastest
-from fgoffload.benchmark.markdown import format_rows
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
 from fgoffload.benchmark.prediction import COLUMNS, Prediction, Predictions, choose_source, list_numbers
 from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting, System
@@ -88,34 +86,6 @@ def build_times_table(
     failed = (line for summary in summaries if (line := _describe_failure(summary)))
     table.caption = Text("\n".join((name_versions(surroundings), *legend, *failed)))
     return table
-
-
-def build_budget_table(summaries: Sequence[Summary], budgets_bytes: Sequence[int]) -> Table:
-    """Return for each budget the fastest setting of each system whose peak is within it."""
-    systems = [system for system in LINES if any(one.setting.system is system for one in summaries)]
-    table = _start_table("fastest within each budget: step time over baseline, and the setting")
-    table.add_column("peak at most", justify="right")
-    for system in systems:
-        table.add_column(LINES[system][0])
-    for budget_bytes in sorted(budgets_bytes, reverse=True):
-        cells = []
-        for system in systems:
-            fastest = find_fastest(summaries, systems=(system,), budget_bytes=budget_bytes)
-            cells.append(ABSENT if fastest is None else f"{fastest.ratio:.3f} {fastest.setting.name}{note_missed(fastest)}")
-        table.add_row(format_bytes(budget_bytes), *map(Text, cells))
-    return table
-
-
-def format_markdown(
-    summaries: Sequence[Summary], workload: Workload, surroundings: Surroundings, predictions: Predictions
-) -> str:
-    """Return the table of times for a page of results."""
-    lines = format_rows(HEADINGS, list_rows(summaries, workload, predictions))
-    legend = [INTERVALS, ""] if has_intervals(summaries) else []
-    # Of what was never measured the row itself says why.
-    failed = [f"- {line}" for summary in summaries if summary.worst is not None and (line := _describe_failure(summary))]
-    below = [*legend, *failed, *([""] if failed else []), name_versions(surroundings), ""]
-    return "\n".join((name_run(workload, surroundings), "", *lines, "", *below))
 
 
 def format_csv(
@@ -233,12 +203,6 @@ def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: 
     for name, answer, why in map(_list_bits, rows):
         table.add_row(Text(name), Text(answer, style=styles.get(answer, "yellow")), Text(why))
     return table
-
-
-def format_bits(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> str:
-    """Return the same table for a page of results."""
-    lines = format_rows(_BITS_HEADINGS, map(_list_bits, rows))
-    return "\n".join((f"{name_run(workload, surroundings)}: {_BITS}", "", *lines, "", name_versions(surroundings), ""))
 
 
 def _list_bits(row: BitsRow) -> tuple[str, str, str]:

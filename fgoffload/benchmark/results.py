@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.forecaster import Forecaster
 
 CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
-MARKDOWN_NAME, BITS_NAME = "results.md", "bits.md"
 """Of the files in a benchmark's folder."""
 
 

@@ -181,12 +181,7 @@ class Runner:
 
 
 def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
-    """Return what a few steps take, of all ranks together, after one that warms up; with graphs, after their first replay.
-
-    Args:
-        trainer: Runs them.
-        on_rehearsal: Called after each.
-    """
+    """Return what a few steps take, of all ranks together, after one that warms up; with graphs, after their first replay."""
     seconds = []
     warmup = 1 + trainer.arguments.steps_until_replay
     for number in range(warmup + _TRIED_STEPS):

@@ -225,11 +225,7 @@ def list_default_settings(
 
 
 def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield sets of recompute modules that say something about a model, `full` first.
-
-    Args:
-        transformer: The fields of Megatron's config that were given.
-    """
+    """Yield sets of recompute modules that say something about a model, `full` first."""
     yield (FULL,)
     is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
     norms = ("layernorm",) if has_experts or is_latent else ()  # else they are fused into the linears behind them

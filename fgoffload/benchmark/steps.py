@@ -50,12 +50,7 @@ class Difference:
 
 
 def find_loss_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
-    """Return the first loss that differs, or None.
-
-    Args:
-        before: The steps of one training.
-        after: As many of another.
-    """
+    """Return the first loss that differs, or None."""
     for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
         if len(one.losses) != len(other.losses):
             return Difference(step=number, what=f"{len(one.losses)} and {len(other.losses)} losses")
@@ -67,12 +62,7 @@ def find_loss_difference(before: Sequence[StepRecord], after: Sequence[StepRecor
 
 
 def find_gradient_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
-    """Return the first gradient that differs or that only one training has, in the order of the parameters, or None.
-
-    Args:
-        before: The steps of one training.
-        after: As many of another.
-    """
+    """Return the first gradient that differs or that only one training has, in the order of the parameters, or None."""
     for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
         for name in dict.fromkeys((*one.gradient_digests, *other.gradient_digests)):
             if one.gradient_digests.get(name) != other.gradient_digests.get(name):
@@ -81,11 +71,7 @@ def find_gradient_difference(before: Sequence[StepRecord], after: Sequence[StepR
 
 
 def merge_steps(steps: Sequence[StepRecord]) -> StepRecord:
-    """Return one record of what all ranks computed in a step: all losses and gradients, under the names of their ranks.
-
-    Args:
-        steps: By rank.
-    """
+    """Return one record of what all ranks computed in a step: all losses and gradients, under the names of their ranks."""
     if len(steps) == 1:
         return steps[0]
     return StepRecord(

@@ -25,6 +25,7 @@ from fgoffload.benchmark.settings import (
     list_default_settings,
     parse_setting,
 )
+from fgoffload.cli.errors import show_line
 from fgoffload.cli.launch import find_launch
 from fgoffload.cli.options import check_argument_file, read_count
 from fgoffload.cli.streams import hold_messages
@@ -127,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
     add("--settings", metavar="NAME", nargs="+", help="settings, or systems (default: what suits the model)")
     add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
-    add("--budgets", metavar="SIZE", nargs="+", help="memory budgets to plan for, and to rank all settings within")
+    add("--budgets", metavar="SIZE", nargs="+", help="memory budgets to plan for")
     add(
         "--profile",
         metavar="FILE",
@@ -149,10 +150,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> BenchOptions:
     """Return the options, checked before anything heavy is imported.
-
-    Args:
-        options: What the parser found.
-        megatron_flags: What it does not know.
 
     Raises:
         ConfigError: An option cannot be what it is.
@@ -328,7 +325,9 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     Raises:
         ConfigError: There is nothing to show, since `baseline` itself failed.
     """
-    from fgoffload.cli.bench_report import show_bits, show_times
+    from fgoffload.benchmark.frontier import write_frontier_plot
+    from fgoffload.benchmark.report import build_bits_table, build_times_table, compare_bits, name_run
+    from fgoffload.benchmark.results import PICTURE_NAME
     from fgoffload.cli.console import PipeConsole
 
     first = results.outcomes[0]
@@ -338,15 +337,16 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     if checked.compares_bits:
-        is_equal = show_bits(console, results, results.surroundings, folder=checked.folder)
-        return EXIT_MEASURED if is_equal else EXIT_MISSED
-    show_times(
-        console,
-        results,
-        results.surroundings,
-        folder=checked.folder,
-        budgets_bytes=checked.budgets_bytes,
-    )
+        rows = compare_bits(results.outcomes)
+        console.print(build_bits_table(rows, results.workload, results.surroundings))
+        return EXIT_MEASURED if all(row.is_equal for row in rows) else EXIT_MISSED
+    summaries, workload = results.summarize(), results.workload
+    console.print(build_times_table(summaries, workload, results.surroundings, results.predictions))
+    try:
+        write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))
+    except ImportError as error:  # machines with GPUs often have little else, and the numbers are there
+        show_line(f"warning: there is no {PICTURE_NAME}: {error}. Install matplotlib.")
+    print(f"Table, picture and logs: {checked.folder}")
     # One that does not run is a row of the table; where none does there is nothing beside `baseline`.
     asked = [one for one in results.outcomes if one.setting not in (BASELINE, PROFILE)]
     return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED

@@ -110,9 +110,6 @@ def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
     All losses and gradients, under the names of their ranks, so that comparing two of these compares every rank. Of memory and
     time the most of any rank, with the curve and the place of the rank that has the most activations; of bytes moved, prefetch
     misses and waits the sum.
-
-    Args:
-        records: By rank, of the same number of steps.
     """
     if len(records) == 1:
         return records[0]

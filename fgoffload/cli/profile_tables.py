@@ -44,12 +44,7 @@ def describe_plain_step(profile: Profile, plain_step_s: float) -> str:
 
 
 def describe_compared_steps(profile: Profile, slowdown: float) -> str:
-    """Return what steps under plans took, and what plans make of that.
-
-    Args:
-        profile: With such steps.
-        slowdown: What compute takes longer beside copies by them, as a part.
-    """
+    """Return what steps under plans took, and what plans make of that."""
     ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
     many = "steps under plans" if len(profile.compared_steps) > 1 else "a step under a plan"
     bound = ", the most that is planned with" if slowdown >= MOST_SLOWDOWN else ""

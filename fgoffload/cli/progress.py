@@ -18,12 +18,7 @@ class TrainingProgress:
         self._is_log = is_shown and not progress.console.is_terminal
 
     def start_run(self, label: str, *, steps: int) -> Callable[[float], None]:
-        """Add the bar of a training, and return what its steps call with their loss.
-
-        Args:
-            label: What is trained.
-            steps: How many there will be.
-        """
+        """Add the bar of a training, and return what its steps call with their loss."""
         if self._loading is not None:
             self._progress.remove_task(self._loading)
             self._loading = None
@@ -39,11 +34,7 @@ class TrainingProgress:
 
 @contextlib.contextmanager
 def show_progress(*, is_shown: bool = True) -> Iterator[TrainingProgress]:
-    """Show what goes on until the body ends. The bars stay when all went well, and go when it did not.
-
-    Args:
-        is_shown: Of several processes one shows it.
-    """
+    """Show what goes on until the body ends. The bars stay when all went well, and go when it did not."""
     console = PipeConsole(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -78,13 +78,7 @@ def build_single_table(record: RunRecord, setting: Setting) -> Table:
 
 
 def write_memory_plot(path: Path, records: dict[str, RunRecord], setting: Setting) -> None:
-    """Write a plot of the activation bytes over one step.
-
-    Args:
-        path: Of the picture; its suffix says the format.
-        records: By label, in the order in which they are drawn.
-        setting: What was run.
-    """
+    """Write a plot of the activation bytes over one step."""
     # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
     from matplotlib.figure import Figure
 

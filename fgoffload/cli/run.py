@@ -90,9 +90,6 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 def read_request(words: Sequence[str]) -> RunRequest:
     """Return what `words` ask for.
 
-    Args:
-        words: Everything after `fgoffload run`.
-
     Raises:
         ConfigError: There is no script, or it is no file.
     """

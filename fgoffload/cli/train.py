@@ -70,11 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> TrainOptions:
     """Return the options, checked before anything heavy is imported.
 
-    Args:
-        options: What the parser found.
-        megatron_flags: What it does not know.
-        launch: Which process this is; the first one draws the plot.
-
     Raises:
         ConfigError: An option cannot be what it is.
     """

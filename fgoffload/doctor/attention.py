@@ -71,11 +71,7 @@ def check_kernel(ended: CommandResult) -> CheckResult:
 
 
 def check_cudnn(output: str) -> CheckResult:
-    """Check that all of cuDNN that the probe loaded comes from one folder.
-
-    Args:
-        output: With `/proc/self/maps` of the probe.
-    """
+    """Check that all of cuDNN that the probe loaded comes from one folder."""
     name = "cuDNN"
     folders = sorted({str(PurePosixPath(path).parent) for path in _CUDNN.findall(output)})
     if not folders:

@@ -87,13 +87,7 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def check_gpus(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """Check that there are GPUs, and each one's link.
-
-    Args:
-        machine: For the rates of copies.
-        gpus: In torch's order.
-        reason: Why there are none.
-    """
+    """Check that there are GPUs, and each one's link."""
     if not gpus:
         yield skip("GPUs", reason)
         yield skip("link to the host", reason)

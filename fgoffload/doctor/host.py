@@ -15,13 +15,7 @@ LEAST_BUDGET_BYTES = GIB
 
 
 def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """Check locked memory, free memory and the CPUs of this process.
-
-    Args:
-        machine: Where to look.
-        gpus: In torch's order.
-        reason: Why there are none.
-    """
+    """Check locked memory, free memory and the CPUs of this process."""
     yield check_locked_memory(machine, has_gpu=machine.count_gpus() > 0)
     yield check_free_memory(machine, gpus)
     if not gpus:

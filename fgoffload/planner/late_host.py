@@ -1,4 +1,4 @@
-"""Plans for a host that launches kernels late, and which of two plans is the better one by a few steps of each.
+"""Plans for a host that launches kernels late, and what a few steps under a plan took.
 
 [Note: A late host]
 Where each layer lets the host wait, as token dispatchers do, the host begins anew in each layer, and some hosts need longer for
@@ -6,7 +6,7 @@ the launches of a layer than the device does for its kernels. All that slows suc
 three machines with an H100 a look-up that misses caches took 1.16 to 1.29 times as long beside copies to the host, and 1.36 to
 1.85 times as long beside copies both ways. What the engine does for each group comes on top; `slow_down` has both. A hardware
 table does not know which host a training will have, and a profile, which compares a few steps ([Note: What copies cost a late
-host] in `host_slowdown`), not who will share it. So there is a plan for either, and a few steps say which one is faster.
+host] in `host_slowdown`), not who will share it. So there is a plan for either.
 """
 
 import dataclasses
@@ -51,17 +51,6 @@ class Tried:
         return f"{format_ms(self.step_s)}{peak}" if self.step_s < math.inf else f"more than {format_bytes(self.peak_bytes)}"
 
 
-def describe_trial(first: Tried, second: Tried, *, guess: HostGuess) -> str:
-    """Return what two plans took, for a log.
-
-    Args:
-        first: Of the one for the host of `guess`.
-        second: Of the one for the other.
-        guess: What the first took the host for.
-    """
-    return describe_tried(first, second, made=(f"for {guess.value}", f"for {_OTHER[guess].value}"))
-
-
 def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str:
     """Return what two plans took, for a log.
 
@@ -71,12 +60,6 @@ def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str
         made: What each was made for, or of: `for a launch-bound step`.
     """
     return f"a step takes {first.describe()} by the plan {made[0]}, and {second.describe()} by the one {made[1]}"
-
-
-def find_guess(ranks: Sequence[RankModel]) -> HostGuess:
-    """Return what `ranks` take their host for: the one that it is nearer to."""
-    slowdown = max(rank.link.compute_slowdown for rank in ranks)
-    return HostGuess.LATE if slowdown > (COMPUTE_SLOWDOWN + LATE_HOST_SLOWDOWN) / 2 else HostGuess.IN_TIME
 
 
 def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel, ...]:
@@ -92,11 +75,3 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
         dataclasses.replace(rank.link, compute_slowdown=min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN)) for rank in ranks
     )
     return tuple(dataclasses.replace(rank, link=link, late_group_s=0.0) for rank, link in zip(ranks, links, strict=True))
-
-
-def assume_other_host(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-    """Return `ranks` as they are with the host that they do not take theirs for."""
-    return assume_host(ranks, _OTHER[find_guess(ranks)])
-
-
-_OTHER = {HostGuess.IN_TIME: HostGuess.LATE, HostGuess.LATE: HostGuess.IN_TIME}

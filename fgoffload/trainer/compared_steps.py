@@ -61,13 +61,6 @@ def compare_steps(
     """Return what steps under plans take beside those that keep all. All processes call it, and find the same.
 
     What cannot be planned or has no room costs these steps alone, and a warning says why: the rest of a profile is measured.
-
-    Args:
-        trainer: Runs them. It keeps all when it is back.
-        measurement: Of the trainer, with its profile taken.
-        profile: Of all ranks, without such steps.
-        host_budget_bytes: Of each process.
-        on_step: Called after each.
     """
     measurement.stop_watching()
     measurement.apply(NOTHING)
@@ -119,12 +112,7 @@ def _time_steps(trainer: Trainer, on_step: Callable[[], None]) -> list[float]:
 
 
 def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan, ...]:
-    """Return the plans that a training's host is judged by. See [Note: Which plans are compared].
-
-    Args:
-        profile: Of all ranks.
-        host_budget_bytes: Of each process.
-    """
+    """Return the plans that a training's host is judged by. See [Note: Which plans are compared]."""
     ranks = make_rank_models(profile)
     found = (_offload_hidden_tags(ranks, host_budget_bytes), _plan_for_middle(ranks, host_budget_bytes))
     # One that only recomputes has no copies that could make the host late. Nor has one of whose tags nothing has room there.

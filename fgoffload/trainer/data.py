@@ -73,10 +73,6 @@ class RandomTokens:
     """Tokens drawn from the whole vocabulary, once: every step has the same microbatches, on the device before it begins.
 
     So a step draws and copies nothing, its experts get about as many tokens each, and its gradients are those of every step.
-
-    Args:
-        vocab_size: Tokens are below it.
-        device: Where they lie.
     """
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:

@@ -92,12 +92,7 @@ def get_unwrapped(chunk: Any) -> Any:
 
 
 def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
-    """Return where sequences begin and end that are packed into one of `length` tokens: a half, a quarter, and what is left.
-
-    Args:
-        length: Tokens, a multiple of `multiple`.
-        multiple: Each sequence is a multiple of this long.
-    """
+    """Return where sequences begin and end that are packed into one of `length` tokens: a half, a quarter, and what is left."""
     parts = length // multiple
     return [multiple * bound for bound in sorted({0, parts // 2, 3 * parts // 4, parts})]
 

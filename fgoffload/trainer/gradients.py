@@ -23,11 +23,6 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: Train
     averages it over the copies of the model, sums those of norms over sequence-parallel ranks, and those of an embedding that
     two stages share. Nothing overlaps and no optimizer state is sharded: what is compared here are bits.
 
-    Args:
-        chunks: Of this rank, on their device.
-        config: Megatron's TransformerConfig that they were built with.
-        arguments: The training.
-
     Returns:
         One wrapper a chunk, for Megatron's schedules.
     """

@@ -10,10 +10,6 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
     """Return the model chunks of this rank: one, or as many as the virtual pipeline size says.
 
-    Args:
-        arguments: The training.
-        config: Megatron's TransformerConfig for it.
-
     Raises:
         ConfigError: Megatron refuses to build such a model; the error carries its text.
     """

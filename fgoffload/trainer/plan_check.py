@@ -12,11 +12,6 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
     """Check what a plan's file says of a training, as far as that is known before a model is built.
 
-    Args:
-        path: The file.
-        arguments: The training.
-        config: Megatron's, of the training with offload.
-
     Raises:
         ConfigError: The plan offloads an unknown tag, or one without what it requires.
         PlanError: The file cannot be read, was made for another training, or names a layer that there is not.

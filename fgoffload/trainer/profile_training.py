@@ -78,58 +78,66 @@ def profile_training(
         ConfigError: The arguments ask for what this version or machine does not have.
         IntegrationError: The model cannot be measured as it is.
     """
-    numel = arguments.offload.min_offloaded_tensor_size if arguments.offload is not None else DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     if arguments.captures_graphs:
         logger.warning(
             "a profile is measured without --cuda-graph-impl %s: what graphs replay cannot be watched.",
             arguments.cuda_graph_impl,
         )
         arguments, plain_step_s = arguments.without_graphs(), None
-    # For its sites in all layers. In the step that warms up tags leave, and in the recorded one none does.
-    config = OffloadConfig(
-        offload_modules=(AUTO,),
-        offload_memory_budget_bytes=TIB,
-        offload_host_budget_bytes=None if arguments.offload is None else arguments.offload.offload_host_budget_bytes,
-        min_offloaded_tensor_size=numel,
-    )
     # As trainings run: deterministic kernels take longer, and some save other tensors.
     policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
     if plain_step_s is None:
         plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
+    config = _choose_offload(arguments.offload)
     with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
-        integration = trainer.integration
-        device = integration.engine.device
-        measurement = StepMeasurement(device, min_offloaded_numel=numel, use_plan=integration.use_plan)
-        integration.measurement = measurement
+        engine = trainer.integration.engine
+        measurement = StepMeasurement(
+            engine.device, min_offloaded_numel=config.min_offloaded_tensor_size, use_plan=trainer.integration.use_plan
+        )
+        trainer.integration.measurement = measurement
         with contextlib.closing(measurement):
-            trainer.run_step(with_digests=False)
-            on_step()
-            measurement.request()
-            trainer.run_step(with_digests=False)
-            on_step()
             profile = dataclasses.replace(
-                _make_profile(link, merge_processes(gather(measurement.take_profile()))),
+                _make_profile(link, _measure_ranks(trainer, measurement, on_step)),
                 has_optimizer=update is not Update.NONE,
                 plain_step_s=plain_step_s,
             )
             if has_own_host is None:
-                has_own_host = device.type != "cpu"
+                has_own_host = engine.device.type != "cpu"
             # Where the batch grows, or sequences have other lengths in each step, steps differ by that.
             are_alike = arguments.rampup_batch_size is None and not arguments.has_variable_lengths
             if has_own_host and are_alike:
-                host_bytes = min(gather(integration.engine.arena.budget_bytes))
+                host_bytes = min(gather(engine.arena.budget_bytes))
                 steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
                 plain_step_s = _join_plain_steps(plain_step_s, steps)
                 profile = dataclasses.replace(profile, compared_steps=steps, plain_step_s=plain_step_s)
     return profile
 
 
+def _choose_offload(offload: OffloadConfig | None) -> OffloadConfig:
+    """Return what gives all layers their sites. In the step that warms up tags leave, and in the recorded one none does."""
+    return OffloadConfig(
+        offload_modules=(AUTO,),
+        offload_memory_budget_bytes=TIB,
+        offload_host_budget_bytes=None if offload is None else offload.offload_host_budget_bytes,
+        min_offloaded_tensor_size=DEFAULT_MIN_OFFLOADED_TENSOR_SIZE if offload is None else offload.min_offloaded_tensor_size,
+    )
+
+
+def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Callable[[], None]) -> tuple[RankProfile, ...]:
+    """Return what the second step of `trainer` ran, on all ranks."""
+    trainer.run_step(with_digests=False)
+    on_step()
+    measurement.request()
+    trainer.run_step(with_digests=False)
+    on_step()
+    return merge_processes(gather(measurement.take_profile()))
+
+
 def _join_plain_steps(plain_step_s: float, steps: Sequence[ComparedStep]) -> float:
     """Return the mean of the plain step and of those that kept all in turn with `steps`, which another model ran.
 
     A model built anew has steps that are longer or shorter as a whole, by 2 to 3% where the host is late
-    (docs/decisions.md): two say more than one. All steps were in turn with the
-    same that keep all.
+    (docs/decisions.md): two say more than one. All steps were in turn with the same that keep all.
     """
     return statistics.fmean([plain_step_s, steps[0].keeping_step_s]) if steps else plain_step_s
 

@@ -165,9 +165,6 @@ class Trainer:
     def run_step(self, *, with_digests: bool = True) -> StepResult:
         """Run one optimizer step: all microbatches forward and backward, then the update.
 
-        Args:
-            with_digests: Also hash every gradient, after the time is taken.
-
         Raises:
             StateError: The trainer is closed.
         """

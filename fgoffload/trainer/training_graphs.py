@@ -28,11 +28,7 @@ _TRAINING = "training"
 
 
 class NoGraphs:
-    """Every step runs eagerly. What captures graphs derives from this.
-
-    Args:
-        arguments: The training.
-    """
+    """Every step runs eagerly. What captures graphs derives from this."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self._arguments = arguments

@@ -21,6 +21,7 @@ from fgoffload.integrations.megatron.patching.imports import require_torch
 if TYPE_CHECKING:
     from fgoffload.engine import Device
     from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
+    from fgoffload.integrations.megatron.patching.patches import Patches
 
 logger = logging.getLogger(__name__)
 
@@ -52,50 +53,55 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
         PlanError: The plan file cannot be read.
     """
     require_torch()
+    from fgoffload.integrations.megatron.interface import is_replaced
+    from fgoffload.integrations.megatron.patching.patches import Patches
+
+    if is_replaced():
+        raise IntegrationError(
+            "Activation offload is applied already in this process. Call `remove` on what `apply` returned first."
+        )
+    patches = Patches()
+    try:
+        offload = _apply(config, patches, device)
+    except BaseException:
+        patches.remove()
+        raise
+    logger.info(
+        "Activation offload of %s: %d symbols of megatron.core are replaced.",
+        " ".join(offload.selected) or "nothing",
+        len(patches.names),
+    )
+    return offload
+
+
+def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -> "MegatronOffload":
     from fgoffload.engine import OffloadEngine, find_device
     from fgoffload.integrations.megatron.adapter.dispatchers import free_inputs_of_recompute
     from fgoffload.integrations.megatron.adapter.layers import follow_forward
     from fgoffload.integrations.megatron.adapter.model_config import set_flags
     from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
     from fgoffload.integrations.megatron.host_waits.waits import step_aside
-    from fgoffload.integrations.megatron.interface import is_marked_to_stay, is_replaced, replace_interface
+    from fgoffload.integrations.megatron.interface import is_marked_to_stay, replace_interface
     from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
-    from fgoffload.integrations.megatron.patching.patches import Patches
     from fgoffload.integrations.megatron.recompute.checkpoints import follow_checkpoints
 
-    if is_replaced():
-        raise IntegrationError(
-            "Activation offload is applied already in this process. Call `remove` on what `apply` returned first."
-        )
     found: list[MegatronOffload] = []
-    patches = Patches()
-    try:
-        replace_interface(patches, lambda: found[0])
-        follow_forward(patches, lambda: found[0])
-        follow_checkpoints(patches, lambda: found[0])
-        step_aside(patches, lambda: found[0])
-        free_inputs_of_recompute(patches)
-        engine = OffloadEngine(
-            device=device or find_device("cpu" if needs_cpu_support() else "cuda"),
-            policy=config.transfer_policy,
-            min_offloaded_numel=config.min_offloaded_tensor_size,
-            keep=is_marked_to_stay,
-            host_budget_bytes=config.offload_host_budget_bytes,
-        )
-        found.append(MegatronOffload(config, engine, undo=patches.remove))
-        if config.is_auto:
-            from fgoffload.integrations.megatron.auto.auto_offload import AutoOffload
-
-            found[0].measurement = AutoOffload(config, engine, use_plan=found[0].use_plan)
-        set_flags(patches, found[0].selected)
-    except BaseException:
-        patches.remove()
-        raise
-    logger.info(
-        "Activation offload of %s: %d symbols of megatron.core are replaced.",
-        " ".join(found[0].selected) or "nothing",
-        len(patches.names),
+    for follow in (replace_interface, follow_forward, follow_checkpoints, step_aside):
+        follow(patches, lambda: found[0])
+    free_inputs_of_recompute(patches)
+    engine = OffloadEngine(
+        device=device or find_device("cpu" if needs_cpu_support() else "cuda"),
+        policy=config.transfer_policy,
+        min_offloaded_numel=config.min_offloaded_tensor_size,
+        keep=is_marked_to_stay,
+        host_budget_bytes=config.offload_host_budget_bytes,
     )
+    found.append(MegatronOffload(config, engine, undo=patches.remove))
+    if config.is_auto:
+        from fgoffload.integrations.megatron.auto.auto_offload import AutoOffload
+
+        found[0].measurement = AutoOffload(config, engine, use_plan=found[0].use_plan)
+    set_flags(patches, found[0].selected)
     return found[0]
 
 

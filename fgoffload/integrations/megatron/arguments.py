@@ -6,6 +6,52 @@ from typing import Any
 
 from fgoffload.integrations.megatron.flags.field_flags import number, whole_number
 
+_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--fine-grained-activation-offloading",
+        {"action": argparse.BooleanOptionalAction, "default": False, "help": "switch offload on"},
+    ),
+    (
+        "--offload-modules",
+        {"nargs": "*", "default": [], "metavar": "TAG", "help": "modules whose saved tensors leave, or auto"},
+    ),
+    (
+        "--min-offloaded-tensor-size",
+        {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
+    ),
+    (
+        "--delay-offload-until-cuda-graph",
+        {
+            "action": argparse.BooleanOptionalAction,
+            "default": False,
+            "help": "offload experts behind the launch of the next CUDA graph",
+        },
+    ),
+    (
+        "--delta-offload-bytes-across-pp-ranks",
+        {"type": whole_number, "default": None, "metavar": "BYTES", "help": "each pipeline rank offloads less by this (0)"},
+    ),
+    (
+        "--activation-offload-fraction",
+        {"type": number, "default": None, "metavar": "PART", "help": "from 0 to 1, of a chunk's modules (1.0)"},
+    ),
+    ("--offload-plan", {"default": None, "metavar": "FILE", "help": "a plan, in place of the fraction"}),
+    (
+        "--offload-memory-budget",
+        {"default": None, "metavar": "SIZE", "help": "device memory that --offload-modules auto plans for, as in 60GiB"},
+    ),
+    ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"}),
+    (
+        "--offload-window",
+        {"default": None, "metavar": "SIZE", "help": "most bytes on their way to the host before compute waits (1GiB)"},
+    ),
+    (
+        "--offload-prefetch",
+        {"default": None, "metavar": "SIZE", "help": "most bytes back before backward asks for them (512MiB)"},
+    ),
+)
+"""Each flag, and what argparse needs to know of it."""
+
 
 def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of fine-grained activation offload to `parser`, and return it.
@@ -14,51 +60,7 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
     `OffloadConfig.from_flags`.
     """
     group = parser.add_argument_group("fine-grained activation offload")
-    flags: tuple[tuple[str, dict[str, Any]], ...] = (
-        (
-            "--fine-grained-activation-offloading",
-            {"action": argparse.BooleanOptionalAction, "default": False, "help": "switch offload on"},
-        ),
-        (
-            "--offload-modules",
-            {"nargs": "*", "default": [], "metavar": "TAG", "help": "modules whose saved tensors leave, or auto"},
-        ),
-        (
-            "--min-offloaded-tensor-size",
-            {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
-        ),
-        (
-            "--delay-offload-until-cuda-graph",
-            {
-                "action": argparse.BooleanOptionalAction,
-                "default": False,
-                "help": "offload experts behind the launch of the next CUDA graph",
-            },
-        ),
-        (
-            "--delta-offload-bytes-across-pp-ranks",
-            {"type": whole_number, "default": None, "metavar": "BYTES", "help": "each pipeline rank offloads less by this (0)"},
-        ),
-        (
-            "--activation-offload-fraction",
-            {"type": number, "default": None, "metavar": "PART", "help": "from 0 to 1, of a chunk's modules (1.0)"},
-        ),
-        ("--offload-plan", {"default": None, "metavar": "FILE", "help": "a plan, in place of the fraction"}),
-        (
-            "--offload-memory-budget",
-            {"default": None, "metavar": "SIZE", "help": "device memory that --offload-modules auto plans for, as in 60GiB"},
-        ),
-        ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"}),
-        (
-            "--offload-window",
-            {"default": None, "metavar": "SIZE", "help": "most bytes on their way to the host before compute waits (1GiB)"},
-        ),
-        (
-            "--offload-prefetch",
-            {"default": None, "metavar": "SIZE", "help": "most bytes back before backward asks for them (512MiB)"},
-        ),
-    )
-    for flag, options in flags:
+    for flag, options in _FLAGS:
         # argparse has no public way to ask whether a flag exists; Megatron-LM registers some of these itself.
         with contextlib.suppress(argparse.ArgumentError):
             group.add_argument(flag, **options)

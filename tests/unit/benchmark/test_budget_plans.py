@@ -1,4 +1,4 @@
-"""Plans for budgets: two for each, tried, made again where they take more than the budget, and the faster one is taken."""
+"""Plans for budgets: tried, and made again where they take more than the budget."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from fgoffload.benchmark.budget_plans import BudgetPlans
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.planning import Planned
 from fgoffload.benchmark.settings import parse_setting
-from fgoffload.planner.late_host import LATE_HOST_SLOWDOWN, Tried
+from fgoffload.planner.late_host import Tried
 
 BUDGET_BYTES = 1000
 SETTING = parse_setting(f"budget:{BUDGET_BYTES}B")
@@ -24,16 +24,12 @@ class Planner:
     """Plans of as many bytes as are not left free, 900 at most, each for a layer with the number of the plan."""
 
     asked: list = dataclasses.field(default_factory=list)
-    """What was to be left free, of each plan for a host that is in time."""
-    asked_late: list = dataclasses.field(default_factory=list)
-    """The same, of each plan for a late host."""
+    """What was to be left free, of each plan."""
 
     def plan(self, ranks, *, budget_bytes, free_bytes):
         """Stand in for `plan_for_budget`."""
-        is_late = ranks[0].link.compute_slowdown == LATE_HOST_SLOWDOWN
-        (self.asked_late if is_late else self.asked).append(free_bytes)
-        site = Site(chunk=0, layer=len(self.asked) + len(self.asked_late), tag="core_attn")
-        plan = OffloadPlan(actions={site: Action.RECOMPUTE if is_late else Action.OFFLOAD})
+        self.asked.append(free_bytes)
+        plan = OffloadPlan(actions={Site(chunk=0, layer=len(self.asked), tag="core_attn"): Action.OFFLOAD})
         return Planned(plan=plan, peak_bytes=min(900, budget_bytes - free_bytes))
 
 
@@ -55,31 +51,29 @@ def read_layer(setting) -> int:
     return site.layer
 
 
-def take(*peaks, seconds=()):
-    """Return a trial of plans that take `peaks` bytes one after the other, the last one on and on, and `seconds`."""
-    times = itertools.chain(seconds, itertools.repeat(1.0))
+def take(*peaks):
+    """Return a trial of plans that take `peaks` bytes one after the other, the last one on and on."""
     sizes = itertools.chain(peaks, itertools.repeat(peaks[-1]))
     tried = []
 
     def try_plan(setting):
         tried.append(read_layer(setting))
-        return Tried(peak_bytes=next(sizes), step_s=next(times))
+        return Tried(peak_bytes=next(sizes), step_s=1.0)
 
     try_plan.tried = tried
     return try_plan
 
 
-def test_of_two_plans_that_keep_to_a_budget_the_first_stays_where_they_are_alike_and_is_the_same_each_time(planner, tmp_path):
+def test_the_plan_for_a_budget_is_the_same_each_time(planner, tmp_path):
     plans, trial = make_plans(tmp_path, rank=3), take(BUDGET_BYTES)
     first = plans.find(SETTING, trial)
     assert plans.find(SETTING, None) == first
-    assert trial.tried == [1, 2]
-    assert (planner.asked, planner.asked_late) == ([0], [100])
+    assert (trial.tried, planner.asked) == ([1], [0])
     assert (read_layer(first), first.plan.name) == (1, "plan_budget_1000B_rank3.json")
 
 
 def test_a_plan_that_takes_more_is_made_again_with_what_was_missing_left_free(planner, tmp_path):
-    found = make_plans(tmp_path).find(SETTING, take(1050, 1020, 990, 990, seconds=(1.0, 1.0, 1.0, 2.0)))
+    found = make_plans(tmp_path).find(SETTING, take(1050, 1020, 990))
     # 1050 where 900 were predicted; then 1020 where 850 were.
     assert planner.asked == [0, 150, 170]
     assert read_layer(found) == 3

@@ -110,7 +110,7 @@ def test_a_measured_profile_predicts_settings_and_plans_for_budgets(capsys):
     assert document["surroundings"]["device"] == "CPU"
     assert len(document["runs"]) == len(rows)
     found = {path.name for path in Path("results").iterdir()}
-    assert found >= {"frontier.png", "results.md", "profile.json", "log_main_0.txt"}
+    assert found >= {"frontier.png", "results.csv", "profile.json", "log_main_0.txt"}
 
 
 def answer(monkeypatch, make_outcome):

@@ -35,9 +35,6 @@ def permutes_by_mask() -> bool:
 def free_inputs_of_recompute(patches: Patches) -> None:
     """Have dispatchers let go of the graph of a recompute, with the last of what they do in it.
 
-    Args:
-        patches: Put it back later.
-
     Raises:
         IntegrationError: Megatron-Core has no such dispatchers.
     """

@@ -34,12 +34,6 @@ class _TagReport:
 def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepStats, *, plan_file: Path | None) -> None:
     """Check what the first step did, on all ranks.
 
-    Args:
-        selected: The tags whose tensors may leave.
-        actions: What is done about each site of this rank.
-        step: What the step did on this rank.
-        plan_file: Where the plan was read from.
-
     Raises:
         IntegrationError: A selected tag saved nothing on any rank.
         PlanError: The plan names a site that no rank has, or the ranks have different plans.
@@ -69,11 +63,6 @@ def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
 def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collection[tuple[int, int]]) -> None:
     """Check that each planned site is there.
 
-    Args:
-        plan: For all ranks.
-        actions: The sites of this rank.
-        layers: The chunk and number of each layer of this rank.
-
     Raises:
         PlanError: The plan names a site that no rank has.
     """
@@ -90,12 +79,6 @@ def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collec
 
 def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
     """Check that each selected tag did something.
-
-    Args:
-        selected: The tags.
-        actions: The sites of this rank.
-        fused: Tags whose module is fused into another.
-        step: What the first step did on this rank.
 
     Raises:
         IntegrationError: A tag has no site, or saved nothing, on any rank.

@@ -81,10 +81,6 @@ def _count_parameter_bytes(config: Any) -> int:
 def set_flags(patches: Patches, selected: Sequence[str]) -> None:
     """Let every config that is made from now on have the flags for the tags `selected`, whatever it was given.
 
-    Args:
-        patches: Put Megatron's own checks back later.
-        selected: The tags that may leave.
-
     Raises:
         IntegrationError: Megatron-Core has no such config.
     """

@@ -30,11 +30,6 @@ class MegatronOffload:
     """Fine-grained activation offload, applied to the Megatron-Core of this process.
 
     Made by `fgoffload.integrations.megatron.apply`. It holds the engine; nothing else in the process does.
-
-    Args:
-        config: What users chose.
-        engine: Moves the tensors.
-        undo: Puts Megatron's own symbols back.
     """
 
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, undo: Callable[[], None]) -> None:

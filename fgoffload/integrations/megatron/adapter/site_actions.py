@@ -68,10 +68,6 @@ class SiteActions:
     def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
         """Learn what the layers of a model chunk have, and choose an action for each site.
 
-        Args:
-            chunk: The virtual pipeline stage.
-            layers: All of the chunk, in the order of forward.
-
         Raises:
             PlanError: The plan asks of a layer what it cannot do.
         """

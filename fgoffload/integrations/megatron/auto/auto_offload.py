@@ -93,12 +93,8 @@ class AutoOffload(StepMeasurement):
         clock: Callable[[], float] = time.perf_counter,
         has_own_host: bool | None = None,
     ) -> None:
-        super().__init__(
-            engine.device,
-            min_offloaded_numel=config.min_offloaded_tensor_size,
-            use_plan=use_plan,
-            observers=engine.observers,
-        )
+        numel = config.min_offloaded_tensor_size
+        super().__init__(engine.device, min_offloaded_numel=numel, use_plan=use_plan, observers=engine.observers)
         self._budget_bytes = config.offload_memory_budget_bytes or 0
         self._policy = config.transfer_policy
         self._engine = engine

@@ -149,11 +149,6 @@ class MeasuredStep:
 
         Times are those of layers that stayed, where there are any: first one of each kind does, then another, and so on.
 
-        Args:
-            call: Of that step.
-            budget_bytes: Of each device.
-            free_bytes: What steps take more than is predicted of them.
-
         Raises:
             PlanError: The step is above the budget though all leaves that may.
         """

@@ -128,10 +128,6 @@ class FlagParser(argparse.ArgumentParser):
     def parse_flags(self, words: Sequence[str], *, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the values of the flags in `words`; a flag that is absent has no entry unless it has a default.
 
-        Args:
-            words: Flags and their values.
-            earlier: Values from before, over which those of `words` win.
-
         Raises:
             ConfigError: A flag is unknown, lacks its value, or has one that it cannot have.
         """
@@ -207,12 +203,6 @@ def add_field_flags(
     """Add a flag for each field of `config_class` that can be typed on a command line.
 
     A boolean field gets `--name` and `--no-name`; a field that carries Megatron-LM's spelling gets that one instead.
-
-    Args:
-        parser: Gets the flags.
-        config_class: A dataclass.
-        leave_out: Names of fields that get none.
-        aliases: By field, further spellings.
     """
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):

@@ -29,9 +29,6 @@ class FlagSources:
         """Return the error for `message`, which begins with the places of the flags that it names.
 
         Every error names its flags as they are typed, so the message says which ones contradict each other.
-
-        Args:
-            message: With flag, value, limit and fix.
         """
         named = {self.place_of_flag[flag] for flag in _FLAG.findall(message) if flag in self.place_of_flag}
         places = [place for place in self.places if place in named] or self.places

@@ -93,12 +93,7 @@ def make_parallelism(
 
 
 def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
-    """Return why both flags of the virtual pipeline are refused.
-
-    Args:
-        per_chunk: Of `--num-layers-per-virtual-pipeline-stage`.
-        chunks: Of `--num-virtual-stages-per-pipeline-rank`.
-    """
+    """Return why both flags of the virtual pipeline are refused."""
     flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
     return (
         f"{' and '.join(flags)} (--vp) both say how many chunks a pipeline rank has. Give one of them; in place of one in a "

@@ -46,10 +46,6 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """Refuse tags whose tensors Megatron's selective recompute drops before they could leave.
 
-    Args:
-        offload: What leaves.
-        values: As for `check_tags`.
-
     Raises:
         ConfigError: A tag and a recompute module exclude each other.
     """
@@ -59,10 +55,6 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
     """Refuse tags of what routed experts save where Megatron stashes it.
-
-    Args:
-        tags: Those that may leave.
-        values: As for `check_tags`.
 
     Raises:
         ConfigError: With the tag and why.

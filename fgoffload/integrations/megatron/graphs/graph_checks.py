@@ -38,12 +38,6 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
 def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
     """Refuse a plan that recomputes a captured module.
 
-    Args:
-        units: What the plan recomputes in a layer.
-        values: As for `check_graphs`.
-        layer: Its number.
-        is_moe: Whether it has experts.
-
     Raises:
         PlanError: With the unit and the fix.
     """
@@ -78,11 +72,7 @@ def _list_faults(
 
 
 def read_graphs(values: Mapping[str, Any]) -> Graphs:
-    """Return what is captured, as 0.19 spells it.
-
-    Args:
-        values: As for `check_graphs`.
-    """
+    """Return what is captured, as 0.19 spells it."""
     impl = str(values.get("cuda_graph_impl") or NO_GRAPHS)
     given = values.get("cuda_graph_modules")
     if given is None:
@@ -99,12 +89,7 @@ def _has_shared_overlap(values: Mapping[str, Any]) -> bool:
 
 
 def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why experts without a fixed capacity cannot be in a graph of a full iteration, where they are to be.
-
-    Args:
-        impl: Of `--cuda-graph-impl`.
-        values: As for `check_graphs`.
-    """
+    """Yield why experts without a fixed capacity cannot be in a graph of a full iteration, where they are to be."""
     is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
     if impl == FULL_ITERATION and values.get("num_moe_experts") and not is_padded:
         yield (

@@ -38,12 +38,7 @@ _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
 
 class GraphedLayers:
-    """What was captured of each layer.
-
-    Args:
-        engine: Stages what captured layers save.
-        actions: What is done about each site.
-    """
+    """What was captured of each layer."""
 
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine

@@ -8,9 +8,6 @@ import torch
 def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of `tensor` on the host, written by a kernel and not by the copy engine.
 
-    Args:
-        tensor: Whole numbers.
-
     Streams:
         Queued on the current stream. The host does not block: it may read the copy when that stream has come so far.
 

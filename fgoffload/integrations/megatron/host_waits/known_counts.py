@@ -91,9 +91,6 @@ class KnownCounts:
             What a recompute asks for is copied as in forward, and the host does not block for it. Where it has come is looked
             at when a function under a checkpoint begins the next time.
 
-        Args:
-            patches: Put everything back later.
-
         Raises:
             IntegrationError: Megatron-Core lacks one of the symbols.
         """

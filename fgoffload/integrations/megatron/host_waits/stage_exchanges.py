@@ -84,14 +84,6 @@ def exchange_shapes(
     What goes over the wire is what Megatron sends, in its order, so that a neighbour may run Megatron's own. Neither way does a
     number take a copy engine: on the device kernels write them, and to the host too.
 
-    Args:
-        communicator: Megatron's, of this stage.
-        tensor_send_next: What goes to the next stage, if anything does.
-        tensor_send_prev: What goes to the stage before.
-        recv_prev: Whether the stage before sends something.
-        recv_next: Whether the next stage does.
-        device: Where the numbers are sent from.
-
     Returns:
         Of the stage before and of the next one, each of three numbers; `NO_SHAPE` where nothing comes.
 

@@ -24,11 +24,7 @@ _MEGATRON_DEFAULTS: dict[str, float] = {
 
 
 class Calls:
-    """Answers the calls on Megatron's interface. It lives as long as the replaced methods, which alone hold it.
-
-    Args:
-        get_offload: Returns the integration.
-    """
+    """Answers the calls on Megatron's interface. It lives as long as the replaced methods, which alone hold it."""
 
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
         self._get_offload = get_offload
@@ -140,11 +136,7 @@ class CallSite:
             saving.__exit__(kind, error, trace)
 
     def end(self, *, may_wait: bool) -> None:
-        """Let the group leave. Without one, or while offload is disabled, nothing happens.
-
-        Args:
-            may_wait: During a replay, wait for `flush_delayed_groups`.
-        """
+        """Let the group leave. Without one, or while offload is disabled, nothing happens."""
         region, self._region = self._region, None
         if region is not None and self._calls.is_enabled:
             self._calls.offload.end(region, may_wait=may_wait)

@@ -20,11 +20,7 @@ _MODULE = "megatron.training.arguments"
 
 
 class MegatronParser:
-    """Megatron-LM's parser, with all flags that its scripts take.
-
-    Args:
-        parser: Filled by Megatron-LM.
-    """
+    """Megatron-LM's parser, with all flags that its scripts take."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parser = parser

@@ -13,12 +13,6 @@ from fgoffload.integrations.megatron.patching.patches import Patches, require_sy
 def wrap_symbol(patches: Patches, owner: str, name: str, wrap: Callable[[Any], Any]) -> None:
     """Replace the function or method `name` by what `wrap` makes of it.
 
-    Args:
-        patches: Puts it back later.
-        owner: A module, or a class as `module:Class`.
-        name: The function or method.
-        wrap: Is given the original and returns what takes its place.
-
     Raises:
         IntegrationError: There is no such symbol; the error names its dotted path.
     """

@@ -46,12 +46,6 @@ class _Storages:
 def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts], measure_gather_s: MeasureGather) -> ChunkModel:
     """Return the model of a chunk from the microbatches that were recorded.
 
-    Args:
-        recorder: Of a step that is over.
-        chunk: Its number.
-        facts: Of its layers, in the order of forward.
-        measure_gather_s: Measures what permuting tokens again takes.
-
     Returns:
         Each layer of a kind of its own.
     """
@@ -82,11 +76,6 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collect
     It ran beside copies, whose cost a plan counts by itself, and with a host that had more to do: its times are those of
     layers that stayed, where there are any. What it has for a moment was not read, since what left is in the counters too: it
     is the most of any.
-
-    Args:
-        layer: The layer.
-        layers: All of its chunk.
-        left: The numbers of those that left.
     """
     alike = [other for other in layers if _is_of_kind(other.model, layer.model)]
     stayed = [other for other in alike if other.number not in left] or [layer]

@@ -122,14 +122,7 @@ class StepMeasurement:
         return self.state is MeasurementState.RECORDING
 
     def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: LayerInputs) -> None:
-        """Learn what a layer has, and watch what of it could run again.
-
-        Args:
-            layer: A Megatron layer.
-            chunk: The virtual pipeline stage that it is in.
-            tags: Those that have a site in it.
-            inputs: Makes regions around checkpoints of layers.
-        """
+        """Learn what a layer has, and watch what of it could run again."""
         units = layer_recompute.find_units(layer)
         watched = list_watched(layer, units)
         number = get_number(layer)

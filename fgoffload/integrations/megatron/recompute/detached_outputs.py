@@ -47,12 +47,7 @@ class StandIn:
 
 
 class Made:
-    """The storage of a tensor that is made again, and what it was when it was made.
-
-    Args:
-        tensor: Of the storage.
-        key: Of the storage, as `get_key` says it.
-    """
+    """The storage of a tensor that is made again, and what it was when it was made."""
 
     __slots__ = ("__weakref__", "_dtype", "_version", "key")
 
