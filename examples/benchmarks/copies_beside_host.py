@@ -67,7 +67,7 @@ class HostWork:
 
 
 class Copies:
-    """Copies of locked memory, in either direction."""
+    """Copies of pinned memory, in either direction."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -137,7 +137,7 @@ def list_waits(events: Iterable[Event]) -> list[Span]:
     """Return the calls in which the host waited inside of ranges called `WAIT_RANGE`, in order."""
     events = list(events)
     ranges = _merge(_get_span(event) for event in events if _is_range(event))
-    # A copy to memory that is not locked returns when it is done; to locked memory, at once.
+    # A copy to memory that is not locked returns when it is done; to pinned memory, at once.
     slow = {_get_correlation(event) for event in events if is_copy(event, way="DtoH") and "Pageable" in event["name"]}
     calls = (
         _get_span(event)

@@ -1,7 +1,7 @@
-"""The command line: one command a file, nothing heavy imported before a command runs.
+"""The command line. Each command has a file; heavy imports wait until it runs.
 
-Exit codes: 0 all went well, 1 a comparison found a difference or a check an error, 2 a flag, file or model cannot be what it
-is, 130 Ctrl-C, 141 nobody reads the output any more. `fgoffload run` passes its script's own code on.
+Exit codes: 0 success, 1 a comparison found a difference or a check an error, 2 a wrong flag, file or model, 130 Ctrl-C, 141 a
+closed output pipe. `fgoffload run` returns its script's exit code.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return the exit code.
 
     Args:
-        argv: Without the program's name. None takes those of the process, and then Ctrl-C ends the process here.
+        argv: Words after the program's name. None takes `sys.argv`; then Ctrl-C ends the process here.
     """
     log = LibraryLog()
     try:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
         return EXIT_UNREAD
     except OSError as error:
-        # Files that are written by their names are named in errors of their own: what is left is stdout and stderr.
+        # Errors of named files are handled elsewhere: this is stdout or stderr.
         if error.errno not in _FULL or error.filename is not None:
             raise
         full = ConfigError(f"the output cannot be written: {error.strerror}. Free space, or send it elsewhere.")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         show_line("interrupted")
         if argv is None:
-            # At once: taking torch down in order can take longer than a user who pressed Ctrl-C waits, and nothing is open.
+            # End at once: shutting torch down takes seconds, and no file is open.
             os._exit(EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
 
@@ -80,27 +80,27 @@ def _run(words: Sequence[str], log: LibraryLog, *, ends_process: bool) -> int:
         if not command.RUNS_A_SCRIPT:
             around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED, on_interrupt=log.silence))
             if ends_process:
-                # Nobody looks for cycles in what goes with the process anyway: behind a plan that took a third of a second.
+                # Skip the garbage collection at exit: after a plan it took a third of a second.
                 around.callback(gc.freeze)
         elif os.environ.get("RANK", "0") != "0":
-            log.silence()  # what one rank warns of concerns all; errors are shown by each
+            log.silence()  # one rank's warnings hold for all; each rank shows its errors
         around.enter_context(log.attached())
         return command.run(options, rest)
 
 
 def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[str]]:
-    """Return the command that `words` name, its options, and the words that are not among those."""
+    """Return the command that `words` name, its options, and the remaining words."""
     parser, _ = _build_parsers()
     if list(words[:1]) == ["help"]:
         words = [*words[1:], "--help"]
     for command in COMMANDS:
-        # argparse would look for options of ours among the script's own words.
+        # argparse would search the script's own words for our options.
         if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
             return command, parser.parse_args(words[:1]), words[1:]
     options, rest = parser.parse_known_args(_join_negative_values(words))
     meant = suggest(rest[0], ("--help", "--version")) if rest else ""
     if meant:
-        raise ConfigError(f"{rest[0]!r} is no option of this program.{meant}")
+        raise ConfigError(f"unknown option {rest[0]!r}.{meant}")
     for command in COMMANDS:
         if options.command == command.NAME:
             return command, options, rest
@@ -108,9 +108,9 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
 
 
 def _join_negative_values(words: Sequence[str]) -> list[str]:
-    """Return `words` with `--flag -76GiB` as `--flag=-76GiB`: argparse takes the value for a flag, and says that there is none.
+    """Return `words` with `--flag -76GiB` as `--flag=-76GiB`, since argparse takes such a value for a flag.
 
-    Numbers it knows by itself. Only the command's own flags that take a value are looked at.
+    argparse handles plain numbers itself. Only the command's own flags with a value are joined.
     """
     flags = {flag for command in COMMANDS if list(words[:1]) == [command.NAME] for flag in command.EXAMPLE_VALUES}
     joined: list[str] = []
@@ -123,7 +123,7 @@ def _join_negative_values(words: Sequence[str]) -> list[str]:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs, and keeps the lines of those that have indented ones: examples and lists."""
+    """Wraps paragraphs, and keeps those with indented lines as they are: examples and lists."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -131,12 +131,12 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all others of this program."""
+    """A parser that raises our one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
-            # Commands have flags of one name for different files.
+            # Commands share flag names with different values.
             of_command = (command.EXAMPLE_VALUES for command in COMMANDS if self.prog.endswith(f" {command.NAME}"))
             values = next(of_command, {})
             raise ConfigError(f"{flag} {rest}. Give it after the flag, as in {flag} {values.get(flag, 'VALUE')}.")
@@ -173,7 +173,7 @@ def format_helps() -> dict[str, str]:
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of the program, and those of the commands by name."""
-    # Abbreviations would take Megatron flags for ours: `--data` is a beginning of `--data-path`.
+    # With abbreviations, `--data` would also match Megatron's `--data-path`.
     parser = _Parser(
         prog="fgoffload",
         description="Fine-grained activation offload for Megatron-style training.",

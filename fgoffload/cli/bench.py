@@ -80,13 +80,13 @@ RUNS_A_SCRIPT = False
 EXIT_MEASURED, EXIT_MISSED = 0, 1
 
 STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
-"""What is taken where no option says so; `BIT_STEPS` for `--steps` with `--check-bits`."""
+"""Defaults of the options; `BIT_STEPS` is that of `--steps` with `--check-bits`."""
 
 MEASURE_HERE = ""
-"""`--profile` without a file."""
+"""The value of `--profile` without a file."""
 
 WIDTH = 190
-"""Characters of a table that goes to no terminal: enough for its rows."""
+"""Width in characters of a table that is written to no terminal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +95,9 @@ class BenchOptions:
 
     arguments_file: Path
     megatron_flags: tuple[str, ...]
-    """As typed after ours; they come after the file's, so they win."""
+    """Flags typed on the command line; they override those of the file."""
     settings: tuple[str, ...]
-    """As typed; empty takes those that say something about the model."""
+    """As typed; empty takes the defaults for the model."""
     plans: tuple[Path, ...]
     budgets_bytes: tuple[int, ...]
     profile: Path | None
@@ -108,17 +108,17 @@ class BenchOptions:
     warmup: int
     repeats: int
     baseline_every: int | None
-    """Settings behind which `baseline` is measured again; None for never."""
+    """After how many settings `baseline` is measured again; None for never."""
     compares_bits: bool
     has_optimizer: bool
     writes_traces: bool
     folder: Path
-    """Made when all else is checked."""
+    """Created once all options are checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    # nargs="?" so that its absence is reported by us, with what to do.
+    # nargs="?", so that our own error reports a missing file.
     parser.add_argument(
         "arguments_file",
         metavar="ARGUMENTS.sh",
@@ -149,25 +149,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> BenchOptions:
-    """Return the options, checked before anything heavy is imported.
+    """Return the checked options, without heavy imports.
 
     Raises:
-        ConfigError: An option cannot be what it is.
+        ConfigError: An option has a wrong value.
         PlanError: A plan file cannot be read.
     """
     arguments_file = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=OWN_FLAGS)
     compares_bits = options.check_bits
     if compares_bits and options.trace:
-        raise ConfigError("--check-bits and --trace exclude each other: a trace is of a timed setting. Give one of them.")
+        raise ConfigError("--check-bits and --trace exclude each other: only timed settings have a trace. Give one of them.")
     if compares_bits and options.profile is not None:
-        raise ConfigError("--check-bits and --profile exclude each other: times are predicted. Give one of them.")
+        raise ConfigError("--check-bits and --profile exclude each other: a profile predicts times. Give one of them.")
     counts = {"steps": BIT_STEPS if compares_bits else STEPS, "warmup": WARMUP, "repeats": REPEATS}
     for name, default in counts.items():
         if (text := getattr(options, name)) is not None:
             counts[name] = read_count(text, flag=f"--{name}", example=default)
     if counts["repeats"] >= FEWEST_REPEATS and importlib.util.find_spec("scipy") is None:
         raise ConfigError(
-            f"--repeats {counts['repeats']} shows intervals, for which scipy is missing. Install it: pip install scipy, or "
+            f"--repeats {counts['repeats']} shows confidence intervals, which need scipy. Install it: pip install scipy, or "
             f"give --repeats {FEWEST_REPEATS - 1}."
         )
     plans = tuple(Path(name) for name in options.plans or ())
@@ -197,18 +197,18 @@ def _read_baseline_every(options: argparse.Namespace) -> int | None:
     if options.baseline_every is None:
         return None
     if options.check_bits:
-        raise ConfigError("--check-bits and --baseline-every exclude each other: bits need no second time. Give one of them.")
+        raise ConfigError("--check-bits and --baseline-every exclude each other: bits are compared once. Give one of them.")
     return read_count(options.baseline_every, flag="--baseline-every", example=1)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Measure, print the tables, write the files, and return the exit code.
 
-    It is 1 where bits differ or were not compared, and where no setting but `baseline` was measured.
+    The code is 1 if bits differ or were not compared, or if only `baseline` was measured.
     """
     if (launch := find_launch()).world_size > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {launch.world_size}, and bench starts the processes of a training itself. Leave torchrun out."
+            f"WORLD_SIZE is {launch.world_size}, but bench starts the processes of a training itself. Leave torchrun out."
         )
     checked = check_options(options, megatron_flags)
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
@@ -222,7 +222,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 
 def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "TrainingProgress") -> "Results":
-    # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
+    # Importing torch and Megatron-Core takes seconds: do it after the checks that need neither.
     from fgoffload.benchmark.results import Results, collect_results
     from fgoffload.integrations.megatron.patching.imports import require_torch
 
@@ -259,7 +259,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
 
 
 def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Message], None]":
-    """Return what shows the messages of a process as progress."""
+    """Return a function that shows a process's messages as progress."""
     from fgoffload.benchmark.job import Began, Message, Stepped
 
     on_step: list[Callable[[float], None]] = []
@@ -295,18 +295,18 @@ def _choose_settings(checked: BenchOptions, transformer: Mapping[str, Any]) -> t
     defaults = list_default_settings(transformer, plans=checked.plans, budgets_bytes=checked.budgets_bytes)
     chosen = defaults
     if checked.settings:
-        # Plans and budgets that were given are wanted, whatever else is.
+        # Plans and budgets from the command line are always measured.
         given = (setting for setting in defaults if setting.system in (System.PLAN, System.BUDGET))
         chosen = tuple(dict.fromkeys((*choose_settings(checked.settings, defaults), *given)))
     check_names(chosen)
     if not checked.measures_profile:
         return chosen
-    # First, so that what is predicted is known while the rest is measured.
+    # The profile comes first, so that predictions are ready while the rest is measured.
     return (BASELINE, PROFILE, *(setting for setting in chosen if setting != BASELINE))
 
 
 def _describe(checked: BenchOptions) -> dict[str, Any]:
-    """Return what the JSON file says of a benchmark beside its numbers."""
+    """Return the metadata of a benchmark for the JSON file."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -320,10 +320,10 @@ def _describe(checked: BenchOptions) -> dict[str, Any]:
 
 
 def _show(checked: BenchOptions, results: "Results") -> int:
-    """Print the tables, write what is written at the end, and return the exit code.
+    """Print the tables, write the final files, and return the exit code.
 
     Raises:
-        ConfigError: There is nothing to show, since `baseline` itself failed.
+        ConfigError: `baseline` failed, so there is no result.
     """
     from fgoffload.benchmark.frontier import write_frontier_plot
     from fgoffload.benchmark.report import build_bits_table, build_times_table, compare_bits, name_run
@@ -344,10 +344,10 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     console.print(build_times_table(summaries, workload, results.surroundings, results.predictions))
     try:
         write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))
-    except ImportError as error:  # machines with GPUs often have little else, and the numbers are there
-        show_line(f"warning: there is no {PICTURE_NAME}: {error}. Install matplotlib.")
+    except ImportError as error:  # a GPU machine often lacks matplotlib, and the numbers are complete without
+        show_line(f"warning: {PICTURE_NAME} was not written: {error}. Install matplotlib.")
     print(f"Table, picture and logs: {checked.folder}")
-    # One that does not run is a row of the table; where none does there is nothing beside `baseline`.
+    # A setting that fails is a row of the table. If all fail, only `baseline` is left.
     asked = [one for one in results.outcomes if one.setting not in (BASELINE, PROFILE)]
     return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
 

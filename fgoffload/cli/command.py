@@ -1,4 +1,4 @@
-"""What a module of this package offers to be a command of the program."""
+"""The protocol of a command's module."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Command(Protocol):
-    """A module with these names. Importing it loads nothing heavy: every start of the program imports all commands."""
+    """A module with these names. It must import nothing heavy: every start of the program imports all commands."""
 
     NAME: str
     SUMMARY: str
@@ -14,7 +14,7 @@ class Command(Protocol):
     DESCRIPTION: str
     """For its own `--help`, which begins with it."""
     USAGE: str
-    """In lines that, after `usage: `, fit 80 columns: argparse does not break it."""
+    """Lines that fit 80 columns after `usage: `; argparse does not wrap them."""
     EXAMPLE: str
     """A whole command line, for the help and for errors."""
     NOTES: str
@@ -28,9 +28,9 @@ class Command(Protocol):
         """Add the options of this command to `parser`."""
 
     def run(self, options: argparse.Namespace, words: Sequence[str]) -> int:
-        """Do what the command is for, and return the exit code.
+        """Run the command and return the exit code.
 
         Args:
-            options: What the parser found.
-            words: What the parser does not know; all words where `RUNS_A_SCRIPT`.
+            options: The parsed options.
+            words: Words that the parser does not know; all words if `RUNS_A_SCRIPT`.
         """

@@ -1,4 +1,4 @@
-"""What a training measured, and whether two trainings computed the same. Numbers in, numbers out: nothing is shown here."""
+"""Measurements of a training, and the comparison of two. Nothing is printed here."""
 
 import dataclasses
 import statistics
@@ -18,56 +18,56 @@ class MemorySample:
     """The activation bytes on the device at one moment of the measured step."""
 
     position: int
-    """Tensors that autograd had saved and taken back by then: the same moment of the step in every run."""
+    """Tensors that autograd had saved or unpacked by then: a position that is the same in every run."""
     resident_bytes: int
-    """In storages that autograd holds and that are no parameters."""
+    """Bytes of storages that autograd holds, without parameters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TagTransfer:
-    """What one tag did in the measured step."""
+    """Bytes that one tag moved in the measured step."""
 
     d2h_bytes: int
-    """Bytes that left for the host."""
+    """Bytes offloaded."""
     h2d_bytes: int
-    """Bytes that came back."""
+    """Bytes reloaded."""
     kept_bytes: Mapping[str, int]
-    """By reason: what was saved under the tag and stayed on the device."""
+    """Bytes saved under the tag that stayed on the device, by reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """What the engine did in the measured step."""
+    """The engine's statistics of the measured step."""
 
     tags: Mapping[str, TagTransfer]
     host_peak_bytes: int
-    """The most host bytes in use at any time of the training."""
+    """Peak host bytes of the training."""
     prefetch_misses: int
-    """Storages whose way back started only when backward already asked for them."""
+    """Storages whose reload started only when backward asked for them."""
     window_waits: int
-    """How often compute had to wait because more than the window was on its way to the host."""
+    """How often compute waited because more bytes than the window were in flight to the host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One training, from its first step to its last, the measured one."""
+    """Record of one training. Its last step is the measured one."""
 
     steps: tuple[StepRecord, ...]
     activation_peak_bytes: int
-    """The most activation bytes on the device at once, in the measured step."""
+    """Peak activation bytes on the device in the measured step."""
     samples: tuple[MemorySample, ...]
     activation_peak_place: str = ""
-    """Where in the step that was, as in `layers.3.core_attn mb=2`; empty where no engine watched."""
+    """Where in the step the peak was, as in `layers.3.core_attn mb=2`; empty without an engine."""
     allocator_peak_bytes: int | None = None
-    """What the device's allocator held at most, parameters included; None on a device without one."""
+    """Peak of the device's allocator, parameters included; None on a CPU."""
     transfers: Transfers | None = None
-    """None where offload was off."""
+    """None without offload."""
     ranks: int = 1
-    """Processes that this is a record of; see `merge_ranks`."""
+    """Number of processes; see `merge_ranks`."""
 
     @property
     def timed_steps(self) -> tuple[StepRecord, ...]:
-        """The steps whose time counts: not the first, which warms up, nor the last, which is slowed by being measured."""
+        """The steps whose time counts: all but the first, a warm-up, and the last, which the measurement slows."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:
@@ -77,7 +77,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The same training twice."""
+    """The same training without and with offload."""
 
     without: RunRecord
     """Offload off."""
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def saved_fraction(self) -> float:
-        """The part of the activation peak that offload took away; below 0 where it added to it."""
+        """The part of the activation peak that offload saves; negative if the peak grew."""
         before = self.without.activation_peak_bytes
         return 1 - self.with_offload.activation_peak_bytes / before if before else 0.0
 
@@ -100,16 +100,16 @@ class Comparison:
         return find_loss_difference(self.without.steps, self.with_offload.steps)
 
     def find_gradient_difference(self) -> Difference | None:
-        """Return the first gradient that differs or that only one training has, in the order of the parameters, or None."""
+        """Return the first gradient that differs or that only one training has, or None."""
         return find_gradient_difference(self.without.steps, self.with_offload.steps)
 
 
 def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
-    """Return one record of what all ranks of a training computed and measured.
+    """Merge the records of all ranks into one.
 
-    All losses and gradients, under the names of their ranks, so that comparing two of these compares every rank. Of memory and
-    time the most of any rank, with the curve and the place of the rank that has the most activations; of bytes moved, prefetch
-    misses and waits the sum.
+    Losses and gradients keep their rank in the name, so that a comparison covers every rank. Memory and time are the maximum
+    over ranks; bytes moved, prefetch misses and waits are summed. The curve is that of the rank with the highest activation
+    peak.
     """
     if len(records) == 1:
         return records[0]

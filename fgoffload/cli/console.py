@@ -1,4 +1,4 @@
-"""The terminal, as rich shows tables and bars on it."""
+"""A rich console for tables and progress bars."""
 
 from typing import NoReturn
 
@@ -6,8 +6,8 @@ from rich.console import Console
 
 
 class PipeConsole(Console):
-    """A console that raises when its reader has gone; rich's own ends the process with 1, which means a difference here."""
+    """A console that raises on a closed pipe. rich's own exits with 1, which means a difference here."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise what writing raised."""
+        """Raise the error of the write."""
         raise BrokenPipeError

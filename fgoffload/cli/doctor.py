@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Check, show the rows, and return 1 where one is an error."""
+    """Run the checks, show the rows, and return 1 if a row is an error."""
     if words:
-        raise ConfigError(f"{words[0]!r} is no option of this command.{suggest(words[0], ('--json',))} Leave it out: {USAGE}.")
+        raise ConfigError(f"unknown option {words[0]!r}.{suggest(words[0], ('--json',))} Usage: {USAGE}.")
     from fgoffload.doctor import Machine, Status, check_machine
 
     results = list(check_machine(Machine.here()))
@@ -65,12 +65,12 @@ def _show_table(results: "Sequence[CheckResult]") -> None:
     table = Table(show_header=False, show_lines=True)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")  # a path to copy must be whole
+    table.add_column(overflow="fold")  # keep paths whole, so that they can be copied
     for result in results:
         status = result.status.value
-        # As Text: brackets in a path or a message are no markup.
+        # As Text, since brackets in a path or message are not markup.
         said = Text(result.found)
         if result.fix:
-            said.append(f"\nto do: {result.fix}", style=_STYLES[status])
+            said.append(f"\nfix: {result.fix}", style=_STYLES[status])
         table.add_row(Text(result.name), Text(status, style=_STYLES[status]), said)
     PipeConsole().print(table)

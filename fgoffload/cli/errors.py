@@ -1,15 +1,15 @@
-"""How the command line shows errors: in one line, with a traceback only for those who ask."""
+"""Shows errors in one line; the traceback is optional."""
 
 import os
 import sys
 import traceback
 
 TRACEBACK_VARIABLE = "FGOFFLOAD_TRACEBACK"
-"""Environment variable: anything but empty or 0 shows the traceback of an error before its line."""
+"""Environment variable that shows the traceback before an error's line, unless it is empty or 0."""
 
 
 def show_error(error: Exception) -> None:
-    """Show `error` on stderr in one line, after its traceback where `FGOFFLOAD_TRACEBACK` asks for it."""
+    """Show `error` on stderr in one line, after its traceback if `FGOFFLOAD_TRACEBACK` is set."""
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
     show_line(f"error: {error}")
@@ -22,4 +22,4 @@ def show_line(message: str) -> None:
     except BrokenPipeError:
         raise
     except OSError:
-        return  # stderr is full: the exit code alone can tell
+        return  # stderr cannot be written: only the exit code is left

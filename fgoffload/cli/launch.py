@@ -1,4 +1,4 @@
-"""What a launcher says of this process: which of how many it is."""
+"""Rank and world size of this process, as its launcher sets them."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,8 @@ from fgoffload.errors import ConfigError, OffloadError
 
 _SIZES = ("RANK", "WORLD_SIZE")
 _FIRST_SPEAKS_WITHIN_S = 30.0
-"""Longest that a process which has the same error as the first one of its machine waits to be ended by the launcher."""
+"""How long a process with an error waits for the launcher to end it, while the first process of its machine shows the same
+error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,44 +20,44 @@ class Launch:
     """One process of a training."""
 
     rank: int = 0
-    """Of this process, from 0."""
+    """Rank of this process."""
     world_size: int = 1
-    """Processes of the training."""
+    """Number of processes."""
     local_rank: int = 0
-    """Of this process among those of its machine, from 0."""
+    """Rank among the processes of this machine."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all of them."""
+        """Whether this process prints for all."""
         return self.rank == 0
 
     @contextlib.contextmanager
     def one_voice(self) -> Iterator[None]:
-        """Let an error that every process has be shown by the first one of each machine.
+        """Let the first process of each machine show an error that all processes have.
 
-        For what all processes do alike: reading flags and files. The others stay until the launcher ends them. Where that
-        takes more than 30 seconds the first one has no error, and they show theirs.
+        Use it for work that all processes do alike, such as reading flags and files. The others wait until the launcher ends
+        them. After 30 seconds the first one evidently has no error, and they show theirs.
         """
         try:
             yield
         except OffloadError:
             if self.local_rank != 0:
-                # A launcher ends all processes as soon as one has ended: to leave now could take the word from the first one,
-                # which may still be importing.
+                # A launcher ends all processes as soon as one exits. Exiting now could end the first one before it shows the
+                # error.
                 time.sleep(_FIRST_SPEAKS_WITHIN_S)
             raise
 
     def silence_library(self) -> None:
-        """Leave what the library warns of to the first process."""
+        """Let only the first process show the library's warnings."""
         if not self.is_first:
             logging.getLogger("fgoffload").setLevel(logging.ERROR)
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return what `torchrun` has set in `environment`; one process by itself where it set nothing, or one process.
+    """Return the launch that `torchrun` has set in `environment`, or that of a single process.
 
     Raises:
-        ConfigError: A variable is no number, or no rank of that many processes.
+        ConfigError: A variable is not a number, or the rank is out of range.
     """
     if not all(name in environment for name in _SIZES):
         return Launch()
@@ -65,7 +66,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         return Launch()
     if rank >= world_size:
         raise ConfigError(
-            f"RANK {rank} is none of the ranks 0 to {world_size - 1} of WORLD_SIZE {world_size}. Start the processes with "
+            f"RANK {rank} is not within 0 to {world_size - 1}, as WORLD_SIZE {world_size} requires. Start the processes with "
             "torchrun, or unset WORLD_SIZE to train in one."
         )
     local_rank = _read_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
@@ -76,7 +77,7 @@ def _read_number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(
-            f"the environment has {name}={text!r}, which is no number. Start the processes with torchrun, or unset {name} to "
-            "train in one."
+            f"the environment has {name}={text!r}, which is not a number. Start the processes with torchrun, or unset {name} "
+            "to train in one."
         )
     return int(text)

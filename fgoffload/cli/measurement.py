@@ -34,43 +34,43 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained: the same each time, seed and data included."""
+    """A training: the same for each run, seed and data included."""
 
     arguments_file: str
-    """As the user named it."""
+    """Path as the user typed it."""
     arguments: TrainingArguments
     text: TextData
-    """What it is trained on."""
+    """The training text."""
     steps: int
     """Optimizer steps, at least 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSource:
-    """What a training is loaded from."""
+    """Where a training is loaded from."""
 
     arguments_file: str
-    """As the user named it, for errors."""
+    """Path as the user typed it, for errors."""
     file_flags: Sequence[str]
-    """Megatron's flags in that file."""
+    """Megatron's flags from that file."""
     typed_flags: Sequence[str]
-    """Megatron's flags on the command line; they win."""
+    """Megatron's flags from the command line; they override the file."""
     own_flags: Sequence[str]
-    """The flags of the command itself, to be suggested for one typed wrongly."""
+    """The command's own flags, for suggestions."""
     data: Path | None
-    """A text, or a folder of them; None takes Python's standard library."""
+    """A text file or a folder; None takes Python's standard library."""
     steps: int | None
-    """How many, or None for what the flags say."""
+    """Number of steps, or None for that of the flags."""
     world_size: int = 1
-    """Processes that were started."""
+    """Number of processes started."""
 
 
 def load_training(source: TrainingSource) -> Training:
-    """Return the training that `source` describes, with everything checked that can be before a model is built.
+    """Load the training that `source` describes, and check all that can be checked before a model is built.
 
     Raises:
-        ConfigError: A flag or the text cannot be what it is.
-        PlanError: The plan file cannot be read, or is of another training.
+        ConfigError: A flag or the text is wrong.
+        PlanError: The plan file cannot be read, or was made for another training.
     """
     arguments = parse_arguments(
         source.file_flags,
@@ -82,18 +82,18 @@ def load_training(source: TrainingSource) -> Training:
     refuse_what_is_not_built(arguments)
     if source.steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=source.steps)
-    # What the second training needs is checked here too: a fault found there would cost the whole first one.
+    # Check the second training's needs now too: a fault found later would cost the whole first one.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
     if arguments.offload is not None:
         if arguments.offload.offload_plan is not None:
             check_plan_file(arguments.offload.offload_plan, arguments, config)
         if arguments.offload.offload_host_budget_bytes is None:
-            get_default_budget_bytes()  # which raises where the launcher's variables are no numbers
+            get_default_budget_bytes()  # raises if the launcher's variables are not numbers
     if arguments.train_iters <= arguments.steps_until_replay:
         _logger.warning(
-            "--cuda-graph-impl %s: none of the %d steps only replays graphs, since the first %d are eager or capture. "
-            "Train for more steps.",
+            "--cuda-graph-impl %s: none of the %d steps replays graphs, since the first %d run eagerly or capture. Train for "
+            "more steps.",
             arguments.cuda_graph_impl,
             arguments.train_iters,
             arguments.steps_until_replay,
@@ -105,10 +105,10 @@ def load_training(source: TrainingSource) -> Training:
 
 @contextlib.contextmanager
 def process_groups(training: Training, launch: Launch) -> Iterator[None]:
-    """Hold the process groups that Megatron-Core asks for, until the body ends.
+    """Create Megatron-Core's process groups, and destroy them when the body ends.
 
     Raises:
-        ConfigError: The processes of `launch` cannot meet, or one has no GPU.
+        ConfigError: The processes of `launch` cannot connect, or one has no GPU.
     """
     if launch.world_size > 1:
         join_processes(rank=launch.rank, world_size=launch.world_size, local_rank=launch.local_rank)
@@ -120,7 +120,7 @@ def process_groups(training: Training, launch: Launch) -> Iterator[None]:
 
 
 def describe_setting(training: Training) -> Setting:
-    """Return what the table and the plot say about `training`."""
+    """Return the description of `training` for the table and the plot."""
     device, ranks = name_device(), training.arguments.world_size
     return Setting(
         arguments_file=training.arguments_file,
@@ -132,19 +132,19 @@ def describe_setting(training: Training) -> Setting:
 
 
 def measure_training(training: Training, offload: OffloadConfig | None, *, on_step: Callable[[float], None]) -> RunRecord:
-    """Train and return what was computed and measured, on all ranks together.
+    """Train, and return the merged record of all ranks.
 
-    Activation bytes are counted in one step only, since counting slows it: in the last one that autograd runs itself.
+    Activation bytes are counted in one step, since counting slows it: the last one without replayed graphs.
 
     Args:
-        training: What to train. Needs `process_groups`. Its model is built anew, and gone when this function returns or raises.
+        training: What to train, within `process_groups`. The model is built here and freed at the end.
         offload: The options, or None to train without offload.
         on_step: Called after every step with its mean loss over all ranks.
 
     Raises:
         ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
-        PlanError: The memory budget is below what the model takes before a step.
-        InternalError: It did so with offload alone.
+        PlanError: The memory budget is below the static memory.
+        InternalError: It failed only with offload.
     """
     with _explain_refusal(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
@@ -154,7 +154,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
         records = []
         for number in range(1, training.steps + 1):
             if number in (1, training.arguments.steps_until_replay + 1) and not needs_cpu_support():
-                # Where graphs only replay from here on, eager steps and their capture took memory that no later one takes.
+                # From here on graphs only replay. Leave out the memory that eager steps and the capture took.
                 torch.cuda.reset_peak_memory_stats()
             with contextlib.ExitStack() as around:
                 if number <= training.arguments.steps_until_replay + 1:
@@ -173,25 +173,25 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
             allocator_peak_bytes=None if needs_cpu_support() else torch.cuda.max_memory_allocated(),
             transfers=_read_transfers(trainer),
         )
-        return merge_ranks(gather(record))  # on every rank, so that all end with the same exit code
+        return merge_ranks(gather(record))  # on every rank, so that all return the same exit code
 
 
 def _find_counted_step(training: Training) -> int:
-    """Return the step, from 1, whose activation bytes are counted: where graphs replay, nobody sees what they save."""
+    """Return the step, from 1, whose activation bytes are counted. Replayed graphs hide what they save."""
     if not training.arguments.captures_graphs:
         return training.steps
     return max(1, min(training.steps, training.arguments.cuda_graph_warmup_steps))
 
 
 def _check_budget(training: Training, trainer: Trainer) -> None:
-    """Refuse a budget for which no plan will be found, before the first training and not behind it."""
+    """Refuse a budget that no plan can meet, before the first training."""
     budget_bytes = None if training.arguments.offload is None else training.arguments.offload.offload_memory_budget_bytes
     if budget_bytes is not None:
         check_static(count_parameter_bytes(trainer.chunks), budget_bytes=budget_bytes)
 
 
 def _average_loss(step: StepRecord) -> float:
-    """Return the mean loss of a step over all ranks: where there is a pipeline, only its last stage has one."""
+    """Return the mean loss of a step over all ranks. In a pipeline, only the last stage has losses."""
     if torch.distributed.get_world_size() == 1:
         return step.loss
     device = torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
@@ -203,10 +203,10 @@ def _average_loss(step: StepRecord) -> float:
 
 @contextlib.contextmanager
 def _explain_refusal(training: Training, offload: OffloadConfig | None, when: str) -> Iterator[None]:
-    """Turn what Megatron-Core raises over arguments that no check of ours knows into an error of one line.
+    """Turn an exception of Megatron-Core about unchecked arguments into a one-line error.
 
-    Only for building and the first step, which run every layer once, and for steps up to the first replay of CUDA graphs: what
-    a later step raises is no matter of arguments.
+    Used while the model is built and in the first steps, up to the first replay of CUDA graphs. Later exceptions are not about
+    arguments.
     """
     try:
         yield

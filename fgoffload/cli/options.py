@@ -1,4 +1,4 @@
-"""What commands read of their own options alike."""
+"""Parsing of options that commands share."""
 
 import difflib
 import os
@@ -12,7 +12,7 @@ from fgoffload.output_files import check_writable
 
 
 def suggest(word: str, known: Collection[str]) -> str:
-    """Return the sentence ` Did you mean --json?` where one of `known` is near to `word`, or nothing."""
+    """Return ` Did you mean --json?` with the nearest of `known`, or an empty string."""
     near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -21,25 +21,25 @@ def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] 
     """Return the path of an argument file.
 
     Args:
-        name: As typed: a path, or the name of a shipped model; None where there is none.
-        example: A whole command line.
-        flags: Words that the command does not know: flags of Megatron, and their values.
-        own_flags: Those of the command, to be suggested for one typed wrongly.
+        name: A path or the name of a shipped model, as typed; None if missing.
+        example: A complete command line.
+        flags: Remaining words: Megatron's flags and their values.
+        own_flags: The command's own flags, for suggestions.
 
     Raises:
-        ConfigError: It is missing, or no file, or one of another kind.
+        ConfigError: It is missing, not a file, or of another kind.
     """
     meant = suggest(flags[0], own_flags) if flags else ""
     if not name:
         raise ConfigError(f"ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: {example}.{meant}")
-    # os.path here and elsewhere: Path.is_file raises where a name is too long.
+    # os.path, since Path.is_file raises on a name that is too long.
     if not os.path.isfile(name):
         if (shipped := find_model(name)) is not None:
             return shipped
         flag = None if name.endswith(".sh") or os.path.exists(name) else _find_flag_without_value(flags)
         if flag is not None:
             raise ConfigError(
-                f"ARGUMENTS.sh is missing: {name!r} stands where it should. Give a Megatron argument file before {flag}, as in "
+                f"ARGUMENTS.sh is missing: {name!r} stands in its place. Give a Megatron argument file before {flag}, as in "
                 f"{example} {flag} {name}.{meant}"
             )
         raise ConfigError(
@@ -47,35 +47,35 @@ def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] 
         )
     if name.endswith(".json"):
         raise ConfigError(
-            f"argument file {name!r} is JSON, and a training is run by Megatron's flags. Give a Megatron argument file, as in: "
-            f"{example}. A config.json of Hugging Face can be planned for: fgoffload plan {name} --gpu h100."
+            f"argument file {name!r} is JSON, but a training needs Megatron's flags. Give a Megatron argument file, as in: "
+            f"{example}. To plan for a Hugging Face config.json: fgoffload plan {name} --gpu h100."
         )
     return Path(name)
 
 
 def _find_flag_without_value(words: Sequence[str]) -> str | None:
-    """Return the first flag of `words` behind which no value stands: it may have been taken for a file. None without any.
+    """Return the first flag of `words` without a value, or None. Its value may have been taken for the file.
 
-    A file there is no value: it stands where it should not either.
+    A file after a flag is not its value.
     """
-    followed = zip(words, [*words[1:], "--"], strict=False)  # one longer where there are none
+    followed = zip(words, [*words[1:], "--"], strict=False)  # one item longer if `words` is empty
     flags = (word for word, after in followed if word.startswith("--") and (after.startswith("--") or os.path.isfile(after)))
     return next(flags, None)
 
 
 def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:
-    """Return the whole number from 1 that `text` is.
+    """Parse a whole number of at least 1.
 
     Args:
         text: As typed.
-        flag: That it was typed for.
-        example: A number that would do.
-        hint: What else to say where it is below 1.
+        flag: Its flag.
+        example: A valid number.
+        hint: Text to add if it is below 1.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: `text` is no such number.
     """
-    # Not int() alone, which takes ` 1_0 ` too, and refuses thousands of digits in its own words.
+    # Not int() alone: it accepts ` 1_0 `, and has its own error for thousands of digits.
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
         raise ConfigError(f"{flag} {text!r} is not a whole number. Give one from 1, as in {example}.")
     count = int(text)
@@ -85,25 +85,25 @@ def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:
 
 
 def say_why_no_file(name: str) -> str:
-    """Return why `name` is no regular file, as the end of a sentence."""
+    """Return why `name` is not a regular file, as the end of a sentence."""
     if os.path.isdir(name):
         return "is a folder"
-    return "is no regular file" if os.path.exists(name) else "does not exist"
+    return "is not a regular file" if os.path.exists(name) else "does not exist"
 
 
 def check_output_file(
     name: str | None, *, flag: str, example: str, inputs: Mapping[str, str | os.PathLike[str] | None]
 ) -> Path | None:
-    """Return the path of a file that is to be written, or None where none is; before the work whose result it takes.
+    """Check an output file before the work starts, and return its path, or None without one.
 
     Args:
         name: As typed.
-        flag: That it was typed for.
-        example: A name that would do.
-        inputs: Files that are read, or None where one is not, by what they are: `--profile`. They are not written over.
+        flag: Its flag.
+        example: A valid name.
+        inputs: Input files by description, which must not be overwritten; None if not given.
 
     Raises:
-        ConfigError: It cannot be written, or is one that is read.
+        ConfigError: It cannot be written, or is an input.
     """
     if name is None:
         return None
@@ -116,13 +116,13 @@ def check_output_file(
     elif not os.path.isdir(folder):
         why = f"is in {folder!r}, which {say_why_no_folder(folder)}"
     elif not _can_write(Path(path)):
-        why = "may not be written"
+        why = "is not writable"
     else:
         read = {os.path.realpath(os.path.expanduser(given)): what for what, given in inputs.items() if given is not None}
         if (what := read.get(os.path.realpath(path))) is not None:
-            raise ConfigError(f"{flag} {name!r} is {what}, and would be written over. Give another file, as in {example}.")
+            raise ConfigError(f"{flag} {name!r} is {what}, and would be overwritten. Give another file, as in {example}.")
         return Path(path)
-    raise ConfigError(f"{flag} {name!r} {why}. Give a file that can be written, as in {example}.")
+    raise ConfigError(f"{flag} {name!r} {why}. Give a writable file, as in {example}.")
 
 
 def _can_write(path: Path) -> bool:
@@ -134,5 +134,5 @@ def _can_write(path: Path) -> bool:
 
 
 def say_why_no_folder(name: str) -> str:
-    """Return why `name` is no folder, as the end of a sentence."""
-    return "is no folder" if os.path.exists(name) else "does not exist"
+    """Return why `name` is not a folder, as the end of a sentence."""
+    return "is not a folder" if os.path.exists(name) else "does not exist"

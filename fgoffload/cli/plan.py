@@ -62,7 +62,7 @@ EXAMPLE_VALUES: Mapping[str, str] = {
     "--timeline": "trace.json",
 }
 _CONFIG = "config.json"
-"""Of a model of Hugging Face."""
+"""File name of a Hugging Face model's configuration."""
 _OUTPUTS = ("json", "plot", "timeline")
 """Options that name a file to write."""
 RUNS_A_SCRIPT = False
@@ -76,7 +76,7 @@ SHORT_FLAGS: Mapping[str, str] = {
     "--ep": "--expert-model-parallel-size",
     "--etp": "--expert-tensor-parallel-size",
 }
-"""What people call the parallel sizes, and Megatron's flag for each."""
+"""Short names of the parallel sizes, with Megatron's flag for each."""
 
 OWN_FLAGS = (
     *EXAMPLE_VALUES,
@@ -88,14 +88,14 @@ OWN_FLAGS = (
     "--launch-bound",
     "--not-launch-bound",
 )
-"""All of this command's own flags but the short ones, to be suggested for one typed wrongly."""
+"""This command's own flags without the short ones, for suggestions."""
 
 FRONTIER = "frontier.png"
-"""Where the picture of a sweep goes, in the current folder, unless `--plot` says another place."""
+"""Default file for the picture of a sweep, in the current folder."""
 
 SWEEP_POINTS = 12
-"""Budgets of a sweep, from the least that any plan keeps to up to what keeps everything; the peaks of what plans are compared
-with are others."""
+"""Number of budgets in a sweep, from the smallest feasible one to the baseline's peak. The peaks of the other baselines are
+added."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +105,21 @@ class PlanOptions:
     model: Path
     """An argument file, or a config.json."""
     megatron_flags: tuple[str, ...]
-    """As typed after ours, the short ones spelled out; they come after the file's, so they win."""
+    """Flags typed on the command line, short ones spelled out; they override those of the file."""
     gpu: str | None
     hardware: Path | None
     profile: Path | None
     budget_bytes: int | None
-    """None takes all of the device's memory."""
+    """GPU memory of each rank; None takes all of the device's."""
     host_budget_bytes: int | None
-    """Of each rank."""
+    """Host memory of each rank."""
     reserve_bytes: int | None
     has_optimizer: bool | None
-    """None takes what was measured, and Adam where nothing was."""
+    """None takes what the profile measured, or Adam without a profile."""
     sweeps: bool
     is_thorough: bool
     host: "HostGuess | None"
-    """None takes the one that was measured, and one in time where nothing was."""
+    """None takes what the profile measured, or a step that is not launch-bound."""
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -127,7 +127,7 @@ class PlanOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    # nargs="?" so that its absence is reported by us, with what to do.
+    # nargs="?", so that our own error reports a missing file.
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="a Megatron argument file, a Hugging Face config.json, or a name of --list"
     )
@@ -156,14 +156,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:
-    """Return the options, checked before anything heavy is imported.
+    """Return the checked options, without heavy imports.
 
     Args:
-        options: What the parser found.
-        megatron_flags: What it does not know.
+        options: The parsed options.
+        megatron_flags: Words that the parser does not know.
 
     Raises:
-        ConfigError: An option cannot be what it is.
+        ConfigError: An option has a wrong value.
     """
     if not options.model:
         raise ConfigError(
@@ -171,8 +171,8 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
             f"{EXAMPLE}."
         )
     path = Path(options.model)
-    # os.path: Path.is_file raises where a name is too long.
-    if os.path.isfile(path / _CONFIG):  # the folder of a model, as others take it
+    # os.path, since Path.is_file raises on a name that is too long.
+    if os.path.isfile(path / _CONFIG):  # the folder of a model, as transformers accepts it
         path /= _CONFIG
     if not os.path.isfile(path):
         if (shipped := find_model(options.model)) is None:
@@ -220,10 +220,10 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
         try:
             check_picture(checked.plot)
-        except ImportError as error:  # the numbers need none
-            show_line(f"warning: there is no {checked.plot}: {error}. Install matplotlib.")
+        except ImportError as error:  # the numbers need no picture
+            show_line(f"warning: {checked.plot} is not written: {error}. Install matplotlib.")
             checked = dataclasses.replace(checked, plot=None)
-    # What is taken for granted is said behind a plan; that there is none is one line.
+    # Warnings about assumptions follow the plan. Without a plan there is only the error.
     with hold_messages():
         return _plan(checked)
 
@@ -312,7 +312,7 @@ def _plan(checked: PlanOptions) -> int:
 
 @contextlib.contextmanager
 def _explain_lack(hardware: "Hardware | None", reserve_bytes: int | None, show_lack: Callable[[], None]) -> Iterator[None]:
-    """Show with `show_lack` what each rank needs where all of a device is too small, and say so in place of a budget."""
+    """If the whole device is too small, show what each rank needs and raise that error in place of one about the budget."""
     try:
         yield
     except BudgetError as error:
@@ -327,7 +327,7 @@ def _explain_lack(hardware: "Hardware | None", reserve_bytes: int | None, show_l
 
 @contextlib.contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Look for no cycles of objects: simulations make millions of objects and none of them, and looking takes a while."""
+    """Switch the garbage collector off: simulations create millions of objects and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -338,16 +338,16 @@ def _without_cycle_collection() -> Iterator[None]:
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
-    """Refuse what belongs to one plan beside a sweep, which has many and would leave it out."""
+    """Refuse options for a single plan beside `--sweep`."""
     for name in ("offload_memory_budget", "json", "timeline", "thorough"):
         if options.sweep and getattr(options, name) not in (None, False):
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"--sweep plans for many budgets, and {flag} is about one plan. Leave one of the two out.")
+            raise ConfigError(f"--sweep plans for many budgets, but {flag} is for a single plan. Leave one of them out.")
 
 
 def _read_size(options: argparse.Namespace, name: str) -> int | None:
     text = getattr(options, name)
-    # A plan is for gigabytes: 76 bytes are nobody's budget.
+    # Sizes need a unit: nobody's budget is 76 bytes.
     return None if text is None else parse_bytes(text, name="--" + name.replace("_", "-"), needs_unit=True)
 
 
@@ -357,11 +357,11 @@ def _find_output(options: argparse.Namespace, name: str, model: Path) -> Path | 
 
 
 def _check_outputs_differ(outputs: Mapping[str, Path | None]) -> None:
-    """Refuse one file for two outputs, of which the second would take the place of the first."""
+    """Refuse one file for two outputs: the second would overwrite the first."""
     named: dict[str, str] = {}
     for name, path in outputs.items():
         if path is not None and (earlier := named.setdefault(os.path.realpath(path), name)) != name:
-            raise ConfigError(f"--{earlier} and --{name} both name {str(path)!r}. Give each a file of its own.")
+            raise ConfigError(f"--{earlier} and --{name} both name {str(path)!r}. Give each its own file.")
 
 
 def _find_path(name: str | None) -> Path | None:
@@ -380,7 +380,8 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     if found[1].world_size == 1 and "--num-gpus" not in checked.megatron_flags:
         experts = " --ep 8" if model.experts is not None else ""
         show_line(
-            f"{checked.model} does not say how many GPUs: 1 is assumed. Spread it with --num-gpus 8 --tp 2 --pp 2{experts}."
+            f"{checked.model} gives no number of GPUs, so 1 is assumed. Spread the model with --num-gpus 8 --tp 2 --pp "
+            f"2{experts}."
         )
     return found
 

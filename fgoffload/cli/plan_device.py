@@ -1,4 +1,4 @@
-"""The device that `fgoffload plan` plans for, of the table, of a file or of a profile, and what its memory is enough for."""
+"""The device that `fgoffload plan` plans for: from the table, a file or a profile."""
 
 import argparse
 import dataclasses
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevice:
-    """What ranks run on."""
+    """The device of all ranks."""
 
     hardware: "Hardware | None"
-    """Of the table or of a file, with the link of `profile` where there is one; None where that is of a training."""
+    """From the table or a file, with the link of `profile` if given; None if `profile` is of a training."""
     profile: "Profile | None"
-    """What was measured: of a training, or the link alone."""
+    """The profile of a training, or of the link alone."""
     link_line: str = ""
-    """Where the link comes from, if that is not where the rest does."""
+    """Source of the link, if it differs from that of the device."""
 
     def find_node(self) -> "Hardware | None":
-        """Return what the devices of a node are, as far as the table knows the one that a training was profiled on."""
+        """Return the hardware of a node's devices, or None if a training was profiled on a device outside the table."""
         from fgoffload.planner.timing.hardware import get_hardware
 
         if self.hardware is not None or self.profile is None:
@@ -36,10 +36,10 @@ class PlannedDevice:
         try:
             return get_hardware(self.profile.device)
         except ConfigError:
-            return None  # a CPU, or a device of a file of its user's
+            return None  # a CPU, or a device from the user's file
 
     def use_link(self, ranks: "Sequence[RankModel]") -> "tuple[RankModel, ...]":
-        """Return `ranks`, which were built for `hardware`, with the link as it was measured: by size, and beside compute."""
+        """Return `ranks`, built for `hardware`, with the measured link: rates by copy size and the slowdown of compute."""
         if self.profile is None:
             return tuple(ranks)
         link = self.profile.link.to_model()
@@ -47,31 +47,31 @@ class PlannedDevice:
 
 
 def check_device(options: argparse.Namespace, example: str) -> None:
-    """Refuse two devices, and none. Whether a profile says all of one is known when it is read.
+    """Refuse two devices, and none. Only reading a profile shows whether it describes a whole device.
 
     Args:
-        options: What the parser found.
-        example: A whole command line.
+        options: The parsed options.
+        example: A complete command line.
 
     Raises:
         ConfigError: With the flags and the fix.
     """
     if options.gpu is not None and options.hardware is not None:
-        raise ConfigError("--gpu and --hardware both say what device it is. Give one of them.")
+        raise ConfigError("--gpu and --hardware both name the device. Give one of them.")
     if options.gpu is options.hardware is options.profile is None:
-        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100; or --hardware, or --profile. All: {example}.")
+        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100, or give --hardware or --profile. Example: {example}.")
 
 
 def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) -> PlannedDevice:
-    """Return the device that three flags say together.
+    """Return the device that the three flags describe.
 
     Args:
-        gpu: A name of the table, as typed.
-        hardware: A file of hardware. Of `gpu` and this one is None.
-        profile: A file of a profile. One of a training says all of its device; one of the link alone says that of it.
+        gpu: Name in the table, as typed.
+        hardware: Hardware file. `gpu` or this is None.
+        profile: Profile file. A profile of a training describes the whole device; one of the link alone only that.
 
     Raises:
-        ConfigError: A file cannot be read, no device has such a name, or the three say too much or too little.
+        ConfigError: A file cannot be read, the name is unknown, or the flags name two devices or none.
     """
     if profile is None:
         return PlannedDevice(hardware=_read_hardware(gpu, hardware), profile=None)
@@ -81,8 +81,8 @@ def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) ->
     if measured.ranks:
         if gpu is not None or hardware is not None:
             raise ConfigError(
-                f"--{'gpu' if hardware is None else 'hardware'} and --profile {profile}, which is of a training, both say what "
-                "device it is. Give one of them."
+                f"--{'gpu' if hardware is None else 'hardware'} and --profile {profile}, which is of a training, both name "
+                "the device. Give one of them."
             )
         return PlannedDevice(hardware=None, profile=measured)
     is_named = gpu is not None or hardware is not None
@@ -90,9 +90,9 @@ def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) ->
     device = _replace_link(device, measured)
     link = measured.link.to_model()
     line = (
-        f"Link: as {profile} says, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s to "
-        f"the host, {link.h2d_bytes_per_s / 1e9:.1f} to the device, {link.duplex_bytes_per_s / 1e9:.1f} each way at once, "
-        f"{link.copy_latency_s * 1e6:.1f} us before each copy. All else is that of {device.name}."
+        f"Link: from {profile}, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s to the "
+        f"host, {link.h2d_bytes_per_s / 1e9:.1f} to the device, {link.duplex_bytes_per_s / 1e9:.1f} each way at once, "
+        f"{link.copy_latency_s * 1e6:.1f} us before each copy. Everything else is that of {device.name}."
     )
     return PlannedDevice(hardware=device, profile=measured, link_line=line)
 
@@ -101,7 +101,7 @@ def _find_measured_device(profile: "Profile", path: Path) -> "Hardware":
     """Return the device of the table on which a link was measured.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: It is not in the table.
     """
     from fgoffload.planner.timing.hardware import get_hardware
 
@@ -109,8 +109,8 @@ def _find_measured_device(profile: "Profile", path: Path) -> "Hardware":
         return get_hardware(profile.device)
     except ConfigError as error:
         raise ConfigError(
-            f"--profile {path} has the link alone, of {profile.device!r}, which is no device of the table: memory and rates "
-            "are not in it. Give the device too, as in --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
+            f"--profile {path} has only the link, measured on {profile.device!r}, which is not in the hardware table. Give "
+            "the device too, as in --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
         ) from error
 
 
@@ -122,7 +122,7 @@ def _replace_link(hardware: "Hardware", profile: "Profile") -> "Hardware":
     link = Link(
         d2h_bytes_per_s=ways[0],
         h2d_bytes_per_s=ways[1],
-        # Measured apart, it can come out a bit above the slower way alone.
+        # Measured separately, the duplex rate can exceed the slower direction a bit.
         duplex_bytes_per_s=min(rates.duplex_bytes_per_s, *ways),
         is_measured=True,
     )
@@ -138,70 +138,68 @@ def _read_hardware(gpu: str | None, path: Path | None) -> "Hardware":
         return get_hardware(str(gpu))
     except ConfigError as error:
         known, _, _ = str(error).removeprefix("hardware ").partition(" Give one of:")
-        raise ConfigError(
-            f"--gpu {known} Give one of: {', '.join(HARDWARE)}; or a file of your own: --hardware FILE."
-        ) from error
+        raise ConfigError(f"--gpu {known} Give one of: {', '.join(HARDWARE)}; or your own device: --hardware FILE.") from error
 
 
 def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
-    """Return the device bytes of each rank: those that were given, or all that the device has.
+    """Return the memory budget of each rank: the given one, or all of the device's memory.
 
     Args:
-        given_bytes: Of `--offload-memory-budget`; None without.
-        hardware: The device; None where a profile of a training stands in its place.
+        given_bytes: Value of `--offload-memory-budget`, or None.
+        hardware: The device; None with a profile of a training.
 
     Raises:
-        ConfigError: The device has less, or nobody says what it has.
+        ConfigError: The device has less, or its memory is unknown.
     """
     if given_bytes is not None:
         if hardware is not None and given_bytes > hardware.device_memory_bytes:
             raise ConfigError(
                 f"--offload-memory-budget {format_bytes(given_bytes)} is more than the memory of {hardware.name}, "
-                f"{format_bytes(hardware.device_memory_bytes)}. Give that or less, or leave it out; or name a larger device."
+                f"{format_bytes(hardware.device_memory_bytes)}. Give that or less, leave it out, or name a larger device."
             )
         return given_bytes
     if hardware is None:
-        raise ConfigError("--offload-memory-budget is missing, and a profile does not say it. Give it, as in 76GiB.")
+        raise ConfigError("--offload-memory-budget is missing, and a profile has none. Give it, as in 76GiB.")
     return hardware.device_memory_bytes
 
 
 def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", world_size: int) -> tuple[int | None, str]:
-    """Return the host bytes of a rank, None for no limit, and where they come from.
+    """Return the host budget of a rank, or None for no limit, and its source.
 
-    Where none are given it is what the engine takes of a node with nothing else on it: a part of all, shared by the ranks.
+    The default is what the engine takes on an otherwise empty node: a part of its memory, shared by the ranks.
     """
     from fgoffload.planner.model_ranks import count_ranks_per_node
 
-    words = "" if given_bytes is None else f"{format_bytes(given_bytes)} a rank, as given"
+    words = "" if given_bytes is None else f"{format_bytes(given_bytes)} a rank, from the command line"
     if hardware is None or hardware.host_memory_bytes_per_node is None:
-        return given_bytes, words or "no limit, since what a node has is not known; --offload-host-budget SIZE gives one"
+        return given_bytes, words or "no limit, since the node's memory is unknown; --offload-host-budget SIZE sets one"
     node_bytes, ranks = hardware.host_memory_bytes_per_node, count_ranks_per_node(hardware, world_size)
     if given_bytes is not None:
         if given_bytes * ranks > node_bytes:
-            words += f", which is more than the {format_bytes(node_bytes)} of a node for all {ranks} of them"
+            words += f"; all {ranks} ranks of a node together exceed its {format_bytes(node_bytes)}"
         return given_bytes, words
     budget_bytes = int(node_bytes * HOST_SHARE / ranks)
     return budget_bytes, (
-        f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of the {format_bytes(node_bytes)} of a node over "
-        f"{ranks} rank{'s' if ranks > 1 else ''}; a training takes that part of what is free then"
+        f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of a node's {format_bytes(node_bytes)} over {ranks} "
+        f"rank{'s' if ranks > 1 else ''}; a training takes that part of what is free when it starts"
     )
 
 
 def check_static(
     ranks: "Sequence[RankModel]", budget_bytes: int | None, hardware: "Hardware", *, typed_reserve_bytes: int | None
 ) -> None:
-    """Refuse a model of which a device has no room for what is always there: no search finds a plan for that.
+    """Refuse a model whose static memory exceeds the device: no plan can help.
 
-    A sweep, whose budget is None, is told what the largest budget lacks: all that the device has.
+    A sweep has no budget: the device's memory takes its place.
 
     Args:
         ranks: All pipeline ranks.
-        budget_bytes: Of each device; None where there are many.
+        budget_bytes: Budget of each device; None for a sweep.
         hardware: The device.
-        typed_reserve_bytes: Of `--reserve`; None where it was not given.
+        typed_reserve_bytes: Value of `--reserve`, or None.
 
     Raises:
-        PlanError: With what is lacking, and the fix.
+        PlanError: The model does not fit; with the fix.
     """
     from fgoffload.planner.solving.solver import describe_static_lack
 
@@ -212,7 +210,7 @@ def check_static(
 
 
 def describe_too_small(why: str, hardware: "Hardware", typed_reserve_bytes: int | None) -> str:
-    """Return why no budget of a device is enough: the one that is would be refused."""
+    """Return why no budget of the device is enough."""
     less = f"lower --reserve {format_bytes(typed_reserve_bytes)}, " if typed_reserve_bytes else ""
     return (
         f"{why} {hardware.name} has {format_bytes(hardware.device_memory_bytes)} in all: {less}spread the model over more "

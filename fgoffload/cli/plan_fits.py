@@ -1,4 +1,4 @@
-"""What `fgoffload plan` shows where a model does not fit: memory by pipeline rank, and layouts that would do."""
+"""What `fgoffload plan` shows if a model does not fit: memory by pipeline rank, and layouts that would fit."""
 
 import dataclasses
 import itertools
@@ -19,22 +19,22 @@ from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import format_bytes
 
 MOST_GPUS = 16384
-"""Up to which a layout is looked for."""
+"""Largest number of GPUs of a suggested layout."""
 LONG_SEQUENCE = 16384
-"""Tokens from which ranks may share a sequence."""
+"""Sequence length in tokens from which context parallelism is suggested."""
 LAYOUTS = 2
-"""Layouts that are shown."""
+"""Number of layouts shown."""
 _HIDDEN_BYTES = 2
-"""Of a number between layers, in bf16."""
+"""Bytes of an activation element, in bf16."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankFit:
-    """Device bytes of a pipeline rank."""
+    """Memory of a pipeline rank."""
 
     static_bytes: int
     activation_bytes: int
-    """At the peak of a step, with everything kept."""
+    """Peak bytes of a step with everything kept."""
     recomputed_bytes: int
     """The same under full recompute: the input of each layer, and one layer whole."""
     logits_bytes: int
@@ -98,7 +98,7 @@ def _find_peak(passes: Sequence[tuple[bool, int]], chunk_bytes: Sequence[int]) -
 def _find_layouts(
     model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
 ) -> Iterator[Parallelism]:
-    """Yield layouts that fit under full recompute, of the fewest GPUs first, and of those with the smallest parallel sizes."""
+    """Yield layouts that fit under full recompute: fewest GPUs first, then the smallest parallel sizes."""
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     experts = 1 if model.experts is None else model.experts.num_experts
     samples = parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size

@@ -1,4 +1,4 @@
-"""Whether `fgoffload plan` takes a step for launch-bound, where its options say so."""
+"""The options `--launch-bound` and `--not-launch-bound` of `fgoffload plan`."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ def find_host(options: argparse.Namespace) -> "HostGuess | None":
     """Return the host that `--launch-bound` or `--not-launch-bound` asks for, or None without them.
 
     Raises:
-        ConfigError: Both were given, or the latter without a profile, and would do nothing.
+        ConfigError: Both were given, or the latter without a profile, where it has no effect.
     """
     if options.not_launch_bound and options.launch_bound:
         raise ConfigError("--launch-bound and --not-launch-bound exclude each other. Give one of them.")

@@ -19,32 +19,32 @@ _MARKERS: Mapping[str, str] = {
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a path whose suffix names no format of pictures, before there is one to be written.
+    """Refuse an unsupported image format before the work starts.
 
     Raises:
-        ConfigError: With the formats.
+        ConfigError: With the supported formats.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     # Without a suffix matplotlib writes a PNG, and adds the suffix.
     if path.suffix and path.suffix[1:].lower() not in known:
-        raise ConfigError(f"--plot {path} is of no format that there is: {', '.join(known)}. Give one, as in plan.png.")
+        raise ConfigError(f"--plot {path} has an unsupported image format. Give one of {', '.join(known)}, as in plan.png.")
 
 
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budget_bytes: int, title: str) -> None:
     """Write the device memory of the worst rank over a step.
 
     Args:
-        path: Of the picture; its suffix says the format.
-        results: By name, simulated with `Detail.TIMELINE`. The last one says which rank.
-        budget_bytes: A dashed line.
+        path: Output file; its suffix is the format.
+        results: Results by name, simulated with `Detail.TIMELINE`. The last one chooses the rank.
+        budget_bytes: Drawn as a dashed line.
         title: What was planned for.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    # Here, since importing it takes as long as a plan; no pyplot, so no display is asked for.
+    # Imported here, since it takes as long as a plan. pyplot would need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 4), layout="constrained")
@@ -67,12 +67,12 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budge
 
 
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
-    """Write the frontier: peak memory against step time over that of nothing.
+    """Write the frontier: step time over the baseline's against peak memory.
 
     Args:
-        path: Of the picture; its suffix says the format.
-        baselines: By name: a point each.
-        solutions: A line through all.
+        path: Output file; its suffix is the format.
+        baselines: Results by name, drawn as points.
+        solutions: Plans, drawn as a line.
         title: What was planned for.
 
     Raises:
@@ -105,9 +105,9 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
 
 def _save(figure: "object", path: Path) -> None:
     try:
-        # Without a suffix matplotlib adds one.
+        # matplotlib adds a suffix if there is none.
         with replacing(path if path.suffix else path.with_suffix(".png")) as partial:
             figure.savefig(partial, dpi=120)  # type: ignore[attr-defined]
     except (OSError, ValueError) as error:
-        # matplotlib says a suffix that it has no format for as a ValueError, and lists those that it has.
+        # matplotlib raises ValueError for an unsupported suffix.
         raise ConfigError(f"--plot {path} cannot be written: {error}. Give another file, as in plan.png.") from error

@@ -1,8 +1,7 @@
-"""A profile in place of a device: whether it is of the training that is planned for, and what it makes of the ranks.
+"""Plans from a profile: checks that it fits the planned training, and builds the ranks from it.
 
-A profile has decided most of what flags say: how long layers take, what they save, what is always on the device. What may
-differ is the microbatches of a step, the reserve, window and prefetch, and the least size that moves. All else is compared, so
-that no plan is made for another model.
+A profile fixes times, saved bytes and static memory. The number of microbatches, the reserve, window, prefetch and the
+smallest offloaded size may differ. Everything else is compared, so that no plan is made for another model.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from fgoffload.planner.timing.profile import Profile
 logger = logging.getLogger(__name__)
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
-"""Of a model and its ranks: what may differ from what was measured. A fused gate saves the same, whichever it is."""
+"""Fields that may differ from the measured training. Each kind of fused gate saves the same bytes."""
 
 
 _FLAGS: Mapping[str, str] = {
@@ -36,11 +35,11 @@ _FLAGS: Mapping[str, str] = {
     "experts.has_fused_permutation": "--moe-permute-fusion",
     "has_optimizer": "--with-optimizer",
 }
-"""Of what differs, the flag that says so where its name does not."""
+"""Flags of fields whose name differs from the flag's."""
 
 
 class _Difference(NamedTuple):
-    """Something in which the measured training is not the planned one."""
+    """A difference between the measured and the planned training."""
 
     what: str
     measured: object
@@ -49,40 +48,40 @@ class _Difference(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTraining:
-    """What is planned for."""
+    """The planned training."""
 
     source: str
-    """The file that the model came from, as the user named it."""
+    """The model's file, as the user typed it."""
     model: ModelShape
-    """All of it."""
+    """The whole model."""
     parallelism: Parallelism
-    """Its ranks, and the microbatches of a step."""
+    """Parallel sizes and microbatches."""
     assumptions: Assumptions
-    """What else its flags say."""
+    """Assumptions from its other flags."""
     has_optimizer: bool | None
-    """Whether parameters have an optimizer's states; None where nobody said."""
+    """Whether optimizer states count; None takes the profile's."""
 
 
 def build_profiled_ranks(
     profile: Profile, planned: PlannedTraining, *, path: Path, reserve_bytes: int
 ) -> tuple[RankModel, ...]:
-    """Return the pipeline ranks that a profile makes, with what may differ as it is planned for.
+    """Build the pipeline ranks from a profile, adapted to the planned training.
 
     Args:
         profile: What was measured.
-        planned: What is planned for.
-        path: Of the profile's file, for errors.
-        reserve_bytes: Added to what is always on the device.
+        planned: The planned training.
+        path: The profile's file, for errors.
+        reserve_bytes: Added to static memory.
 
     Raises:
-        ConfigError: The profile is of another training: with the first difference.
+        ConfigError: The profile is of another training; names the first difference.
     """
     check_profile(profile, path, planned)
     ranks = make_rank_models(profile, policy=planned.assumptions.policy, microbatches=planned.parallelism.microbatches)
     least_numel, graphs = planned.assumptions.min_offloaded_numel, planned.assumptions.graphs
     if graphs != NO_CAPTURE:
         logger.warning(
-            "profile %s is of eager steps: where the host launched them late, steps with CUDA graphs are faster than said.",
+            "profile %s is of eager steps: if they were launch-bound, steps with CUDA graphs are faster than predicted.",
             path,
         )
     experts = planned.model.experts
@@ -102,17 +101,17 @@ def check_profile(profile: Profile, path: Path, planned: PlannedTraining) -> Non
 
     Args:
         profile: What was measured.
-        path: Of its file, for errors.
+        path: Its file, for errors.
         planned: What is planned for.
 
     Raises:
         ConfigError: With the first difference.
     """
     source, model, parallelism = planned.source, planned.model, planned.parallelism
-    profile.get_rank(0)  # which refuses a profile of the link alone
+    profile.get_rank(0)  # refuses a profile of the link alone
     if profile.training is None:
         raise ConfigError(
-            f"profile {path} does not say which training was measured. Measure again: fgoffload profile {source} --json {path}."
+            f"profile {path} lacks the measured training. Measure again: fgoffload profile {source} --json {path}."
         )
     first = next(
         itertools.chain(
@@ -154,7 +153,7 @@ def _compare_layers(profile: Profile, model: ModelShape, parallelism: Parallelis
     for number in model.numbers:
         if number in layers:
             kind = "moe" if model.has_experts(number) else "dense"
-            # A profile names each layer a kind of its own: `moe (layer 3)`.
+            # A profile gives each layer its own kind: `moe (layer 3)`.
             yield from _compare(f"as layer {number} one of kind", layers[number].kind.split(" ")[0], kind)
 
 
@@ -163,7 +162,7 @@ def _compare_flags(profile: Profile, path: Path, planned: PlannedTraining) -> It
         return
     with _no_warnings():
         model, parallelism = read_model(profile.training.flags, source=f"profile {path}", num_gpus=profile.training.world_size)
-    # Ranks first: from their sizes follow others, as what a vocabulary is padded to.
+    # Parallel sizes first: others follow from them, such as the padded vocabulary.
     yield from _compare_fields("", parallelism, planned.parallelism)
     yield from _compare_fields("", model, planned.model)
     assumptions = _read_assumptions(profile, path, planned)
@@ -172,7 +171,7 @@ def _compare_flags(profile: Profile, path: Path, planned: PlannedTraining) -> It
 
 
 def _read_assumptions(profile: Profile, path: Path, planned: PlannedTraining) -> Assumptions:
-    """Return what the flags of the measured training say beside model and ranks, with the optimizer that is planned for."""
+    """Return the assumptions of the measured training, with the planned optimizer."""
     flags = () if profile.training is None else profile.training.flags
     with _no_warnings():
         return read_assumptions(flags, source=f"profile {path}", has_optimizer=planned.has_optimizer is not False)
@@ -180,7 +179,7 @@ def _read_assumptions(profile: Profile, path: Path, planned: PlannedTraining) ->
 
 @contextlib.contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Leave out what is warned of while flags are read: those of the plan have been, and are the same or refused."""
+    """Drop warnings while flags are read: the planned training's flags gave the same ones already."""
     logger = logging.getLogger("fgoffload")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Makes a plan or a sweep and shows it: the tables, the lines around them, and the files."""
+"""Makes a plan or a sweep, prints it and writes its files."""
 
 import dataclasses
 import functools
@@ -35,8 +35,7 @@ from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.units import GIB, KIB, MIB, format_bytes, format_ms
 
 MOST_DRAWN_LAYERS = 200_000
-"""Layers that a step runs through, forward and backward, in a picture or a trace of it: a trace of 64 000 took 22 seconds and
-123 MB, and no eye follows more."""
+"""Most layer passes in a picture or trace of a step. A trace of 64,000 took 22 seconds and 123 MB."""
 
 
 def show_plan(
@@ -53,16 +52,16 @@ def show_plan(
 
     Args:
         console: Where tables go.
-        subject: What is planned for.
+        subject: The planned training.
         ranks: All pipeline ranks.
-        budget_bytes: Of each device.
-        host_budget_bytes: Of each rank; None for no limit.
-        files: By name of the option, `json`, `plot` and `timeline`: where to write, or None.
-        limits: How long to look for a plan.
+        budget_bytes: Budget of each device.
+        host_budget_bytes: Budget of each rank; None for no limit.
+        files: Output file or None for each of `json`, `plot` and `timeline`.
+        limits: Effort of the search.
 
     Raises:
-        ConfigError: A file cannot be written, or the step is too long for one that draws it.
-        PlanError: No plan was found that fits.
+        ConfigError: A file cannot be written, or the step is too long to draw.
+        PlanError: No plan fits.
     """
     check_drawn(ranks, files)
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, limits=limits)
@@ -74,7 +73,7 @@ def show_plan(
         console.print(build_decision_table(report))
         console.print(build_kept_table(report))
     else:
-        console.print("Everything is kept: the budget holds as it is.")
+        console.print("Everything is kept: the training fits the budget as it is.")
     console.print(build_peak_table(report))
     console.print(build_rank_table(report))
     console.print(describe_flags(report.solution.nearest, report.solution.result))
@@ -84,7 +83,7 @@ def show_plan(
         )
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)
     if files["plot"] is not None or files["timeline"] is not None:
-        # Side by side: with every pass of all ranks noted a step takes as long to simulate as a plan to find.
+        # In parallel: a step with a full timeline takes as long to simulate as a plan to find.
         drawn = {PLAN: report.solution.plan} | ({"baseline": NOTHING} if files["plot"] is not None else {})
         only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
         note = functools.partial(simulate, report.ranks, detail=Detail.TIMELINE, only=only)
@@ -100,11 +99,11 @@ def show_plan(
 
 
 def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) -> None:
-    """Refuse to draw a step of very many microbatches, whose passes all are simulated and noted then.
+    """Refuse to draw a step with too many microbatches.
 
     Args:
         ranks: All pipeline ranks.
-        files: By name of the option: where to write, or None.
+        files: Output file or None, by option.
 
     Raises:
         ConfigError: With the number, the limit and the fix.
@@ -113,8 +112,8 @@ def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) ->
     layers = sum(len(chunk.layers) * len(rank.passes) // len(rank.chunks) for rank in ranks for chunk in rank.chunks)
     if name is not None and layers > MOST_DRAWN_LAYERS:
         raise ConfigError(
-            f"--{name} would draw {layers} layers of a step, forward and backward, above {MOST_DRAWN_LAYERS}. "
-            f"Give a smaller --global-batch-size, whose microbatches look the same, or leave --{name} out."
+            f"--{name} would draw {layers} layer passes, above {MOST_DRAWN_LAYERS}. Give a smaller --global-batch-size, since "
+            f"microbatches look alike, or leave --{name} out."
         )
 
 
@@ -131,10 +130,10 @@ def show_sweep(
 
     Args:
         console: Where the table goes.
-        subject: What is planned for.
+        subject: The planned training.
         ranks: All pipeline ranks.
-        points: How many budgets, beside the peaks of what the plans are compared with.
-        host_budget_bytes: Of each rank; None for no limit.
+        points: Number of budgets, without the peaks of the baselines.
+        host_budget_bytes: Budget of each rank; None for no limit.
         plot: Where to write the picture, or None.
 
     Raises:
@@ -145,7 +144,7 @@ def show_sweep(
     most_bytes = report.baselines["baseline"].peak_bytes
     steps = max(1, points - 1)
     even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
-    # Between two budgets the frontier may fall steeply: each baseline stands beside the plan for as much memory as it takes.
+    # The frontier may fall steeply between two budgets, so each baseline's peak is a budget too.
     same = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
     solutions = sweep(ranks, sorted(even | same, reverse=True), host_budget_bytes=host_budget_bytes)
     console.print(build_sweep_table(report.baselines, solutions, subject))
@@ -156,55 +155,57 @@ def show_sweep(
         console.print(describe_fitting(subject.hardware, solutions), soft_wrap=True)
     if plot is not None:
         write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
-        # matplotlib adds the suffix of a name without.
+        # matplotlib adds a missing suffix.
         console.print(f"Frontier: {plot if plot.suffix else f'{plot}.png'}", soft_wrap=True)
 
 
 def describe_flags(nearest: NearestFlags | None, planned: StepResult) -> Text:
-    """Return Megatron's own flags that come nearest, and what they lose against the plan."""
+    """Return Megatron's nearest flags, and how they compare with the plan."""
     if nearest is None:
-        return Text("No setting of Megatron's own flags keeps to the budget.")
+        return Text("No setting of Megatron's own flags fits the budget.")
     words = " ".join(nearest.flags.list_arguments())
     if not words:
-        return Text("Megatron's own flags: none are needed.")
+        return Text("Megatron's own flags: none needed.")
     result = nearest.result
     longer = f"{result.step_s / planned.step_s - 1:+.1%} over the plan"
     peak = f"{(result.peak_bytes - planned.peak_bytes) / GIB:+.2f} GiB of peak"
-    return Text(f"Megatron's own flags that come nearest: {words}\nThey take {format_ms(result.step_s)}, {longer}, and {peak}.")
+    return Text(
+        f"Nearest setting of Megatron's own flags: {words}\nIts step takes {format_ms(result.step_s)}, {longer}; {peak}."
+    )
 
 
 def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
-    """Return what a budget comprises, what to give for it at run time, and the host budget, in one line.
+    """Return one line about the budget: its parts, the flag for a training, and the host budget.
 
     Args:
-        subject: With the reserve and the host budget.
-        budget_bytes: Of each device; None where there are many.
+        subject: The planned training.
+        budget_bytes: Budget of each device; None for a sweep.
     """
-    reserve = f"{format_bytes(subject.reserve_bytes)} of reserve (contexts, communication, fragments)"
-    at_run_time = "; at run time give --offload-modules auto --offload-memory-budget" if subject.takes_auto else ""
+    reserve = f"a reserve of {format_bytes(subject.reserve_bytes)} (CUDA context, NCCL, fragmentation)"
+    at_run_time = "; for a training give --offload-modules auto --offload-memory-budget" if subject.takes_auto else ""
     if budget_bytes is None:
-        text = f"A budget comprises {reserve}{at_run_time and f'{at_run_time} that much less'}"
+        text = f"Each budget includes {reserve}{at_run_time and f'{at_run_time} that much less'}"
     else:
         handed_out = budget_bytes - subject.reserve_bytes
-        rest = f"{format_bytes(handed_out)} that the allocator hands out"
-        text = f"The budget comprises {reserve} and {rest}{at_run_time and f'{at_run_time} {_spell(handed_out)}'}"
+        rest = f"{format_bytes(handed_out)} for the allocator"
+        text = f"The budget includes {reserve} and {rest}{at_run_time and f'{at_run_time} {_spell(handed_out)}'}"
     return f"{text}. Host budget: {subject.host_budget}."
 
 
 def describe_fitting(hardware: Hardware, solutions: Sequence[Solution]) -> str:
-    """Return how many of the budgets of a sweep a device has room for."""
+    """Return how many budgets of a sweep fit the device."""
     memory_bytes = hardware.device_memory_bytes
     fitting = sum(solution.budget_bytes <= memory_bytes for solution in solutions)
-    room = f"{hardware.name} has {format_bytes(memory_bytes)}: room for"
+    room = f"{hardware.name} has {format_bytes(memory_bytes)}, enough for"
     if fitting == len(solutions):
         return f"{room} all of these budgets."
     if fitting:
-        return f"{room} {fitting} of these {len(solutions)} budgets, and not for those above."
+        return f"{room} {fitting} of these {len(solutions)} budgets."
     return f"{room} none of these budgets. Spread the model over more ranks, or name a larger device."
 
 
 def _spell(size_bytes: int) -> str:
-    """Return a size as flags take it, to the byte."""
+    """Return a size as flags take it, exact to the byte."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size_bytes % scale == 0:
             return f"{size_bytes // scale}{unit}"
@@ -212,10 +213,10 @@ def _spell(size_bytes: int) -> str:
 
 
 def describe_plan_file(path: Path, solution: Solution) -> str:
-    """Return what to do with the plan that was written."""
+    """Return how to use the written plan."""
     if not solution.plan.actions:
-        return f"The plan in {path} has no rows: a training that keeps everything needs neither it nor a flag of offload."
-    return f"The plan: --fine-grained-activation-offloading --offload-plan {path}"
+        return f"The plan in {path} is empty: the training keeps everything and needs no offload."
+    return f"Train with the plan: --fine-grained-activation-offloading --offload-plan {path}"
 
 
 def _write(path: Path, text: str) -> None:

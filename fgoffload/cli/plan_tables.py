@@ -1,4 +1,4 @@
-"""The tables of `fgoffload plan`: what a plan comes to beside what users would pick instead, what it does, and the frontier."""
+"""The tables of `fgoffload plan`."""
 
 import dataclasses
 import functools
@@ -22,35 +22,35 @@ from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.units import format_bytes, format_ms
 
 PLAN = "this plan"
-"""The row of the plan itself."""
+"""Name of the plan's row."""
 COMPARED = ("baseline", "full recompute", "selective recompute")
-"""Of the baselines, those that are shown for each pipeline rank."""
+"""The baselines shown by pipeline rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was planned for, for the lines around the numbers."""
+    """The planned training, for titles and captions."""
 
     model: ModelShape
     parallelism: Parallelism
     hardware: Hardware | None
-    """None where a profile says what the device does."""
+    """None with a profile of a training."""
     node: Hardware | None
-    """What the devices of a node are: `hardware`, or what a profile was measured on where that is in the table."""
+    """The devices of a node: `hardware`, or the profiled device if the table has it."""
     device: str
-    """What a rank runs on, by name."""
+    """Name of the device."""
     reserve_bytes: int
-    """Of each device: counted as static memory, and not handed out by the allocator of a training."""
+    """Reserve of each device: counted as static memory, outside the allocator."""
     host_budget: str
-    """The host budget of a rank, and where it comes from, as the end of a line."""
+    """The host budget of a rank and its source, as text."""
     takes_auto: bool = True
-    """Whether the training can plan for a budget itself, which one with CUDA graphs cannot."""
+    """Whether `--offload-modules auto` works; with CUDA graphs it does not."""
     link_line: str = ""
-    """Where the link comes from, in a line of its own, if that is not where the rest of the device does."""
+    """A line with the source of the link, if it differs from that of the device."""
 
     @property
     def title(self) -> str:
-        """One line: the model, its ranks and the device."""
+        """One line with the model, its ranks and the device."""
         sizes = self.parallelism
         parts = [f"tp {sizes.tensor_parallel_size}", f"pp {sizes.pipeline_parallel_size}"]
         for name, size in (
@@ -68,11 +68,11 @@ class Subject:
 
 
 def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
-    """Return a row for each way that users compare, and one for the plan."""
+    """Return a table with a row for each baseline and one for the plan."""
     solution = report.solution
     fraction = f"budget {format_bytes(solution.budget_bytes)} a device"
     usual = " ".join(choose_usual_modules(report.ranks))
-    caption = f"{fraction}; predicted, of the worst rank"
+    caption = f"{fraction}; predicted, for the worst rank"
     caption += f"; selective recompute is --recompute-modules {usual}" if usual else ""
     table = Table(title=subject.title, caption=caption, title_justify="left")
     table.add_column("")
@@ -101,11 +101,10 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
 
 
 def build_decision_table(report: PlanReport) -> Table:
-    """Return a row for each tag, kind of layer and action other than keeping: what it moves, what it costs, and why."""
+    """Return a row for each tag, kind of layer and action that offloads or recomputes: bytes, cost and reason."""
     table = Table(
         title="What the plan does",
-        caption="frees, leaves and recompute: of one microbatch and layer; copies: of a step, all ranks; "
-        "costs: the step with it, less the step without it",
+        caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; costs: added step time",
     )
     for heading in ("layers of kind", "tag or unit", "action"):
         table.add_column(heading)
@@ -135,13 +134,13 @@ def build_decision_table(report: PlanReport) -> Table:
             format_ms(copies[0]) if copies else "-",
             format_ms(copies[1]) if copies else "-",
             "?" if price is None else _format_cost(price.cost_s),
-            "what else the plan does there needs it" if price is None else price.describe(),
+            "another choice of the plan needs it" if price is None else price.describe(),
         )
     return table
 
 
 def build_kept_table(report: PlanReport) -> Table:
-    """Return what stays as it is, and why: a row for tags and units of a kind that do so in as many layers for one reason."""
+    """Return what the plan keeps, and why: tags and units with the same kind of layer, count and reason share a row."""
     table = Table(title="What it keeps")
     for heading in ("layers of kind", "tags and units"):
         table.add_column(heading)
@@ -161,12 +160,12 @@ def build_kept_table(report: PlanReport) -> Table:
 
 
 def build_peak_table(report: PlanReport) -> Table:
-    """Return the peak of each pipeline rank, and the step of all, under the plan and what users would pick instead."""
+    """Return peak by pipeline rank, and the step time, for the plan and the baselines."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     table = Table(title="Peak by pipeline rank")
     for heading in ("rank", "layers", "static", *results):
         table.add_column(heading, justify="right")
-    table.add_column("peak of this plan at")
+    table.add_column("where the plan peaks")
     for place, rank in enumerate(report.ranks):
         planned = report.solution.result.ranks[place]
         table.add_row(
@@ -182,7 +181,7 @@ def build_peak_table(report: PlanReport) -> Table:
 
 
 def build_rank_table(report: PlanReport) -> Table:
-    """Return what each pipeline rank does in the step under the plan."""
+    """Return where each pipeline rank spends its step under the plan."""
     table = Table(title="This plan by pipeline rank")
     headings = (
         "rank",
@@ -211,10 +210,10 @@ def build_rank_table(report: PlanReport) -> Table:
 
 
 def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
-    """Return a row for each budget, from the largest to the smallest, below what users would pick instead."""
-    table = Table(title=subject.title, caption="predicted, of the worst rank", title_justify="left")
+    """Return a row for each baseline, then one for each budget from the largest to the smallest."""
+    table = Table(title=subject.title, caption="predicted, for the worst rank", title_justify="left")
     table.add_column("")
-    for heading in ("budget", "peak", "step", "over baseline", "leaves a step", "recompute", "waits for copies"):
+    for heading in ("budget", "peak", "step", "over baseline", "offloads a step", "recompute", "waits for copies"):
         table.add_column(heading, justify="right")
     baseline_s = baselines["baseline"].step_s
     for name, result in baselines.items():
@@ -225,7 +224,7 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
 
 
 def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> str:
-    """Return a number in words, or the least and the most where layers of one kind differ by what else they do."""
+    """Return one formatted number, or a range if layers of one kind differ."""
     found = sorted(numbers)
     ends = dict.fromkeys((write(found[0]), write(found[-1])))
     return " to ".join(ends) if any(found) else "-"

@@ -1,4 +1,4 @@
-"""The processes of a training: what one of them finds in its environment, and having torchrun start them."""
+"""The processes of a training: reads their environment, and starts them with torchrun."""
 
 import socket
 import sys
@@ -12,10 +12,10 @@ _SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE"
 
 
 def set_up_process(environment: MutableMapping[str, str]) -> int:
-    """Return this process's rank, after giving `environment` what a single process needs where no launcher did.
+    """Return this process's rank. Without a launcher, set up `environment` for a single process.
 
     Raises:
-        ConfigError: A launcher gave a part of it, or no number.
+        ConfigError: Variables of the launcher are missing or not numbers.
     """
     given = [name for name in _SIZES if name in environment]
     if not given:
@@ -31,14 +31,14 @@ def set_up_process(environment: MutableMapping[str, str]) -> int:
         )
     for name in _SIZES:
         if not (environment[name].isascii() and environment[name].isdigit()):
-            raise ConfigError(f"The environment has {name}={environment[name]!r}, which is no number. Start with torchrun.")
+            raise ConfigError(f"The environment has {name}={environment[name]!r}, which is not a number. Start with torchrun.")
     return int(environment["RANK"])
 
 
 def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
 
-    torchrun itself ends with 1 whatever its ranks end with. What its parser refuses ends the process with 2, in its own words.
+    torchrun itself always exits with 1 if a rank fails. Errors of its own parser exit with 2.
 
     Raises:
         ConfigError: An option has a value that torchrun cannot use.
@@ -65,7 +65,7 @@ def run_torchrun(words: Sequence[str]) -> int:
 
 
 def _to_exit_code(code: int) -> int:
-    """Return what shells make of `code`, which is below 0 for a signal."""
+    """Return the exit code that a shell reports for `code`, which is negative for a signal."""
     return 128 - code if code < 0 else code or EXIT_FAILED
 
 

@@ -32,11 +32,11 @@ EXAMPLE = "fgoffload profile tiny_moe"
 NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
 EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
 PROFILE_NAME = "profile.json"
-"""Of the file that is written, in the current folder, unless `--json` says another place."""
+"""Default file of the profile, in the current folder."""
 RUNS_A_SCRIPT = False
 
 _PROCESSES_OF_A_NODE = 8
-"""In an example, where more are needed."""
+"""Processes of a node in examples."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         try:
             _show(profile)
         finally:
-            # Also when nobody reads the tables to their end, as after `| head -2`.
+            # Also if the pipe closes early, as with `| head -2`.
             profile.save(json_file)
         device = "" if profile.ranks else " --gpu NAME"
         print(f"Profile: {json_file}")
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 
 def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> Path:
-    """Refuse what cannot be, before anything heavy is imported, and return the file that is to be written.
+    """Check the options without heavy imports, and return the output file.
 
     Raises:
         ConfigError: With the option and the fix.
@@ -87,16 +87,16 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
     if name is None and megatron_flags:
         word = megatron_flags[0]
         meant = suggest(word, tuple(EXAMPLE_VALUES))
-        raise ConfigError(f"{word!r} is for a model, and there is none.{meant} Give an argument file first: {EXAMPLE}.")
+        raise ConfigError(f"{word!r} needs a model.{meant} Give an argument file first: {EXAMPLE}.")
     if name is None and options.data is not None:
-        raise ConfigError(f"--data {options.data!r} is for a model, and there is none. Give an argument file first: {EXAMPLE}.")
+        raise ConfigError(f"--data {options.data!r} needs a model. Give an argument file first: {EXAMPLE}.")
     if name is not None:
         name = str(check_argument_file(name, example=EXAMPLE, flags=megatron_flags, own_flags=EXAMPLE_VALUES))
         options.arguments_file = name
     inputs = {"the argument file": name, "the file of --data": options.data}
     if options.json is not None:
         return check_output_file(options.json, flag="--json", example=PROFILE_NAME, inputs=inputs) or Path(PROFILE_NAME)
-    # A typed `--json` names another place.
+    # `--json` can name another file.
     check_output_file(PROFILE_NAME, flag="without --json,", example="--json measured.json", inputs=inputs)
     return Path(PROFILE_NAME)
 
@@ -139,14 +139,14 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
 
 
 def _check_processes(source: "TrainingSource") -> None:
-    """Refuse a training of other processes than were started: with how to start those, and what can be measured without.
+    """Refuse a training that needs another number of processes, and say how to start those.
 
     Raises:
-        ConfigError: With both numbers and the fix, or a flag cannot be what it is.
+        ConfigError: With both numbers and the fix; or a flag is wrong.
     """
     from fgoffload.trainer.arguments import parse_arguments
 
-    # Without a number of processes a training has the fewest that it can.
+    # Without a number of processes, a training has as few as possible.
     needed = parse_arguments(
         source.file_flags, source=source.arguments_file, typed=source.typed_flags, known_elsewhere=source.own_flags
     ).world_size
@@ -159,9 +159,9 @@ def _check_processes(source: "TrainingSource") -> None:
     if needed <= _PROCESSES_OF_A_NODE or rest:
         launcher = f"--nproc-per-node {needed}"
     raise ConfigError(
-        f"{name}: the processes of this training are a multiple of {needed}, and {started}. Start as many, as in "
-        f"torchrun {launcher} -m fgoffload profile {name}{flags}; or measure the link alone, and plan with "
-        f"it: fgoffload profile --json link.json, and fgoffload plan {name} --gpu NAME --profile link.json."
+        f"{name}: this training needs a multiple of {needed} processes, and {started}. Start them, as in torchrun {launcher} "
+        f"-m fgoffload profile {name}{flags}; or measure the link alone, and plan with it: fgoffload profile --json "
+        f"link.json, and fgoffload plan {name} --gpu NAME --profile link.json."
     )
 
 

@@ -25,40 +25,40 @@ def build_tables(profile: Profile) -> Iterator[Table]:
 
 
 def describe_rank(rank: RankProfile) -> str:
-    """Return what the step of a pipeline rank took."""
+    """Return step time and memory of a pipeline rank."""
     peak = "not counted on this device" if rank.peak_bytes is None else format_bytes(rank.peak_bytes)
     return (
-        f"rank {rank.rank}: step {format_ms(rank.step_s)}, of it {format_ms(rank.step_end_s)} behind the last backward; "
-        f"{format_bytes(rank.static_bytes)} there all the time, peak {peak}"
+        f"rank {rank.rank}: step {format_ms(rank.step_s)}, of which {format_ms(rank.step_end_s)} after the last backward; "
+        f"static memory {format_bytes(rank.static_bytes)}, peak {peak}"
     )
 
 
 def describe_plain_step(profile: Profile, plain_step_s: float) -> str:
-    """Return what a step takes without measuring, and what plans make of that."""
+    """Return the time of an unmeasured step, and how plans use it."""
     segments = (segment for rank in profile.ranks for layer in rank.layers for segment in layer.model.segments)
     if len(profile.ranks) == 1 and not any(segment.host_wait for segment in segments):
-        use = "where it takes more than measured, all compute is taken to be as much longer"
+        use = "if it is longer than the sum of the modules, plans scale all compute to it"
     else:
-        use = "what it takes more than measured is the host's, and comes on top of the step"
-    return f"plain step, with nothing measured in it: {format_ms(plain_step_s)}; {use}"
+        use = "its excess over the measured modules is CPU time, and is added to each step"
+    return f"plain step, without measuring: {format_ms(plain_step_s)}; {use}"
 
 
 def describe_compared_steps(profile: Profile, slowdown: float) -> str:
-    """Return what steps under plans took, and what plans make of that."""
+    """Return the times of steps under plans, and how plans use them."""
     ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
     many = "steps under plans" if len(profile.compared_steps) > 1 else "a step under a plan"
-    bound = ", the most that is planned with" if slowdown >= MOST_SLOWDOWN else ""
+    bound = ", the largest value that plans use" if slowdown >= MOST_SLOWDOWN else ""
     return (
-        f"{many}, in turn with steps that keep all, took {ratios} of these: compute is planned to be {slowdown:.1%} slower "
-        f"beside copies{bound}, and each group that leaves to cost {1e3 * find_group_s(slowdown):.2f} ms"
+        f"{many} took {ratios} times as long as steps that keep everything. Plans take compute to be {slowdown:.1%} slower "
+        f"beside copies{bound}, and each offloaded group to cost {1e3 * find_group_s(slowdown):.2f} ms"
     )
 
 
 def _build_link_table(link: LinkProfile) -> Table:
     table = Table(
-        title="link to the host, GB/s", caption=f"a matrix product beside copies takes {link.compute_slowdown:.1%} longer"
+        title="link to the host, GB/s", caption=f"a matrix product takes {link.compute_slowdown:.1%} longer beside copies"
     )
-    for heading in ("copies of", "to host", "to device", "both, each way"):
+    for heading in ("copies of", "to host", "to device", "both at once, each"):
         table.add_column(heading, justify="right")
     for copy in link.copies:
         rates = (copy.d2h_bytes_per_s, copy.h2d_bytes_per_s, copy.duplex_bytes_per_s)
@@ -75,7 +75,7 @@ def _build_layer_table(layer: LayerModel, title: str) -> Table:
     table = Table(
         title=title,
         caption=f"forward {format_ms(layer.forward_s)}, backward {format_ms(layer.backward_s)}, saves "
-        f"{format_bytes(layer.saved_bytes)} a microbatch; can run again with equal bits: {units}",
+        f"{format_bytes(layer.saved_bytes)} a microbatch; bitwise identical when recomputed: {units}",
     )
     table.add_column("stretch")
     for heading in ("forward ms", "backward ms", "saves"):

@@ -1,4 +1,4 @@
-"""The progress bar of trainings, on stderr, so that stdout holds the results alone."""
+"""Progress bars of trainings, on stderr, so that stdout has only results."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ class TrainingProgress:
     def __init__(self, progress: Progress, loading: TaskID, *, is_shown: bool) -> None:
         self._progress = progress
         self._loading: TaskID | None = loading
-        # In a log file a bar is noise, and nothing at all for minutes looks like a hang: there, a line says what begins.
+        # In a log file a bar is noise, but silence looks like a hang: print one line instead.
         self._is_log = is_shown and not progress.console.is_terminal
 
     def start_run(self, label: str, *, steps: int) -> Callable[[float], None]:
-        """Add the bar of a training, and return what its steps call with their loss."""
+        """Add the bar of a training, and return a function that steps call with their loss."""
         if self._loading is not None:
             self._progress.remove_task(self._loading)
             self._loading = None
@@ -34,7 +34,7 @@ class TrainingProgress:
 
 @contextlib.contextmanager
 def show_progress(*, is_shown: bool = True) -> Iterator[TrainingProgress]:
-    """Show what goes on until the body ends. The bars stay when all went well, and go when it did not."""
+    """Show progress until the body ends. The bars disappear if it raises."""
     console = PipeConsole(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Shows what trainings measured: one table, one plot."""
+"""Shows the measurements of trainings: one table, one plot."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from fgoffload.units import MIB, format_bytes, format_ms
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What was run, for the lines around the numbers."""
+    """The training, for titles and captions."""
 
     arguments_file: str
     layers: int
     device: str
     versions: str
-    """Of torch and megatron-core, as in `torch 2.13.0, megatron-core 0.16.1`."""
+    """As in `torch 2.13.0, megatron-core 0.16.1`."""
     offload: OffloadConfig | None
 
     @property
     def title(self) -> str:
-        """One line: the model and where it ran."""
+        """One line with the model and its device."""
         return f"{self.arguments_file}: {self.layers} {'layer' if self.layers == 1 else 'layers'} on {self.device}"
 
 
@@ -44,7 +44,7 @@ def build_comparison_table(comparison: Comparison, setting: Setting) -> Table:
     )
     table.add_row("  less by", "", Text(f"{comparison.saved_fraction:.1%}", style="bold green"))
     if with_offload.activation_peak_place:
-        table.add_row("  where it is now", "", with_offload.activation_peak_place)
+        table.add_row("  where the peak is now", "", with_offload.activation_peak_place)
     if without.allocator_peak_bytes is not None and with_offload.allocator_peak_bytes is not None:
         table.add_row(
             "allocator at peak", format_bytes(without.allocator_peak_bytes), format_bytes(with_offload.allocator_peak_bytes)
@@ -56,7 +56,7 @@ def build_comparison_table(comparison: Comparison, setting: Setting) -> Table:
 
 
 def describe_differences(comparison: Comparison) -> list[str]:
-    """Return a sentence for each of losses and gradients that differ; none when the trainings are equal."""
+    """Return a sentence for losses and one for gradients, if they differ."""
     found = (("losses", comparison.find_loss_difference()), ("gradients", comparison.find_gradient_difference()))
     return [
         f"The {what} differ: first in step {difference.step}, {difference.what}. Please report this with the argument file."
@@ -66,7 +66,7 @@ def describe_differences(comparison: Comparison) -> list[str]:
 
 
 def build_single_table(record: RunRecord, setting: Setting) -> Table:
-    """Return the table of a training without offload alone."""
+    """Return the table of a training without offload."""
     table = _start_table(setting, "without offload", record=record)
     for name, value in zip(*_loss_column(record), strict=True):
         table.add_row(name, value)
@@ -79,7 +79,7 @@ def build_single_table(record: RunRecord, setting: Setting) -> Table:
 
 def write_memory_plot(path: Path, records: dict[str, RunRecord], setting: Setting) -> None:
     """Write a plot of the activation bytes over one step."""
-    # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
+    # Imported here, since it takes as long as a short training. pyplot would need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -87,13 +87,13 @@ def write_memory_plot(path: Path, records: dict[str, RunRecord], setting: Settin
     for (label, record), color in zip(records.items(), ("#8a8f98", "#1f77b4"), strict=False):
         x, y = _step_curve(record)
         peak_mib = record.activation_peak_bytes / MIB
-        peak = format_bytes(record.activation_peak_bytes)  # as in the table
+        peak = format_bytes(record.activation_peak_bytes)  # the same text as in the table
         axes.plot(x, y, drawstyle="steps-post", color=color, linewidth=1.6, label=f"{label}: peak {peak}")
         axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
         axes.axhline(peak_mib, color=color, linewidth=0.8, linestyle="--")
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 1.2 * max(record.activation_peak_bytes for record in records.values()) / MIB or 1)
-    axes.set_xlabel("the step, by tensors saved and taken back [%]")
+    axes.set_xlabel("position in the step, by tensors saved and unpacked [%]")
     axes.set_ylabel("activations on the device [MiB]")
     axes.set_title(f"Activation memory over one step\n{setting.title}", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
@@ -111,14 +111,14 @@ def _start_table(setting: Setting, *columns: str, record: RunRecord) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("")  # may go on in the next line: a terminal of 80 columns has no room for all names beside the values
+    table.add_column("")  # may wrap: 80 columns have no room for all names beside the values
     for column in columns:
         table.add_column(column, justify="right")
     return table
 
 
 def _name_ranks(ranks: int) -> str:
-    return "" if ranks == 1 else f"\n{ranks} ranks: all compared; the most memory and time of any, the bytes of all together"
+    return "" if ranks == 1 else f"\n{ranks} ranks, all compared; memory and time: the maximum; bytes moved: the sum"
 
 
 def _name_timed_steps(count: int) -> str:
@@ -173,7 +173,7 @@ def _add_setting_rows(table: Table, setting: Setting) -> None:
 
 
 def _step_curve(record: RunRecord) -> tuple[Sequence[float], Sequence[float]]:
-    """Return x in percent of the step and y in MiB, as a curve that holds each value until the next."""
+    """Return a step curve: x in percent of the step, y in MiB."""
     if not record.samples:
         return [0.0, 100.0], [0.0, 0.0]
     last = record.samples[-1].position or 1

@@ -53,14 +53,14 @@ OWN_FLAGS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What `fgoffload run` was asked for."""
+    """The parsed words of `fgoffload run`."""
 
     torchrun_options: tuple[str, ...]
-    """What stood before `--`; empty to run in this process."""
+    """Words before `--`; empty to run in this process."""
     script: str
     """As typed."""
     words: tuple[str, ...]
-    """What stood after the script."""
+    """Words after the script."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,23 +81,23 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         return _run_by_torchrun(request)
     from fgoffload.cli.process import set_up_process
 
-    # A trainer makes a process group wherever the environment names a rank, so a single process must not get one.
+    # A Trainer creates a process group if the environment has a rank, so a single process must have none.
     rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
     with _named_in_errors(rank):
         return _run_here(request, is_first=rank == 0)
 
 
 def read_request(words: Sequence[str]) -> RunRequest:
-    """Return what `words` ask for.
+    """Parse the words after `fgoffload run`.
 
     Raises:
-        ConfigError: There is no script, or it is no file.
+        ConfigError: The script is missing or not a file.
     """
     options: Sequence[str] = ()
     if words and words[0].startswith("-"):
         if "--" not in words:
             raise ConfigError(
-                f"{words[0]} stands where the script should.{suggest(words[0], ('--help',))} Options for torchrun end with --, "
+                f"{words[0]} stands in place of the script.{suggest(words[0], ('--help',))} Options for torchrun end with --, "
                 f"as in: {EXAMPLE}; flags of the script come after it."
             )
         end = list(words).index("--")
@@ -114,7 +114,7 @@ def read_request(words: Sequence[str]) -> RunRequest:
 def _run_by_torchrun(request: RunRequest) -> int:
     from fgoffload.cli.process import run_torchrun
 
-    _take_own_flags(request)  # an error here is one line; in the ranks it would be one for each
+    _take_own_flags(request)  # here an error is one line; later each rank would print it
     return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
 
 
@@ -148,12 +148,12 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
 
 
 def _makes_trainers(request: RunRequest) -> bool:
-    """Return whether the script is one of transformers or TRL, and not started with offload for Megatron-Core."""
+    """Return whether the script imports transformers or TRL, and has no flag of ours for Megatron-Core."""
     return next(iter(OWN_FLAGS)) not in request.words and imports_any(request.script, ("transformers", "trl"))
 
 
 def _run_trainers(request: RunRequest, words: Sequence[str], *, is_first: bool) -> int:
-    """Run the script with the callback in the trainers that it makes."""
+    """Run the script, and add the callback to each Trainer that it makes."""
     from fgoffload.cli.script import run_script
     from fgoffload.integrations.transformers.launch import offload_trainers
 
@@ -182,13 +182,13 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 def _remove(offload: "MegatronOffload") -> None:
     try:
         offload.remove()
-    except (OffloadError, RuntimeError) as error:  # a device that has failed fails here again, and hides what came first
+    except (OffloadError, RuntimeError) as error:  # a failed device fails here again, which would hide the first error
         show_line(f"warning: offload could not be removed at the end: {error}")
 
 
 @contextlib.contextmanager
 def _named_in_errors(rank: int) -> Iterator[None]:
-    """Let errors of ours name the rank, where it is not the first: all of them may have the same one."""
+    """Name the rank in our errors, unless it is rank 0."""
     try:
         yield
     except OffloadError as error:

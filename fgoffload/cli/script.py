@@ -1,4 +1,4 @@
-"""Running a Python script in this process as `python SCRIPT WORDS` would."""
+"""Runs a Python script in this process as `python SCRIPT WORDS` would."""
 
 import ast
 import contextlib
@@ -13,25 +13,25 @@ from types import TracebackType
 
 from fgoffload.cli.options import say_why_no_file
 
-EXIT_FAILED = 1  # Python's own for an exception that nobody caught
+EXIT_FAILED = 1  # Python's exit code for an uncaught exception
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 
 
 def find_fault(script: str) -> str | None:
-    """Return why Python cannot run the file `script`, as the end of a sentence; None where it can."""
+    """Return why Python cannot run the file `script`, as the end of a sentence, or None."""
     if not os.path.isfile(script):
         return say_why_no_file(script)
     try:
         with open(script, "rb") as file:
             source = file.read()
-        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # which Python runs too
+        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # Python runs these too
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compile(source, script, "exec", dont_inherit=True)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except (SyntaxError, ValueError) as error:
-        return f"is no Python source: {error}"
+        return f"is not Python source: {error}"
     return None
 
 
@@ -49,9 +49,9 @@ def imports_any(script: str, packages: Collection[str]) -> bool:
 
 @contextlib.contextmanager
 def script_folder_first(script: str) -> Iterator[None]:
-    """Have modules of the folder that `script` lies in found before all others, as Python does for a script.
+    """Put the folder of `script` first in `sys.path`, as Python does for a script.
 
-    What stands there for this program (the folder that it was started in or from) goes: a script does not expect it.
+    The entry for this program is removed: a script does not expect it.
     """
     folder = os.path.dirname(os.path.realpath(script))
     before = list(sys.path)
@@ -66,7 +66,7 @@ def script_folder_first(script: str) -> Iterator[None]:
 def run_script(script: str, words: Sequence[str]) -> int:
     """Run `script` as `__main__` and return the exit code that Python would end with.
 
-    An exception that it raises is shown with its own traceback, that begins in the script.
+    An exception is shown with a traceback that begins in the script.
     """
     before = list(sys.argv)
     sys.argv[:] = [script, *words]
@@ -84,7 +84,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
 
 
 def _read_exit_code(ended: SystemExit) -> int:
-    """Return the exit code that `ended` asks for; a text goes to stderr and means failure, as Python has it."""
+    """Return the exit code of `ended`. A text goes to stderr and means failure, as in Python."""
     if ended.code is None or isinstance(ended.code, int):
         return int(ended.code or 0)
     print(ended.code, file=sys.stderr)
@@ -92,7 +92,7 @@ def _read_exit_code(ended: SystemExit) -> int:
 
 
 def _find_own_part(traceback: TracebackType | None, script: str) -> TracebackType | None:
-    """Return `traceback` from the frame of the script on; None where it has none, being no Python that compiles."""
+    """Return `traceback` from the script's frame on, or None if the script did not compile."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename != script:
         traceback = traceback.tb_next
     return traceback

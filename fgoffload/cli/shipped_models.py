@@ -1,4 +1,4 @@
-"""The argument files that come with the package: a command takes their names in place of a path."""
+"""The argument files that come with the package. Commands take their names in place of a path."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,7 @@ class ShippedModel:
     name: str
     path: Path
     summary: str
-    """From the first line of the file, behind the name."""
+    """From the first line of the file."""
 
 
 def list_models() -> list[ShippedModel]:
@@ -32,7 +32,7 @@ def find_model(name: str) -> Path | None:
 
 
 def suggest_model(name: str) -> str:
-    """Return a sentence that names the nearest shipped model, or nothing where `name` is a path."""
+    """Return a sentence with the nearest shipped model; empty if `name` is a path."""
     if not name.isidentifier():
         return ""
     near = difflib.get_close_matches(name, [model.name for model in list_models()], n=1)

@@ -1,4 +1,4 @@
-"""What goes to the terminal around the results: library messages, and a reader that stops reading."""
+"""Terminal output beside the results: library messages and closed pipes."""
 
 import contextlib
 import logging
@@ -15,22 +15,22 @@ _SHOWN_INFO = (
     "fgoffload.integrations.transformers.launch",
     "fgoffload.integrations.transformers.callback",
 )
-"""The loggers whose INFO is shown too: what says that symbols of torch and Megatron-Core are replaced, what `--offload-modules
-auto` has planned, and that a trainer is offloaded and what that saved."""
+"""Loggers whose INFO is shown too: replaced symbols, the plans of `--offload-modules auto`, and offloaded trainers with their
+savings."""
 
 
 class LibraryLog(logging.Handler):
-    """Shows the library's warnings on stderr as messages of this program, each once."""
+    """Shows each warning of the library once on stderr."""
 
     def __init__(self) -> None:
         super().__init__()
         self._shown: set[str] = set()
         self._is_silent = False
         self._held: list[logging.LogRecord] | None = None
-        """What is not shown yet; None where everything is shown at once."""
+        """Messages held back; None if messages are shown at once."""
 
     def silence(self) -> None:
-        """Show nothing from now on: after Ctrl-C, what is left unfinished is no news."""
+        """Show nothing from now on, after Ctrl-C."""
         self._is_silent = True
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,24 +43,24 @@ class LibraryLog(logging.Handler):
         if self._is_silent or message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
             return
         self._shown.add(message)
-        # `sys.stderr` at this moment: while bars are shown it is the progress console's, which prints above them.
+        # Look up `sys.stderr` now: with progress bars it is their console, which prints above them.
         print(f"fgoffload: {'warning: ' if is_warning else ''}{message}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Show messages when the body has ended, and none of them where it raises: an error is one line."""
+        """Hold messages back until the body ends, and drop them if it raises: an error is one line."""
         held: list[logging.LogRecord] = []
         self._held = held
         try:
             yield
         finally:
             self._held = None
-        for record in held:  # not reached where the body has raised
+        for record in held:  # not reached if the body raises
             self.emit(record)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Show messages until the body ends, and nobody else: a script may give the root logger handlers of its own."""
+        """Show messages until the body ends, without the root logger, which a script may configure."""
         logger = logging.getLogger(_LIBRARY)
         level, propagate = logger.level, logger.propagate
         logger.setLevel(logging.INFO)
@@ -76,7 +76,7 @@ class LibraryLog(logging.Handler):
 
 @contextlib.contextmanager
 def hold_messages() -> Iterator[None]:
-    """Show what the library says when the body has ended, and nothing of it where the body raises. See `LibraryLog.held`."""
+    """Hold the library's messages back until the body ends. See `LibraryLog.held`."""
     with contextlib.ExitStack() as held:
         for handler in logging.getLogger(_LIBRARY).handlers:
             if isinstance(handler, LibraryLog):
@@ -96,7 +96,7 @@ class _Collector(logging.Handler):
 
 @contextlib.contextmanager
 def collect_info(name: str) -> Iterator[list[str]]:
-    """Collect what the logger called `name` and those below it say at INFO until the body ends."""
+    """Collect INFO messages of the logger `name` and its children until the body ends."""
     found: list[str] = []
     logger, collector = logging.getLogger(name), _Collector(found)
     logger.addHandler(collector)
@@ -108,22 +108,22 @@ def collect_info(name: str) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def flush_at_end() -> Iterator[None]:
-    """Write out what is buffered when the body ends, so that a reader that has gone is noticed here.
+    """Flush the output when the body ends, so that a closed pipe raises here.
 
     Raises:
-        BrokenPipeError: Nobody reads any more, as after `| head -2`.
-        OSError: There is no room, as on a full disk.
+        BrokenPipeError: The pipe is closed, as with `| head -2`.
+        OSError: The output cannot be written, as on a full disk.
     """
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # None where the shell closed it
+            if stream is not None:  # None if the shell closed it
                 stream.flush()
 
 
 def drop_unread_output() -> None:
-    """Discard what cannot be written: Python flushes at exit, and would report the fault again."""
+    """Discard unwritten output: Python flushes at exit, and would report the error again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

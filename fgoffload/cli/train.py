@@ -1,4 +1,4 @@
-"""`fgoffload train`: one training from a Megatron argument file, twice, without and with offload, compared bitwise."""
+"""`fgoffload train`: runs a training twice, without and with offload, and compares it bitwise."""
 
 import argparse
 import dataclasses
@@ -43,17 +43,17 @@ class TrainOptions:
 
     arguments_file: Path
     megatron_flags: tuple[str, ...]
-    """As typed after ours; they come after the file's, so they win."""
+    """Flags typed on the command line; they override those of the file."""
     steps: int | None
     """None takes `--train-iters`."""
     data: Path | None
     plot: Path | None
-    """None where another process draws it."""
+    """None if another process draws it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    # nargs="?" so that its absence is reported by us, with what to do.
+    # nargs="?", so that our own error reports a missing file.
     parser.add_argument(
         "arguments_file",
         metavar="ARGUMENTS.sh",
@@ -68,16 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> TrainOptions:
-    """Return the options, checked before anything heavy is imported.
+    """Return the checked options, without heavy imports.
 
     Raises:
-        ConfigError: An option cannot be what it is.
+        ConfigError: An option has a wrong value.
     """
     arguments_file = check_argument_file(
         options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=EXAMPLE_VALUES
     )
     if options.data == "":
-        raise ConfigError("--data '' names nothing. Give a text file or a folder of them, or leave --data out.")
+        raise ConfigError("--data '' is empty. Give a text file or a folder, or leave --data out.")
     return TrainOptions(
         arguments_file=arguments_file,
         megatron_flags=tuple(megatron_flags),
@@ -90,9 +90,9 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str], la
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Train, print the table, write the plot, and return the exit code: 1 when the trainings differ.
+    """Train, print the table, write the plot, and return the exit code: 1 if the trainings differ.
 
-    Under `torchrun` all of its processes train, and the first one shows the results of all.
+    Under `torchrun` all processes train, and the first one shows the results.
     """
     launch = find_launch()
     launch.silence_library()
@@ -107,19 +107,19 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     try:
         _print_results(records, setting)
     finally:
-        # Also when nobody reads the table to its end, as after `| head -2`.
+        # Also if the pipe closes early, as with `| head -2`.
         _write_plot(checked.plot, records, setting)
     print(f"Memory over one step: {checked.plot}")
     return _find_exit_code(records)
 
 
 def _measure(checked: TrainOptions, file_flags: Sequence[str], launch: Launch) -> tuple[dict[str, RunRecord], "Setting"]:
-    """Train without and, where the flags ask for it, with offload. Returns what was measured, by label, and what was run."""
+    """Train without and, if the flags say so, with offload. Returns the records by label, and the setting."""
     from fgoffload.cli.progress import show_progress
 
     with show_progress(is_shown=launch.is_first) as progress:
         with launch.one_voice(), hold_messages():
-            # Loading torch and Megatron-Core takes seconds, so it comes after every check that needs neither.
+            # Importing torch and Megatron-Core takes seconds: do it after the checks that need neither.
             from fgoffload.integrations.megatron.patching.imports import require_torch
 
             require_torch()
@@ -166,7 +166,7 @@ def _print_results(records: dict[str, RunRecord], setting: "Setting") -> None:
     console = PipeConsole()
     if WITH not in records:
         console.print(build_single_table(records[WITHOUT], setting))
-        print("Trained once: offload is off. Switch it on with --fine-grained-activation-offloading.")
+        print("Trained once, since offload is off. Switch it on with --fine-grained-activation-offloading.")
         return
     comparison = Comparison(without=records[WITHOUT], with_offload=records[WITH])
     console.print(build_comparison_table(comparison, setting))
@@ -181,18 +181,16 @@ def _find_exit_code(records: dict[str, RunRecord]) -> int:
 
 
 def _check_plot(name: str) -> Path:
-    """Return where the plot goes, after checking that it can be written there: it is written only after all training."""
+    """Check that the plot can be written before the training starts, and return its path."""
     path = Path(name)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise ConfigError(f"--plot {name!r} is no picture's name. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
+        raise ConfigError(f"--plot {name!r} has an unsupported image format. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
     if os.path.exists(name) and not os.path.isfile(name):
         raise ConfigError(f"--plot {name!r} {say_why_no_file(name)}. Give a file, as in memory.png.")
     if not os.path.isdir(path.absolute().parent):
-        raise ConfigError(f"--plot {name!r}: folder {str(path.parent)!r} does not exist. Make it or give another.")
+        raise ConfigError(f"--plot {name!r}: folder {str(path.parent)!r} does not exist. Create it or give another.")
     try:
         check_writable(path)
     except OSError as error:
-        raise ConfigError(
-            f"--plot {name!r} cannot be written: {error.strerror}. Give a file in a folder that you may write to."
-        ) from error
+        raise ConfigError(f"--plot {name!r} cannot be written: {error.strerror}. Give a file in a writable folder.") from error
     return path

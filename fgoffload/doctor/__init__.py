@@ -1,10 +1,10 @@
-"""Checks a machine for what makes offload slow, wrong or impossible there.
+"""Checks a machine for what makes offload slow, wrong or impossible.
 
     for result in check_machine(Machine.here()):
         print(result.name, result.status.value, result.found, result.fix)
 
-Each check is a function from what was read to results, one topic a file. `Machine` is all that they read: tests give one of
-their own. Nothing here changes the machine.
+Each check is a function from a `Machine` to results, one topic a file. Checks read everything through `Machine`, so tests can
+pass their own. Nothing here changes the machine.
 """
 
 from fgoffload.doctor.checks import check_machine

@@ -1,7 +1,7 @@
-"""Transformer Engine's attention, run once in a process of its own: which kernel it selects, and which cuDNN it loads.
+"""Runs Transformer Engine's attention once in a separate process, and checks its kernel and its cuDNN.
 
-Two cuDNNs in one process make fused attention unavailable, and Transformer Engine then takes the unfused kernel without a word:
-it saves a matrix of sequence x sequence a head, and every measurement is of something else.
+With two cuDNNs in one process, Transformer Engine silently falls back to the unfused kernel. That kernel saves a matrix of
+sequence x sequence for each head, which changes every measurement.
 """
 
 import re
@@ -32,8 +32,8 @@ def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
     """Run attention once, and check the kernel and the libraries.
 
     Args:
-        machine: Runs it.
-        reason: Why there is no GPU; empty where there is one.
+        machine: The machine that runs it.
+        reason: Why there is no GPU; empty if there is one.
     """
     if not reason and machine.find_version("transformer-engine") is None:
         reason = "Transformer Engine is not installed"
@@ -47,15 +47,15 @@ def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
 
 
 def check_kernel(ended: CommandResult) -> CheckResult:
-    """Check which kernel the probe took."""
+    """Check which kernel the probe used."""
     name = "attention kernel"
     if ended.exit_code != 0 or "probe: forward and backward ran" not in ended.output:
         lines = [line for line in ended.output.strip().splitlines() if line.strip()]
         return CheckResult(
             name=name,
             status=Status.ERROR,
-            found=f"Transformer Engine's attention failed: {lines[-1] if lines else 'it said nothing'}",
-            fix="install Transformer Engine for this torch and CUDA, and see that `import transformer_engine.pytorch` works",
+            found=f"Transformer Engine's attention failed: {lines[-1] if lines else 'without output'}",
+            fix="install Transformer Engine for this torch and CUDA, and check that `import transformer_engine.pytorch` works",
         )
     selected = _SELECTED.findall(ended.output)
     if not selected:
@@ -65,23 +65,26 @@ def check_kernel(ended: CommandResult) -> CheckResult:
             name=name,
             status=Status.ERROR,
             found=f"{selected[-1]}, which saves a matrix of sequence x sequence a head",
-            fix="see the rows of cuDNN and of the backends; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why the others were left out",
+            fix=(
+                "see the rows of cuDNN and of the backends; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows why the others are "
+                "unavailable"
+            ),
         )
     return CheckResult(name=name, status=Status.OK, found=selected[-1])
 
 
 def check_cudnn(output: str) -> CheckResult:
-    """Check that all of cuDNN that the probe loaded comes from one folder."""
+    """Check that the probe loaded cuDNN from a single folder."""
     name = "cuDNN"
     folders = sorted({str(PurePosixPath(path).parent) for path in _CUDNN.findall(output)})
     if not folders:
-        return skip(name, "the attention that was run loaded none")
+        return skip(name, "the attention kernel loaded none")
     if len(folders) > 1:
         bundled = next((folder for folder in folders if "nvidia/cudnn" in folder), folders[0])
         return CheckResult(
             name=name,
             status=Status.ERROR,
-            found=f"two in one process: {' and '.join(folders)}. Fused attention falls back without a word",
+            found=f"two in one process: {' and '.join(folders)}. Fused attention silently falls back",
             fix=(
                 f"put torch's first: export CUDNN_HOME={PurePosixPath(bundled).parent} "
                 f"LD_LIBRARY_PATH={bundled}:$LD_LIBRARY_PATH"

@@ -1,4 +1,4 @@
-"""All checks, in the order in which a reader wants them."""
+"""All checks, in the order in which they are shown."""
 
 from collections.abc import Iterator
 

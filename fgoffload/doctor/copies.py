@@ -1,4 +1,4 @@
-"""Copies between host and GPU, measured, and a trial of locking host memory. The only file here that uses a GPU."""
+"""Measures copies between host and GPU, and tries to pin host memory. The only file here that uses a GPU."""
 
 import dataclasses
 import time
@@ -7,20 +7,20 @@ from fgoffload.errors import OffloadError
 from fgoffload.units import MIB
 
 COPY_BYTES = 256 * MIB
-"""Large enough that starting a copy costs nothing against it: 5 ms at 50 GB/s."""
+"""Bytes of a copy: 5 ms at 50 GB/s, so that its start does not count."""
 REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRates:
-    """Bytes a second, the best of some copies: what else the machine does can only lower it."""
+    """Bytes per second, the best of several copies, since other load only lowers the rate."""
 
     d2h: float
     h2d: float
 
 
 def measure_copies(index: int) -> CopyRates:
-    """Return the rates of copies of locked memory to and from GPU `index`."""
+    """Return the copy rates between pinned memory and GPU `index`."""
     import torch
 
     device = torch.device("cuda", index)
@@ -29,7 +29,7 @@ def measure_copies(index: int) -> CopyRates:
 
     def measure(destination: torch.Tensor, source: torch.Tensor) -> float:
         best_seconds = float("inf")
-        for _ in range(REPEATS + 1):  # the first one warms up
+        for _ in range(REPEATS + 1):  # the first copy warms up
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             destination.copy_(source, non_blocking=True)
@@ -40,8 +40,8 @@ def measure_copies(index: int) -> CopyRates:
     return CopyRates(d2h=measure(on_host, on_device), h2d=measure(on_device, on_host))
 
 
-def try_locking() -> str | None:
-    """Lock `COPY_BYTES` of host memory as the engine does and give them back; return why it could not, or None."""
+def try_pinning() -> str | None:
+    """Pin and release `COPY_BYTES` of host memory as the engine does; return the error, or None."""
     from fgoffload.engine import find_device
 
     try:

@@ -1,4 +1,4 @@
-"""Environment variables that change what offload meets: of Transformer Engine, and of CUDA."""
+"""Environment variables of Transformer Engine and CUDA that affect offload."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ _BACKENDS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUS
 
 
 def check_environment(environment: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Check the variables; a row for each that is set, and one for all attention backends."""
+    """Check the variables: one row for the attention backends, and one for each other variable."""
     yield _check_backends(environment)
     yield _check_determinism(environment)
     yield _check_switch(environment)
@@ -22,7 +22,7 @@ def _check_backends(environment: Mapping[str, str]) -> CheckResult:
     found = f"{', '.join(allowed) or 'none'}{'' if not off else ' (' + ' '.join(f'{variable}=0' for variable in off) + ')'}"
     if not allowed:
         return CheckResult(
-            name=name, status=Status.ERROR, found=found, fix="unset NVTE_FUSED_ATTN: Megatron sets what it needs"
+            name=name, status=Status.ERROR, found=found, fix="unset NVTE_FUSED_ATTN: Megatron sets the backends that it needs"
         )
     if allowed == ["unfused"]:
         return CheckResult(
@@ -37,8 +37,8 @@ def _check_backends(environment: Mapping[str, str]) -> CheckResult:
 def _check_determinism(environment: Mapping[str, str]) -> CheckResult:
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     value = environment.get(variable, "1")
-    # Not a fault: offload changes nothing about it. It matters to whoever compares two runs bitwise.
-    means = "adds in one order" if value == "0" else "may differ in its last bits from run to run; 0 makes it deterministic"
+    # Not a fault, and independent of offload. It matters when two runs are compared bitwise.
+    means = "is deterministic" if value == "0" else "may differ in the last bits from run to run; 0 makes it deterministic"
     return CheckResult(name="attention's backward", status=Status.OK, found=f"{_describe(environment, variable)}: it {means}")
 
 
@@ -50,7 +50,7 @@ def _check_switch(environment: Mapping[str, str]) -> CheckResult:
             name=name,
             status=Status.WARNING,
             found=f"{found}: Megatron-LM refuses its own offload flags",
-            fix=f"unset {variable}; `fgoffload run` sets it where it is asked for",
+            fix=f"unset {variable}; `fgoffload run` sets it when needed",
         )
     return CheckResult(name=name, status=Status.OK, found=found)
 
@@ -62,7 +62,7 @@ def _check_connections(environment: Mapping[str, str]) -> CheckResult:
         return CheckResult(
             name=name,
             status=Status.WARNING,
-            found=f"{found}: all streams share one queue, and a copy may wait for a kernel that it does not need",
+            found=f"{found}: all streams share one queue, so a copy may wait for an unrelated kernel",
             fix=f"unset {variable}, unless Megatron asks for 1 (tensor or context parallel before Blackwell)",
         )
     return CheckResult(name=name, status=Status.OK, found=found)

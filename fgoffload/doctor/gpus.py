@@ -1,4 +1,4 @@
-"""The GPUs: which there are, their links to the host, and the rates of copies."""
+"""The GPUs, their links to the host, and copy rates."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -21,22 +21,24 @@ _FIELDS = (
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes a second of one PCIe lane one way, by generation, after its line coding. Source: PCI Express base specification 6.0."""
+"""Bytes per second of one PCIe lane in one direction, by generation, after line coding. Source: PCI Express base specification
+6.0."""
 
 EXPECTED_FRACTION = 0.65
-"""Of the link's rate. Locked copies reach 75 to 87%: 47 to 55 GB/s of 63 on PCIe 5 x16, measured on an H100."""
+"""Part of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 GB/s of 63 on PCIe 5 x16, measured
+on an H100."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What `nvidia-smi` says of a GPU; None where it does not know."""
+    """A GPU as `nvidia-smi` reports it; None for unknown values."""
 
     uuid: str
     name: str
     bus_id: str
     """As in `00000000:17:00.0`."""
     generation: int | None
-    """Of PCIe, the most that GPU and slot can do; idle links run slower to save power."""
+    """PCIe generation that GPU and slot support; idle links run slower to save power."""
     width: int | None
     """Lanes in use."""
     most_width: int | None
@@ -45,30 +47,30 @@ class Gpu:
 
     @property
     def link_rate(self) -> float | None:
-        """Bytes a second one way that the link allows."""
+        """Rate of the link in bytes per second, one direction."""
         if self.generation not in LANE_RATES or self.width is None:
             return None
         return LANE_RATES[self.generation] * self.width
 
 
 def find_gpus(machine: Machine) -> tuple[list[Gpu], str]:
-    """Return the GPUs that torch can use, in its order, and why there are none."""
+    """Return the GPUs that torch can use, in its order, or why there are none."""
     count = machine.count_gpus()
     if not count:
         return [], "no GPU that torch can use"
     ended = machine.run(QUERY, {})
     listed = {gpu.uuid: gpu for gpu in read_gpus(ended.output)} if ended.exit_code == 0 else {}
     gpus = [listed[uuid] for uuid in map(machine.find_gpu_uuid, range(count)) if uuid in listed]
-    return gpus, "" if gpus else f"nvidia-smi tells nothing of them: {ended.output.strip()[:200] or 'no output'}"
+    return gpus, "" if gpus else f"nvidia-smi does not list them: {ended.output.strip()[:200] or 'no output'}"
 
 
 def read_gpus(text: str) -> list[Gpu]:
-    """Return the GPUs that a table of `QUERY` lists."""
+    """Parse the GPUs from the output of `QUERY`."""
     gpus = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
-            continue  # a warning of the driver's among the rows
+            continue  # a driver warning among the rows
         row = dict(zip(_FIELDS, cells, strict=True))
         memory = _read_number(row["memory.total"])
         gpus.append(
@@ -87,7 +89,7 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def check_gpus(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """Check that there are GPUs, and each one's link."""
+    """Check the GPUs and their links."""
     if not gpus:
         yield skip("GPUs", reason)
         yield skip("link to the host", reason)
@@ -104,17 +106,17 @@ def check_gpus(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
 
 
 def check_link(index: int, gpu: Gpu) -> CheckResult:
-    """Check that the link has all its lanes."""
+    """Check that the link uses all its lanes."""
     name = f"GPU {index}: link to the host"
     if gpu.link_rate is None:
-        return skip(name, "nvidia-smi does not say what PCIe link it has; the copy rates tell")
+        return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
     found = f"PCIe {gpu.generation} x{gpu.width}: {gpu.link_rate / 1e9:.0f} GB/s each way at most"
     if gpu.width is not None and gpu.most_width is not None and gpu.width < gpu.most_width:
         return CheckResult(
             name=name,
             status=Status.WARNING,
             found=f"{found}; the GPU could use x{gpu.most_width}",
-            fix="put the GPU into a slot with all lanes, reseat it or its riser, or ask who runs the machine",
+            fix="put the GPU into a slot with all lanes, reseat it or its riser, or ask the machine's administrator",
         )
     return CheckResult(name=name, status=Status.OK, found=found)
 
@@ -123,24 +125,24 @@ def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     name = f"GPU {index}: copy rates"
     try:
         rates = machine.measure_copies(index)
-    except RuntimeError as error:  # torch's for everything that CUDA refuses
+    except RuntimeError as error:  # torch raises this for all CUDA errors
         return CheckResult(
             name=name,
             status=Status.ERROR,
-            found=f"a locked copy failed: {str(error).splitlines()[0]}",
-            fix="free memory on the GPU and the host, and look at `dmesg` for errors of the GPU",
+            found=f"a pinned copy failed: {str(error).splitlines()[0]}",
+            fix="free memory on the GPU and the host, and look for GPU errors in `dmesg`",
         )
     found = f"{rates.d2h / 1e9:.1f} GB/s to the host, {rates.h2d / 1e9:.1f} GB/s to the device"
     if gpu.link_rate is None:
         return CheckResult(name=name, status=Status.OK, found=found)
     slower = min(rates.d2h, rates.h2d) / gpu.link_rate
-    found += f", {slower:.0%} of the link where slower"
+    found += f", the slower one {slower:.0%} of the link's rate"
     if slower < EXPECTED_FRACTION:
         return CheckResult(
             name=name,
             status=Status.WARNING,
             found=found,
-            fix="bind the process to the GPU's NUMA node, stop what else uses the link, and look for IOMMU or ACS settings of "
+            fix="bind the process to the GPU's NUMA node, stop other users of the link, and check IOMMU and ACS settings of "
             "a virtual machine",
         )
     return CheckResult(name=name, status=Status.OK, found=found)

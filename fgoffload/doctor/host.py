@@ -1,4 +1,4 @@
-"""Host memory and CPUs: what can be locked, how much a rank may take, and which CPUs are near the GPU."""
+"""Host memory and CPUs: pinned memory, each rank's share, and the CPUs near the GPU."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
 LEAST_BUDGET_BYTES = GIB
-"""A rank with less can offload a few tensors at most."""
+"""A rank with less host memory can offload only a few tensors."""
 
 
 def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """Check locked memory, free memory and the CPUs of this process."""
-    yield check_locked_memory(machine, has_gpu=machine.count_gpus() > 0)
+    """Check pinned memory, free memory and the CPUs of this process."""
+    yield check_pinned_memory(machine, has_gpu=machine.count_gpus() > 0)
     yield check_free_memory(machine, gpus)
     if not gpus:
         yield skip("CPUs near the GPU", reason)
@@ -24,14 +24,14 @@ def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
         yield check_cpus(machine, index, gpu)
 
 
-def check_locked_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
-    """Check that host memory can be locked, by locking some."""
-    name = "locked memory"
+def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
+    """Check that host memory can be pinned, by pinning some."""
+    name = "pinned memory"
     limit = machine.memlock_limit_bytes
     found = "no limit" if limit is None else f"limit of {format_bytes(limit)} (ulimit -l)"
     if not has_gpu:
         return CheckResult(name=name, status=Status.OK, found=f"{found}; not tried without a GPU")
-    problem = machine.try_locking()
+    problem = machine.try_pinning()
     if problem is not None:
         return CheckResult(
             name=name,
@@ -39,27 +39,31 @@ def check_locked_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
             found=f"{found}; {problem}",
             fix="raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`) or the container's memory limit",
         )
-    tried = f"{format_bytes(COPY_BYTES)} locked and given back"
+    tried = f"{format_bytes(COPY_BYTES)} pinned and released"
     if limit is not None and limit < COPY_BYTES:
-        tried += "; CUDA's locking does not count against the limit here"
+        tried += "; CUDA does not count against that limit here"
     return CheckResult(name=name, status=Status.OK, found=f"{found}; {tried}")
 
 
 def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
-    """Check what each rank may take of the host memory that is free, the control group's limit counted in."""
+    """Check each rank's share of free host memory, within the control group's limit."""
     name = "host memory"
     if machine.find_import_fault("torch") is not None:
-        return skip(name, "torch is missing")
+        return skip(name, "torch is not installed")
     from fgoffload.engine.host_memory import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
 
     try:
         share_bytes = get_default_budget_bytes(root=machine.root)
     except ConfigError as error:
-        return CheckResult(name=name, status=Status.ERROR, found=str(error), fix="set the variable to the ranks of this node")
-    is_launched = any(variable in machine.environment for variable in RANKS_PER_NODE_VARIABLES)  # then it is divided already
+        return CheckResult(
+            name=name, status=Status.ERROR, found=str(error), fix="set the variable to the number of ranks on this node"
+        )
+    is_launched = any(
+        variable in machine.environment for variable in RANKS_PER_NODE_VARIABLES
+    )  # already divided by the launcher
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks
-    sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one a GPU"
+    sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
     found = f"{format_bytes(share_bytes)} a rank: {SHARE:.0%} of what is free, shared by {sharing}"
     fix = "free host memory, raise the container's limit, or give a budget with --offload-host-budget"
     if share_bytes < LEAST_BUDGET_BYTES:
@@ -73,33 +77,33 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
 
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
-    """Check that this process runs on CPUs of the GPU's NUMA node: copies to another node's memory cross between sockets."""
+    """Check that this process runs on CPUs of the GPU's NUMA node. Copies to another node's memory cross sockets."""
     name = f"GPU {index}: CPUs near it"
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     nodes = _read_cpu_list(_read_text(machine.root / "sys/devices/system/node/online"))
-    if not node.isdigit() or not machine.cpus:  # -1 where the machine does not say
-        return skip(name, "the machine does not say which node the GPU is on")
+    if not node.isdigit() or not machine.cpus:  # -1 if unknown
+        return skip(name, "the GPU's NUMA node is unknown")
     if len(nodes) == 1:
         return CheckResult(name=name, status=Status.OK, found="the machine has one NUMA node")
     near = _read_cpu_list(_read_text(machine.root / f"sys/devices/system/node/node{node}/cpulist"))
     fix = f"numactl --cpunodebind={node} --membind={node} for the rank that uses GPU {index}"
     if not near & machine.cpus:
         return CheckResult(
-            name=name, status=Status.WARNING, found=f"this process may run on none of node {node}, the GPU's", fix=fix
+            name=name, status=Status.WARNING, found=f"this process may not run on node {node}, the GPU's", fix=fix
         )
     if machine.cpus - near:
         return CheckResult(
             name=name,
             status=Status.WARNING,
-            found=f"this process may run on any of {len(machine.cpus)} CPUs; the GPU is on node {node}, with {len(near)}",
-            fix=f"{fix}, or a launcher that binds (Megatron-LM does with its own offload flag)",
+            found=f"this process may run on {len(machine.cpus)} CPUs; the GPU's node {node} has {len(near)} of them",
+            fix=f"{fix}, or use a launcher that binds (Megatron-LM does with its own offload flag)",
         )
     return CheckResult(name=name, status=Status.OK, found=f"this process runs on node {node}, the GPU's")
 
 
 def _read_cpu_list(text: str) -> frozenset[int]:
-    """Return the numbers that `0-3,8` lists."""
+    """Parse a list of numbers such as `0-3,8`."""
     numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

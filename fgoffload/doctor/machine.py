@@ -1,4 +1,4 @@
-"""What the checks read of a machine. Everything goes through here, so that tests can give another machine."""
+"""Reads the machine for the checks. Everything goes through here, so that tests can pass another machine."""
 
 import dataclasses
 import importlib
@@ -10,23 +10,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from fgoffload.doctor.copies import CopyRates, measure_copies, try_locking
+from fgoffload.doctor.copies import CopyRates, measure_copies, try_pinning
 
 _IGNORE_FOLDER = "-P" if sys.version_info >= (3, 11) else "-I"
-"""What keeps Python from importing a `torch.py` that lies in the working folder. Before 3.11 user packages go with it."""
+"""Keeps Python from importing a `torch.py` in the working folder. Before 3.11 this hides user packages too."""
 
 TIMEOUT_SECONDS = 120.0
-"""Of a command. Importing torch and Transformer Engine takes half a minute from a slow disk."""
+"""Timeout of a command. Importing torch and Transformer Engine takes half a minute from a slow disk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended."""
+    """Result of a command."""
 
     exit_code: int | None
-    """None where it could not be started, or took too long."""
+    """None if it could not be started or took too long."""
     output: str
-    """Stdout, then stderr; where there is no exit code, why."""
+    """Stdout, then stderr; without an exit code, the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class Machine:
     """A machine, as the checks see it."""
 
     root: Path
-    """Where `proc` and `sys` lie."""
+    """Root folder of `proc` and `sys`."""
     environment: Mapping[str, str]
     python_version: str
     run: Callable[[Sequence[str], Mapping[str, str]], CommandResult]
-    """Runs a command with further environment variables."""
+    """Runs a command with additional environment variables."""
     find_version: Callable[[str], str | None]
     """Returns the version of an installed distribution, or None."""
     find_import_fault: Callable[[str], str | None]
-    """Returns why a module cannot be imported, or None where it can."""
+    """Returns why a module cannot be imported, or None."""
     find_cuda_version: Callable[[], str | None]
     """Returns the CUDA version that torch was built for, or None."""
     count_gpus: Callable[[], int]
@@ -50,13 +50,13 @@ class Machine:
     find_gpu_uuid: Callable[[int], str]
     """Returns the UUID of a GPU, as `nvidia-smi` writes it, by torch's number."""
     measure_copies: Callable[[int], CopyRates]
-    """Returns the rates of locked copies to and from a GPU, by torch's number."""
-    try_locking: Callable[[], str | None]
-    """Locks some host memory as the engine does, and returns why it could not, or None."""
+    """Returns the rates of pinned copies to and from a GPU, by torch's number."""
+    try_pinning: Callable[[], str | None]
+    """Pins some host memory as the engine does, and returns the error or None."""
     memlock_limit_bytes: int | None
-    """None is no limit."""
+    """Limit of `ulimit -l`; None without one."""
     cpus: frozenset[int]
-    """That this process may run on."""
+    """CPUs that this process may run on."""
 
     @staticmethod
     def here() -> "Machine":
@@ -72,7 +72,7 @@ class Machine:
             count_gpus=_count_gpus,
             find_gpu_uuid=_find_gpu_uuid,
             measure_copies=measure_copies,
-            try_locking=try_locking,
+            try_pinning=try_pinning,
             memlock_limit_bytes=_find_memlock_limit(),
             cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
         )
@@ -82,8 +82,8 @@ def run_command(words: Sequence[str], variables: Mapping[str, str]) -> CommandRe
     """Run a command and wait for it.
 
     Args:
-        words: The program and its arguments; `python` is this process's own, which finds no modules in the working folder.
-        variables: Environment variables beside those of this process.
+        words: The program and its arguments; `python` is this process's interpreter, without the working folder on its path.
+        variables: Additional environment variables.
     """
     program = (sys.executable, _IGNORE_FOLDER) if words[0] == "python" else words[:1]
     try:

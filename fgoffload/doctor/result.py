@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 import dataclasses
 import enum
@@ -7,24 +7,24 @@ import enum
 class Status(enum.Enum):
     """What a result means for training with offload."""
 
-    OK = "ok"  # nothing to do
-    WARNING = "warning"  # it works, and could be faster or use less
-    ERROR = "error"  # it does not work, or not as asked, and may not say so
-    SKIPPED = "skipped"  # could not be checked here
+    OK = "ok"  # no action needed
+    WARNING = "warning"  # works, but could be faster or use less
+    ERROR = "error"  # does not work, or silently not as requested
+    SKIPPED = "skipped"  # cannot be checked here
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One row."""
+    """One row of the table."""
 
     name: str
     status: Status
     found: str
-    """What there is; where skipped, why."""
+    """What was found; if skipped, the reason."""
     fix: str = ""
-    """What to do; empty where there is nothing."""
+    """What to do; empty if nothing."""
 
 
 def skip(name: str, reason: str) -> CheckResult:
-    """Return the result of a check that could not be made."""
+    """Return the result of a skipped check."""
     return CheckResult(name=name, status=Status.SKIPPED, found=reason)

@@ -1,4 +1,4 @@
-"""The versions of what is installed."""
+"""Checks the versions of installed packages."""
 
 import re
 from collections.abc import Iterator
@@ -10,8 +10,9 @@ _PYTHON_FROM, _PYTHON_BELOW = (3, 10), (3, 14)
 _TORCH_FROM = (2, 9)
 _CORE_FROM = (0, 16, 1)
 _ENGINE_FROM = (2, 15)
-"""Before, a linear's backward looked for `grad_added_to_main_grad` on the weight that autograd saved, which under any hooks is
-another tensor, unless its own offload was on. Source: `linear.py`, `grouped_linear.py` of v2.14 and of v2.15."""
+"""Earlier versions look for `grad_added_to_main_grad` on the weight that autograd saved. Under saved-tensor hooks that is
+another tensor, unless Transformer Engine's own offload is on. Source: `linear.py`, `grouped_linear.py` of v2.14 and of
+v2.15."""
 
 
 def check_versions(machine: Machine) -> Iterator[CheckResult]:
@@ -40,7 +41,7 @@ def _check_torch(machine: Machine) -> CheckResult:
         )
     fault = machine.find_import_fault("torch")
     if fault is not None:
-        found = f"{found} is missing: it cannot be imported. {fault}"
+        found = f"{found} cannot be imported: {fault}"
         return CheckResult(name="torch", status=Status.ERROR, found=found, fix="install torch again: pip install torch")
     cuda = machine.find_cuda_version()
     if _read(found) < _TORCH_FROM:
@@ -58,7 +59,7 @@ def _check_torch(machine: Machine) -> CheckResult:
 def _check_megatron(found: str | None) -> CheckResult:
     name = "megatron-core"
     if found is None:
-        return CheckResult(name=name, status=Status.OK, found="not installed; only its integration needs it")
+        return CheckResult(name=name, status=Status.OK, found="not installed; only needed for Megatron")
     if _read(found) < _CORE_FROM:
         return CheckResult(name=name, status=Status.ERROR, found=found, fix="pip install 'megatron-core>=0.16.1'")
     return CheckResult(name=name, status=Status.OK, found=found)
@@ -67,12 +68,12 @@ def _check_megatron(found: str | None) -> CheckResult:
 def _check_transformer_engine(found: str | None) -> CheckResult:
     name = "Transformer Engine"
     if found is None:
-        return CheckResult(name=name, status=Status.OK, found="not installed; only its layers in Megatron need it")
+        return CheckResult(name=name, status=Status.OK, found="not installed; only needed for its layers in Megatron")
     if _read(found) < _ENGINE_FROM:
         return CheckResult(
             name=name,
             status=Status.WARNING,
-            found=f"{found}: its linears lose track of weights under saved-tensor hooks, where gradient accumulation is fused",
+            found=f"{found}: with fused gradient accumulation, its linears lose track of weights under saved-tensor hooks",
             fix="install Transformer Engine 2.15 or newer, or give --no-gradient-accumulation-fusion",
         )
     return CheckResult(name=name, status=Status.OK, found=found)

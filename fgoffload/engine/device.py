@@ -318,8 +318,8 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
     if status != 0:
         _clear_last_error()
         raise StateError(
-            f"CUDA could not lock {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit of "
-            f"locked memory here is {_say_memlock_limit()}: raise it (`ulimit -l`) or the container's memory limit, or lower "
+            f"CUDA could not pin {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit of "
+            f"pinned memory here is {_say_memlock_limit()}: raise it (`ulimit -l`) or the container's memory limit, or lower "
             f"{_HOST_BUDGET}."
         )
 

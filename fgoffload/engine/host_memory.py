@@ -131,7 +131,7 @@ def _read_free_bytes(folder: Path, kind: str) -> int:
     Cached files that were not read lately count as free: the kernel drops them first, and data loaders fill a group with them.
     """
     if kind == "cgroup2":
-        # Above `high` the kernel slows the group down to take memory back, and locked memory it cannot take.
+        # Above `high` the kernel slows the group down to take memory back, and pinned memory it cannot take.
         limits, usage, cache = ["memory.max", "memory.high"], "memory.current", "inactive_file"
     else:
         limits, usage, cache = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"

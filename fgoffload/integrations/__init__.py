@@ -1,1 +1,1 @@
-"""What connects the engine to a training framework: the only code of fgoffload that imports one."""
+"""Connects the engine to training frameworks. No other code of fgoffload imports one."""

@@ -1,4 +1,4 @@
-"""Puts a function of ours in place of another project's, wherever that project has imported it."""
+"""Replaces a function of another project, wherever that project has imported it."""
 
 import importlib
 import logging
@@ -12,25 +12,25 @@ logger = logging.getLogger(__name__)
 
 
 def replace_function(path: str, function: Callable[..., Any], *, versions: str) -> None:
-    """Put `function` in place of the one at `path`, in its module and in modules of that project that have imported its name.
+    """Replace the function at `path` by `function`, in its module and in modules of that project that have imported it.
 
-    Modules that import it later get ours. A second call does no harm.
+    Later imports get ours too. A second call does nothing.
 
     Args:
-        path: Dotted, as in `verl.utils.activation_offload.enable_activation_offloading`.
-        function: Takes what the original takes.
-        versions: Of the project, in which `path` was found.
+        path: Dotted name, as in `verl.utils.activation_offload.enable_activation_offloading`.
+        function: Has the signature of the original.
+        versions: Versions of the project that have `path`.
 
     Raises:
-        IntegrationError: There is no such function.
+        IntegrationError: The function does not exist.
     """
     module_path, _, name = path.rpartition(".")
     package = path.split(".")[0]
     try:
         original = getattr(importlib.import_module(module_path), name)
     except (ImportError, AttributeError) as error:
-        raise IntegrationError(f"{path} does not exist here. It was found in {package} {versions}: {error}") from error
+        raise IntegrationError(f"{path} does not exist here. {package} {versions} has it: {error}") from error
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] == package and vars(module).get(name) is original:
             setattr(module, name, function)
-    logger.info("fgoffload takes the place of %s.", path)
+    logger.info("fgoffload replaces %s.", path)

@@ -1,4 +1,4 @@
-"""Offload of models that FSDP1 or FSDP2 shards, in one call with the name that verl and ms-swift know."""
+"""Offload for models sharded by FSDP1 or FSDP2, by the function name that verl and ms-swift use."""
 
 import dataclasses
 
@@ -20,33 +20,32 @@ def enable_activation_offloading(
     *,
     config: TransferConfig | None = None,
 ) -> ModelOffload:
-    """Offload what the layers of a sharded model save for backward.
+    """Offload the activations of a sharded model's layers.
 
-    Layers are the parts that FSDP shards one by one, embeddings left out. With `enable_ckpt` they are checkpointed inside of
-    these parts, where a recompute gathers no parameters again, and their inputs are offloaded. That switches transformers' own
-    checkpointing off.
+    Layers are the FSDP units without embeddings. With `enable_ckpt`, layers are checkpointed inside their unit, so that a
+    recompute gathers no parameters again, and their inputs are offloaded. This switches transformers' own checkpointing off.
 
     Args:
         model: After `fully_shard` or inside of `FullyShardedDataParallel`.
-        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. Both are found by themselves.
+        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. Either is detected.
         enable_ckpt: Whether to checkpoint the layers.
-        config: What is offloaded, and where to. Not enabled, it changes nothing: no layer is checkpointed then.
+        config: Options of offload. If not enabled, nothing changes: no layer is checkpointed either.
 
     Returns:
-        The handle. Its `remove` and `close` end the checkpointing as well.
+        The handle. Its `remove` and `close` also end the checkpointing.
 
     Raises:
-        ConfigError: `strategy` is another one, FSDP shards no part of the model, or the model is offloaded already with other
+        ConfigError: `strategy` is unknown, FSDP shards no part of the model, or the model is offloaded already with other
             arguments.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
             f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}. For other models use `fgoffload.offload`."
         )
-    # FSDP1 gathers in the forward of its wrapper: the region, and the checkpoint, are around what it wraps.
+    # FSDP1 gathers in its wrapper's forward, so region and checkpoint go around the wrapped module.
     units = [dataclasses.replace(unit, module=unwrap(unit.module)) for unit in find_fsdp_units(model)]
     if not units:
-        raise ConfigError(f"FSDP shards no part of {type(model).__name__} by itself. Shard its layers, then call this.")
+        raise ConfigError(f"FSDP shards no part of {type(model).__name__} as its own unit. Shard its layers, then call this.")
     handle = offload_sites(model, [dataclasses.replace(unit, is_checkpointed=enable_ckpt) for unit in units], config)
     if enable_ckpt and handle.config.enabled:
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Measures the link between a device and its host: copies each way, both ways at once, and beside a matrix product."""
+"""Measures the link between a device and its host: copies in each direction, in both at once, and beside a matrix product."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.units import KIB, MIB
 
 SIZES = tuple(size * KIB for size in (64, 256)) + tuple(size * MIB for size in (1, 4, 16, 64, 256))
-"""Bytes of a copy, from what starting it costs most of to what the link alone limits."""
+"""Bytes of a copy: from sizes limited by the start of a copy to sizes limited by the link."""
 
 QUICK_SIZES = (64 * KIB, 16 * MIB)
 """Enough for a plan at the start of a training: 16 MiB reach nearly the rate of larger copies, and need little memory."""
 
 _BATCH_BYTES = 64 * MIB
-"""Copied at least for one time, so that events, which take microseconds, do not count."""
+"""Bytes copied per timing, at least, so that events, which take microseconds, do not count."""
 _MOST_COPIES = 256
 _REPEATS = 3
-"""The best counts: what else the machine does can only lower it."""
+"""The best repeat counts, since other load only lowers the rate."""
 
 _PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
 """Rows of the square matrices. On an H100 one product of 4096 in bf16 takes a quarter of a millisecond."""
@@ -26,17 +26,17 @@ _PRODUCTS = 40
 
 
 def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile:
-    """Return what copies between `device` and its host reach.
+    """Measure the copy rates between `device` and its host.
 
     Args:
-        device: With nothing else on it, or the rates are those that are left.
+        device: Should be idle: other load lowers the rates.
         sizes: Bytes of a copy, from the smallest to the largest.
 
     Streams:
         Copies on the device's two copy streams, products on the current one. The host waits for each batch.
 
     Raises:
-        StateError: The system refuses the host memory.
+        StateError: Host memory cannot be allocated.
     """
     buffers = _Buffers(device, max(sizes))
     try:
@@ -47,14 +47,14 @@ def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile
 
 
 class _Buffers:
-    """Memory on both sides, for each direction its own."""
+    """Buffers on both sides, separate for each direction."""
 
     def __init__(self, device: Device, size_bytes: int) -> None:
         self.device = device
         self._slabs = [device.allocate_host(size_bytes) for _ in range(2)]
         self._on_device = [device.allocate_device(size_bytes) for _ in range(2)]
         for buffer in (*self._on_device, *(slab.buffer for slab in self._slabs)):
-            buffer.zero_()  # pages that nobody has written yet are not there, and would be made while they are copied
+            buffer.zero_()  # touch the pages: the first write would allocate them during a copy
         device.synchronize(device.record_event(device.current_stream()))
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class _Buffers:
                 device.copy_bytes(destination=on_device, source=on_host, stream=stream)
 
     def time_copies(self, size_bytes: int, count: int, directions: Sequence[bool]) -> float:
-        """Return the seconds of `count` copies in each of `directions`, begun together: of the slower one."""
+        """Return the seconds of `count` copies in each of `directions`, started together: those of the slower one."""
         device = self.device
         streams = [device.d2h_stream if to_host else device.h2d_stream for to_host in directions]
         starts = [device.record_event(stream, is_timed=True) for stream in streams]
@@ -102,7 +102,7 @@ def _measure_size(buffers: _Buffers, size_bytes: int) -> CopyRate:
 
 
 def _measure_slowdown(buffers: _Buffers, size_bytes: int) -> float:
-    """Return what matrix products take longer while copies run both ways, as a part."""
+    """Return the slowdown of matrix products beside copies in both directions, as a fraction."""
     device = buffers.device
     size = _PRODUCT_SIZE.get(device.type, 4096)
     matrix = torch.ones(size, size, dtype=torch.bfloat16, device=device.type)
@@ -119,9 +119,9 @@ def _measure_slowdown(buffers: _Buffers, size_bytes: int) -> float:
 
     alone_s = min(time_products() for _ in range(1 + _REPEATS))
     copy_s = buffers.time_copies(size_bytes, 2, (True, False)) / 2
-    count = 2 + int(2 * alone_s / copy_s)  # to be under way for longer than the products take
+    count = 2 + int(2 * alone_s / copy_s)  # enough copies to outlast the products
     if device.has_blocking_copies:
-        return 0.0  # copies are done before a product begins
+        return 0.0  # copies block: they end before a product begins
     beside_s = float("inf")
     for _ in range(_REPEATS):
         for _ in range(count):

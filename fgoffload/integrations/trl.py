@@ -1,9 +1,9 @@
-"""Offload in TRL in place of its own: `import fgoffload.integrations.trl` in the script, and TRL's switch stays as it is.
+"""Replaces TRL's activation offload: `import fgoffload.integrations.trl` in the script, and use TRL's switch.
 
     import fgoffload.integrations.trl
     trainer = SFTTrainer(model, SFTConfig(activation_offloading=True, ...), ...)
 
-The trainers for SFT, DPO, KTO and rewards enter `maybe_activation_offload_context` around each training step.
+TRL's SFT, DPO, KTO and reward trainers enter `maybe_activation_offload_context` around each training step.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingSteps:
-    """A context for each training step of one model, which is offloaded from the first of them on."""
+    """A context for the training steps of one model. The first step starts offload."""
 
     def __init__(self, model: torch.nn.Module, config: TransferConfig) -> None:
         self._model = weakref.ref(model)
@@ -30,13 +30,13 @@ class TrainingSteps:
         """None before the first step."""
 
     def __enter__(self) -> None:
-        """Offload the layers, once the trainer has wrapped the model and switched checkpointing on."""
+        """Offload the layers. By now the trainer has wrapped the model and switched checkpointing on."""
         model = self._model()
         if self.handle is None and model is not None:
             self.handle = offload_sites(model, find_layers(model), self._config)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the step for the numbers in `handle.last_stats`."""
+        """End the step, which sets `handle.last_stats`."""
         if self.handle is not None and error is None:
             self.handle.stats()
 
@@ -49,15 +49,15 @@ def get_act_offloading_ctx_manager(
     max_fwd_stash_size: int = 0,
     warn_if_no_head: bool = True,  # noqa: FBT001, FBT002
 ) -> TrainingSteps:
-    """Return what a trainer enters around each training step.
+    """Return the context that a trainer enters around each training step.
 
     Args:
-        model: Whose layers are offloaded.
+        model: The model whose layers are offloaded.
         use_pin_memory: Whether host memory is pinned.
-        use_streams: Without effect: copies have streams of their own.
+        use_streams: Without effect: copies always have their own streams.
         min_offload_size: Bytes. Smaller storages stay on the GPU.
         max_fwd_stash_size: Without effect: `TransferConfig.window_bytes` limits what is in flight.
-        warn_if_no_head: Without effect: a head is no layer, and stays on the GPU.
+        warn_if_no_head: Without effect: a head is not a layer, so it stays on the GPU.
     """
     if not use_streams or max_fwd_stash_size:
         logger.warning("use_streams and max_fwd_stash_size have no effect: fgoffload limits what is in flight by bytes.")

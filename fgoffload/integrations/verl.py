@@ -1,9 +1,9 @@
-"""Offload in verl, without a change to it: import this module, as verl does by `model.external_lib`.
+"""Replaces verl's activation offload. verl imports this module through `model.external_lib`.
 
     actor_rollout_ref.model.external_lib=fgoffload.integrations.verl
     actor_rollout_ref.model.enable_activation_offload=True
 
-verl's switches keep their names and meaning: `enable_activation_offload`, with `enable_gradient_checkpointing` or without.
+verl's switches keep their meaning: `enable_activation_offload`, with or without `enable_gradient_checkpointing`.
 """
 
 from fgoffload.integrations.entry_points import replace_function

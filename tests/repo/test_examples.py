@@ -22,7 +22,7 @@ SLOW = ("07_trl.py", "09_qlora.py")
 ROOT = Path(__file__).parents[2]
 EXPECTED_LINES = {
     "01_plain_pytorch.py": [
-        r"estimate: 64\.\d+ MiB saved, 56\.\d+ MiB would leave \(87\.\d%\), 56\.\d+ MiB of host memory needed",
+        r"estimate: 64\.\d+ MiB saved, 56\.\d+ MiB would be offloaded \(87\.\d%\), 56\.\d+ MiB of host memory needed",
         r"gradients bitwise identical: True",
         r"attn: 20\.\d+ MiB to the host, 4 groups",
         r"mlp: 36\.\d+ MiB to the host, 4 groups",

@@ -86,4 +86,4 @@ def run_out_of_memory() -> torch.OutOfMemoryError:
 
 
 def refuse_to_lock() -> StateError:
-    return StateError("CUDA could not lock 256.00 MiB of host memory.")
+    return StateError("CUDA could not pin 256.00 MiB of host memory.")

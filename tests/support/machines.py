@@ -54,7 +54,7 @@ def make_machine(root, **changes):
         count_gpus=lambda: 1,
         find_gpu_uuid=lambda index: UUID,
         measure_copies=lambda index: CopyRates(d2h=50e9, h2d=53e9),
-        try_locking=lambda: None,
+        try_pinning=lambda: None,
         memlock_limit_bytes=None,
         cpus=frozenset({0, 1, 2, 3}),
     )

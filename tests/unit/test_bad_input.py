@@ -98,7 +98,7 @@ def test_tags_that_are_no_sequence_of_names_are_refused(modules, wanted):
 @pytest.mark.parametrize("value", ["abc", "-1"])
 def test_a_variable_of_a_launcher_that_is_no_number_is_found_before_the_first_training(capsys, monkeypatch, value):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    assert f"LOCAL_WORLD_SIZE='{value}', which is no number" in refuse(capsys, "train", ARGUMENTS, "--steps", "1")
+    assert f"LOCAL_WORLD_SIZE='{value}', which is not a number" in refuse(capsys, "train", ARGUMENTS, "--steps", "1")
 
 
 def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys, monkeypatch):
@@ -117,7 +117,7 @@ def test_what_torchrun_cannot_use_is_one_error(option, value):
 @pytest.mark.parametrize("content", [b"def f(:\n", b"\0\1", b"\xff\xfe"], ids=["syntax", "zeros", "encoding"])
 def test_a_script_that_is_no_python_source_is_refused_before_it_runs(capsys, content):
     Path("x.py").write_bytes(content)
-    assert "script 'x.py' is no Python source: " in refuse(capsys, "run", "x.py")
+    assert "script 'x.py' is not Python source: " in refuse(capsys, "run", "x.py")
 
 
 def make_pipe(path):

@@ -18,7 +18,10 @@ BEFORE_TORCH = [
     (("train", "none.sh"), "argument file 'none.sh' does not exist. Give a file"),
     (("train", ARGUMENTS, "--steps", "0"), "--steps 0 is below 1. Give 1 or more"),
     (("train", ARGUMENTS, "--steps"), "--steps expected one argument. Give it after the flag, as in --steps 10."),
-    (("train", ARGUMENTS, "--plot", "memory.txt"), "--plot 'memory.txt' is no picture's name. End it with one of .png"),
+    (
+        ("train", ARGUMENTS, "--plot", "memory.txt"),
+        "--plot 'memory.txt' has an unsupported image format. End it with one of .png",
+    ),
 ]
 
 SITE = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
@@ -83,7 +86,7 @@ def test_a_training_without_offload_flags_runs_once_and_says_so(capsys):
     Path("off.sh").write_text(OFF, encoding="utf-8")
     assert main(["train", "off.sh", "--steps", "1", "--plot", "off.svg"]) == 0
     shown = capsys.readouterr().out
-    assert "Trained once: offload is off." in shown
+    assert "Trained once, since offload is off." in shown
     assert "with offload" not in shown.replace("without offload", "")
     assert Path("off.svg").is_file()
 

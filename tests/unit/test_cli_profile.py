@@ -38,7 +38,7 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
 def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
-    for text in ("core_attn", "expert_fc1", "rank 0: step", "there all the time", "plain step, with nothing measured in it: "):
+    for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "plain step, without measuring: "):
         assert text in out
     profile = Profile.load(tmp_path / "profile.json")
     (rank,) = profile.ranks
@@ -67,11 +67,11 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
     ("words", "message"),
     [
         (["none.sh"], "argument file 'none.sh' does not exist. Give a file, before any Megatron flag."),
-        (["--swiglu"], "is for a model, and there is none. Give an argument file first"),
-        (["--json", "none/profile.json"], "--json 'none/profile.json' is in 'none', which does not exist. Give a file that"),
-        (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be written over. Give another"),
-        (["config.json"], "is JSON, and a training is run by Megatron's flags. Give a Megatron argument file, as in:"),
-        (["model.sh", "--pipeline-model-parallel-size", "2"], "model.sh: the processes of this training are a multiple of"),
+        (["--swiglu"], "needs a model. Give an argument file first"),
+        (["--json", "none/profile.json"], "--json 'none/profile.json' is in 'none', which does not exist. Give a writable"),
+        (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be overwritten. Give another"),
+        (["config.json"], "is JSON, but a training needs Megatron's flags. Give a Megatron argument file, as in:"),
+        (["model.sh", "--pipeline-model-parallel-size", "2"], "model.sh: this training needs a multiple of"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):

@@ -27,10 +27,13 @@ def test_torchrun_says_which_process_this_is():
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "two", "RANK": "0"}, r"the environment has WORLD_SIZE='two', which is no number\. Start .* torchrun"),
-        ({"WORLD_SIZE": "2", "RANK": "-1"}, r"the environment has RANK='-1', which is no number"),
-        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": ""}, r"the environment has LOCAL_RANK='', which is no number"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is none of the ranks 0 to 1 of WORLD_SIZE 2\. Start .* torchrun"),
+        (
+            {"WORLD_SIZE": "two", "RANK": "0"},
+            r"the environment has WORLD_SIZE='two', which is not a number\. Start .* torchrun",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, r"the environment has RANK='-1', which is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": ""}, r"the environment has LOCAL_RANK='', which is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is not within 0 to 1, as WORLD_SIZE 2 requires\. Start .* torchrun"),
     ],
 )
 def test_what_no_launcher_would_set_is_refused(environment, message):

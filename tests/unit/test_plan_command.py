@@ -70,7 +70,7 @@ def test_a_model_that_no_plan_fits_is_shown_by_rank_with_layouts_that_fit(capsys
     config = write_config(tmp_path, num_hidden_layers=30)
     code, out, err = plan(capsys, config, "--gpu", "l40s")
     assert (code, find_row(out, "   0")[-1]) == (2, "48.00 GiB")
-    assert "does not say how many GPUs: 1 is assumed. Spread it with --num-gpus 8" in err
+    assert "gives no number of GPUs, so 1 is assumed. Spread the model with --num-gpus 8" in err
     layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)
     assert len(layouts) == 2
     for layout in layouts:  # each is planned
@@ -132,14 +132,14 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--json and --plot both name 'x.svg'."),
         ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Give 8 or"),
         ((LLAMA, "--gpu", "h100", "--pp", "3"), "NUM_GPUS 8 is not a multiple of 6, which a copy of the model needs"),
-        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--gpu and --hardware both say"),
+        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--gpu and --hardware both name"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "70PB"), "--offload-memory-budget '70PB' is not a size"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
         ((LLAMA, "--gpu", "h100", "--tp", "0"), "--tp 0 is below 1"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
         ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "81GiB"), "--offload-memory-budget 81.00 GiB is more than the"),
-        ((LLAMA, "--gpu", "h100", "--sweep", "--json", "plan.json"), "--sweep plans for many budgets, and --json is about"),
+        ((LLAMA, "--gpu", "h100", "--sweep", "--json", "plan.json"), "--sweep plans for many budgets, but --json is for"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
@@ -173,7 +173,7 @@ def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be written over. Give"),
+        (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be overwritten. Give"),
         (("--profile", "p.json", "--json", "p.json"), "--json 'p.json' is the file of --profile"),
     ],
 )
@@ -193,8 +193,8 @@ def test_a_file_that_is_read_is_not_written_over(capsys, monkeypatch, tmp_path, 
     [
         (("--json", "none/plan.json"), "--json 'none/plan.json' is in 'none', which does not exist."),
         (("--timeline", "."), "--timeline '.' is a folder."),
-        (("--plot", "file/plan.png"), "--plot 'file/plan.png' is in 'file', which is no folder."),
-        (("--plot", "plan.bmpx"), "--plot plan.bmpx is of no format that there is: "),
+        (("--plot", "file/plan.png"), "--plot 'file/plan.png' is in 'file', which is not a folder."),
+        (("--plot", "plan.bmpx"), "--plot plan.bmpx has an unsupported image format. Give one of "),
     ],
 )
 def test_files_that_cannot_be_written_are_refused_before_the_plan_is_made(capsys, tmp_path, monkeypatch, words, says):

@@ -107,7 +107,7 @@ def test_graphs_are_planned_for_from_a_profile_of_eager_steps(capsys, arguments,
         assert code == 0
         actions = OffloadPlan.load(path).actions
         recomputed.append({site.tag for site, action in actions.items() if action.recomputes and site.layer > 0})
-        assert err.count("is of eager steps: where the host launched them late") == bool(typed)
+        assert err.count("is of eager steps: if they were launch-bound") == bool(typed)
     captured = find_captured("transformer_engine", ("attn", "moe_router"), is_moe=True)
     assert recomputed[0] & captured
     assert not recomputed[1] & captured
@@ -140,8 +140,8 @@ def test_files_that_say_too_little_are_refused_with_how_to_measure(capsys, tmp_p
     document = json.loads(profile.read_text(encoding="utf-8"))
     for change, says in (
         ({"format": 1}, "is a profile of format 1; this version reads format 3. Measure again."),
-        ({"training": None}, "does not say which training was measured. Measure again: fgoffload profile"),
-        ({"ranks": [], "training": None}, "has the link alone, of 'A device', which is no device of the table: memory and"),
+        ({"training": None}, "lacks the measured training. Measure again: fgoffload profile"),
+        ({"ranks": [], "training": None}, "has only the link, measured on 'A device', which is not in the hardware"),
     ):
         path = tmp_path / "old.json"
         path.write_text(json.dumps(document | change), encoding="utf-8")
@@ -177,7 +177,7 @@ def test_a_device_beside_the_profile_of_a_training_and_a_host_in_time_beside_a_l
 ):
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
-    assert f"--gpu and --profile {profile}, which is of a training, both say what device it is. Give one of them." in err
+    assert f"--gpu and --profile {profile}, which is of a training, both name the device. Give one of them." in err
     words = ("--gpu", "h100", "--profile", write_link(tmp_path / "link.json"), "--not-launch-bound")
     code, _, err = plan(capsys, arguments, *words, *BUDGET)
     assert code == 2

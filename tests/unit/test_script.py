@@ -76,7 +76,7 @@ def test_a_single_process_gets_what_megatron_asks_for():
     [
         ({"WORLD_SIZE": "2"}, "The environment has WORLD_SIZE and no RANK nor LOCAL_RANK. Start with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "The environment has RANK and WORLD_SIZE and no LOCAL_RANK."),
-        ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero', which is no number"),
+        ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero', which is not a number"),
     ],
 )
 def test_an_environment_that_a_launcher_left_half_is_refused(environment, message):
@@ -96,7 +96,7 @@ def test_words_before_two_dashes_are_torchruns(script):
     ("words", "message"),
     [
         ([], "SCRIPT.py is missing. Give it before its flags"),
-        (["--nproc-per-node", "2", "x.py"], "--nproc-per-node stands where the script should. Options for torchrun end with"),
+        (["--nproc-per-node", "2", "x.py"], "--nproc-per-node stands in place of the script. Options for torchrun end with"),
         (["none.py", "--lr", "1"], "script 'none.py' does not exist. Give the Python file that trains"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Offload for plain PyTorch: modules named by globs, blocks of code, regions placed by hand, single tensors.
+"""Offload for plain PyTorch: modules by glob, blocks of code, manual regions, single tensors.
 
-All of it is reached from the package itself: `fgoffload.offload`, `fgoffload.saved_tensors`, `fgoffload.region`,
+Everything is exported by the package itself: `fgoffload.offload`, `fgoffload.saved_tensors`, `fgoffload.region`,
 `fgoffload.offload_tensor` and `fgoffload.estimate_savings`.
 """
 

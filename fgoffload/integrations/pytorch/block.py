@@ -1,4 +1,4 @@
-"""Offload of whatever autograd saves in a block of code, for those who have no module to name."""
+"""Offload of everything that autograd saves in a block of code."""
 
 import logging
 import threading
@@ -25,7 +25,7 @@ def saved_tensors(
     device: DeviceChoice = None,
     tag: str = "saved",
 ) -> "SavedTensors":
-    """Return a context that lets what autograd saves inside leave for the host, and come back in time.
+    """Return a context that offloads what autograd saves inside, and reloads it before backward needs it.
 
         offload = fgoffload.saved_tensors()
         for batch in batches:
@@ -33,36 +33,35 @@ def saved_tensors(
                 loss = criterion(model(batch))
             loss.backward()
 
-    Backward may also be in the block: what it saves itself stays. Make the object once and enter it every step, because
-    locking host memory takes 0.3 s a GiB or more; `with fgoffload.saved_tensors():` in place is right too, and pays that each
-    time.
+    Backward may run inside the block; tensors that it saves itself stay on the device. Create the object once and enter it in
+    every step: pinning host memory takes 0.3 s per GiB or more, which `with fgoffload.saved_tensors():` would pay each time.
 
-    Inside of a checkpoint, without grad mode, and during a backward, entering it does nothing.
+    It does nothing inside a checkpoint, without grad mode and during a backward.
 
     Args:
-        config: What may leave, and where to.
-        group_bytes: A group leaves when it has saved so many bytes, or more: a smaller one leaves earlier, and costs the
-            host more. None takes 64 MiB, or a quarter of `prefetch_bytes`, given or derived, if that is less.
-        device: Where the tensors that may leave lie; None takes the accelerator that torch finds, else the CPU.
-        tag: Under which the numbers are counted.
+        config: Options of offload.
+        group_bytes: A group is offloaded once it has saved this many bytes. Smaller groups start earlier but cost more CPU
+            time. None takes 64 MiB, or a quarter of `prefetch_bytes` if that is less.
+        device: Device of the tensors; None takes the accelerator that torch finds, else the CPU.
+        tag: Name in the statistics.
 
     Raises:
-        ConfigError: `group_bytes` is no size above 0, `device` names no device, or the tag is not one word.
+        ConfigError: `group_bytes` is not above 0, `device` is not a device, or the tag is not one word.
     """
     return SavedTensors(config, group_bytes=group_bytes, device=device, tag=tag)
 
 
 class _Entries(threading.local):
-    """The forwards that this thread has begun by entering one object, outermost first; None where it did nothing."""
+    """Forwards that this thread began by entering the object, outermost first; None where entering did nothing."""
 
     def __init__(self) -> None:
         self.open: list[Forward | None] = []
 
 
 class SavedTensors(EngineOwner):
-    """A block of code whose saved tensors leave. Made by `saved_tensors`.
+    """A block of code whose saved tensors are offloaded. Made by `saved_tensors`.
 
-    It may be entered any number of times, by several threads, and inside of itself.
+    It may be entered repeatedly, by several threads, and recursively.
     """
 
     def __init__(self, config: TransferConfig | None, *, group_bytes: int | None, device: DeviceChoice, tag: str) -> None:
@@ -74,12 +73,12 @@ class SavedTensors(EngineOwner):
         self._entries = _Entries()
 
     def __enter__(self) -> "SavedTensors":
-        """Begin to take what autograd saves."""
+        """Start to offload what autograd saves."""
         self._enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, on an exception too, and let the last group leave."""
+        """Stop, also on an exception, and offload the last group."""
         self._leave(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,14 +1,12 @@
-"""Buffers of modules stay on the device.
+"""Keeps the buffers of modules on the device.
 
-[Note: Buffers stay]
-Batch norm writes its running statistics without counting a version, so a copy on the host of an older graph would pass for what
-they are now. Whatever autograd saves of a buffer stays, and is then what it is without offload. Buffers are small, and would
-hold their memory anyway.
+[Note: Buffers stay] Batch norm updates its running statistics without a new version, so an old graph's copy on the host would
+pass for the current values. Saved buffers therefore stay on the device, as without offload. They are small, and the module
+would hold their memory anyway.
 
-They are looked for at the outermost module of each forward, and not once: `to`, `register_buffer` and `functional_call` put
-other tensors in their place, and a copy of a model has its own. A walk costs 0.7 us for each module of a tree, where calling
-one costs ten or more; only a buffer that is new is told to the engine. One that is made in the middle of a forward counts
-from the next.
+Buffers are collected at the outermost module of each forward, since `to`, `register_buffer` and `functional_call` replace
+them, and copies of a model have their own. A walk costs 0.7 us per module; calling a module costs ten or more. Only new
+buffers are passed to the engine. A buffer created during a forward counts from the next one.
 """
 
 import weakref
@@ -20,14 +18,14 @@ _Known = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 
 
 class BufferWatch:
-    """Knows the buffers that were there the last time."""
+    """Remembers the buffers of the last call."""
 
     def __init__(self) -> None:
-        # By the id of the tensor: the tensor, and where its bytes lie, since `buffer.data` may be given others.
+        # Tensor and data pointer by the tensor's id, since `buffer.data` may be replaced.
         self._known: _Known = {}
 
     def mark_new(self, module: torch.nn.Module, mark: Callable[[list[torch.Tensor]], None]) -> None:
-        """Call `mark` with the buffers in the tree of `module` that were not there, or lay elsewhere, at the last call."""
+        """Call `mark` for each buffer below `module` that is new or moved since the last call."""
         known: _Known = {}
         new = []
         for buffer in module.buffers():
@@ -44,4 +42,4 @@ class BufferWatch:
             known[id(buffer)] = entry
         if new:
             mark(new)
-        self._known = known  # last: a second thread must not take for marked what is not yet
+        self._known = known  # last: a second thread must not see a buffer as marked too early

@@ -1,4 +1,4 @@
-"""Which device an engine is made for."""
+"""Chooses the device of an engine."""
 
 import contextlib
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from fgoffload.errors import ConfigError
 from fgoffload.transfer_config import HostMemory
 
 DeviceChoice: TypeAlias = "Device | torch.device | str | None"
-"""An engine's device, or what names one for torch; None leaves the choice to where the tensors are."""
+"""An engine's device or a torch device; None follows the tensors."""
 
 
 def check_device(choice: Any) -> None:
-    """Refuse what names no device. Whether the device is here shows when it is first needed.
+    """Refuse a value that is not a device. Whether the device exists is checked on first use.
 
     Raises:
-        ConfigError: `choice` names no device.
+        ConfigError: `choice` is not a device.
     """
     if choice is not None and not isinstance(choice, Device):
         _read_choice(choice)
@@ -28,14 +28,14 @@ def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None,
     """Return the device for an engine.
 
     Args:
-        choice: The user's.
-        tensors: Without a choice: the accelerator that one of these lies on, else the CPU. Meta tensors say nothing. None,
-            where there is no tensor yet: the accelerator that torch finds, else the CPU.
-        host_memory: What the host memory of an accelerator is.
+        choice: The user's choice.
+        tensors: Without a choice, the accelerator of one of these tensors, else the CPU; meta tensors are ignored. None takes
+            the accelerator that torch finds, else the CPU.
+        host_memory: Kind of an accelerator's host memory.
 
     Raises:
-        ConfigError: `choice` names no device, or one with an index that no device here has.
-        StateError: No such device is here.
+        ConfigError: `choice` is not a device, or its index does not exist.
+        StateError: There is no such device.
     """
     if isinstance(choice, Device):
         return choice
@@ -47,30 +47,30 @@ def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None,
 
 def _read_choice(choice: Any) -> torch.device:
     try:
-        return torch.device(choice)  # torch itself says what it takes
+        return torch.device(choice)  # torch has its own error for it
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {choice!r} is not a device. Give one as for torch: 'cuda', 'cuda:1', 'cpu'.") from error
 
 
 def _check_index(device: torch.device) -> None:
-    # Without an accelerator `find_device` says so.
+    # Without an accelerator, `find_device` raises.
     if device.type == "cpu" or device.index is None or not torch.accelerator.is_available():
         return
     count = torch.accelerator.device_count()
     if device.index >= count:
-        raise ConfigError(f"device '{device}' is not here: there are {count}, counted from 0. Give one of them.")
+        raise ConfigError(f"device '{device}' does not exist: there are {count}, counted from 0. Give one of them.")
 
 
 def _find_default(tensors: Iterable[torch.Tensor] | None) -> torch.device:
     cpu = torch.device("cpu")
     if tensors is None:
         return (torch.accelerator.current_accelerator(check_available=True) or cpu) if torch.accelerator.is_available() else cpu
-    # An accelerator wins: FSDP may hold the parameters on the CPU between their uses, and indices often come from there.
+    # An accelerator wins: FSDP may keep parameters on the CPU between uses, and indices often come from the CPU.
     return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), cpu)
 
 
 def _use_index(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which the engine's device becomes the accelerator with the index of `device`, if it has one."""
+    """Return a context in which the accelerator with the index of `device` is current, if it has an index."""
     if device.type == "cpu" or device.index is None or not torch.accelerator.is_available():
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)

@@ -1,4 +1,4 @@
-"""What offload would save, measured by one forward in which nothing moves."""
+"""Estimates what offload would save, by one forward that moves nothing."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from fgoffload.transfer_schedule import SavedState
 from fgoffload.units import format_bytes
 
 OUTSIDE = "saved outside of every region"
-"""The reason for what no region saves."""
+"""The reason for bytes outside all regions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +47,26 @@ class SavingsEstimate:
 
     @property
     def freed_bytes(self) -> int:
-        """What would be gone from the device: more than what leaves, where few bytes of a storage are wanted."""
+        """Bytes that would be freed on the device. They exceed the copied bytes if autograd needs only part of a storage."""
         return self.saved_bytes - sum(self.staying_bytes.values())
 
     @property
     def percent(self) -> float:
-        """Of what is saved, how much would be gone from the device."""
+        """Percentage of the saved bytes that would be freed on the device."""
         return 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
     def __str__(self) -> str:
-        """Return it as text for people, one line for each reason."""
+        """Return the estimate as text, one line for each reason."""
         lines = [
-            f"{format_bytes(self.saved_bytes)} saved, {format_bytes(self.freed_bytes)} would leave ({self.percent:.1f}%), "
-            f"{format_bytes(self.host_bytes)} of host memory needed"
+            f"{format_bytes(self.saved_bytes)} saved, {format_bytes(self.freed_bytes)} would be offloaded "
+            f"({self.percent:.1f}%), {format_bytes(self.host_bytes)} of host memory needed"
         ]
         if self.leaving_bytes != self.freed_bytes:
-            lines.append(f"{format_bytes(self.leaving_bytes)} would be copied: no more of what leaves is wanted back")
-        lines += [f"{format_bytes(size_bytes)} would stay: {reason}" for reason, size_bytes in self.staying_bytes.items()]
+            lines.append(f"{format_bytes(self.leaving_bytes)} would be copied: backward needs no more of them")
+        lines += [
+            f"{format_bytes(size_bytes)} would stay on the device: {reason}"
+            for reason, size_bytes in self.staying_bytes.items()
+        ]
         return "\n".join(lines)
 
 
@@ -75,13 +78,14 @@ def estimate_savings(
     *,
     device: DeviceChoice = None,
 ) -> SavingsEstimate:
-    """Return what offload would move, by running `forward` once. Nothing is copied to the host, and no host memory is taken.
+    """Estimate what offload would save, by running `forward` once without copies or host memory.
 
         estimate = fgoffload.estimate_savings(lambda: model(batch), model, {"layers.*.mlp": "mlp"})
 
     Args:
-        forward: Runs one forward and returns what holds its graph. Needs the device memory of a forward without offload.
-        model: As for `offload`. None measures what `saved_tensors` would do around `forward`.
+        forward: Runs one forward and returns an output that holds its graph. Needs the device memory of a forward without
+            offload.
+        model: As for `offload`. None estimates `saved_tensors` around `forward`.
         modules: As for `offload`.
         config: As for `offload`.
         device: As for `offload` or `saved_tensors`.
@@ -91,7 +95,7 @@ def estimate_savings(
     """
     if not callable(forward):
         raise ConfigError(
-            f"forward is a {type(forward).__name__}, which cannot be called. Give a function, as in lambda: model(batch)."
+            f"forward is a {type(forward).__name__}, which is not callable. Give a function, as in lambda: model(batch)."
         )
     if model is not None:
         check_model(model)
@@ -123,12 +127,12 @@ def estimate_savings(
 
 
 class HostlessDevice(Device):
-    """A device without host memory: what would leave is remembered where it is, and what comes back is copied from there.
+    """A device without host memory: offloaded bytes stay where they are, and a reload copies them on the device.
 
-    So an engine counts as always, results stay right, and nothing crosses the link.
+    So the engine's statistics and results are as usual, and nothing crosses the link.
 
     Args:
-        device: The real one.
+        device: The real device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -176,41 +180,41 @@ class HostlessDevice(Device):
 
 
 def _place(host: torch.Tensor) -> tuple[int, int]:
-    """Return what names a block of host memory: its slab, and where in the slab it begins."""
+    """Return the key of a host block: its slab, and its offset there."""
     return get_key(host), int(host.storage_offset()) * host.element_size()
 
 
 @dataclasses.dataclass(slots=True)
 class _Fate:
-    """What becomes of one storage that autograd saves."""
+    """The fate of one storage that autograd saves."""
 
     storage: StorageRef
-    """Held so that no other storage gets its key."""
+    """Kept alive, so that no other storage gets its key."""
     nbytes: int
     has_left: bool = False
     kept_reason: str | None = None
-    """Why one of its tensors stays, and with it the storage, whether others leave or not."""
+    """Why one of its tensors, and so the storage, stays on the device."""
     last_reason: str | None = None
-    """Why it did not leave when a region that saves it ended; a later one may have taken it along."""
+    """Why it was not offloaded at the end of its region; a later region may have offloaded it."""
 
     def find_reason(self) -> str | None:
-        """Return why it stays, or None where it leaves."""
+        """Return why it stays on the device, or None."""
         if self.kept_reason is not None or self.has_left:
             return self.kept_reason
         return self.last_reason or OUTSIDE
 
 
 class _FollowingEngine(OffloadEngine):
-    """Follows each storage that autograd saves, whether it is still alive at the end or not."""
+    """Follows each storage that autograd saves, also if it is freed before the end."""
 
     def __init__(self, *, min_offloaded_bytes: int, **options: Any) -> None:
         super().__init__(min_offloaded_bytes=min_offloaded_bytes, **options)
         self._smallest_bytes = min_offloaded_bytes
         self._fates: dict[int, _Fate] = {}
-        self.is_always_too_small = lambda tensor: False  # what stays is followed too
+        self.is_always_too_small = lambda tensor: False  # kept storages are followed too
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
-        """Do as always, and note whether the storage of `tensor` stays."""
+        """Save the tensor, and note whether its storage stays."""
         before = {} if group is None else dict(group.stats.kept_bytes)
         handle = super().save(tensor, lane=lane, group=group)
         base = tensor._base  # noqa: SLF001 - no public name
@@ -227,7 +231,7 @@ class _FollowingEngine(OffloadEngine):
         return handle
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """Do as always, and note which storages left with `group`, and why the others did not."""
+        """End the group, and note which storages were offloaded, and why others were not."""
         waiting = group.list_saved(SavedState.RESIDENT)
         super().end(lane, group, is_held=is_held)
         for saved in waiting:
@@ -239,7 +243,7 @@ class _FollowingEngine(OffloadEngine):
                 fate.last_reason = (KeptReason.TOO_SMALL if is_small else KeptReason.HOST_BUDGET).value
 
     def estimate(self) -> SavingsEstimate:
-        """Return what the storages saved so far come to."""
+        """Return the estimate for the storages saved so far."""
         stats = self.finish_step()
         staying: dict[str, int] = {}
         for fate in self._fates.values():

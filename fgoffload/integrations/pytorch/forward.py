@@ -1,14 +1,12 @@
-"""Forwards in grad mode: the lane that their groups join, and which of them this thread is in.
+"""Forwards in grad mode: their lanes, and the one that runs in this thread.
 
-[Note: Which forward is running]
-Saved-tensor hooks belong to a thread, so what is known of a forward does too. A context variable holds the innermost one, and
-each knows the one around it: a module finds the forward of its own handle, a hand-placed region the innermost of any handle.
-Nothing is looked up by process, so two threads, two models, and a model within another do not know each other.
+[Note: Which forward is running] Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost
+forward, and each knows the one around it: a module finds the forward of its own handle, a manual region the innermost of any
+handle. There is no process-wide state, so two threads, two models, and a model within another are independent.
 
-[Note: Interrupted forwards]
-An exception may come between any two lines of ours: Ctrl-C, an alarm, memory that runs out. A saved-tensor hook that stayed on
-the thread would reach into whatever the process does next. So who opens something takes `Surroundings` before, and restores
-them in a `finally`, whatever was opened since and however far it came.
+[Note: Interrupted forwards] An exception may occur between any two of our lines: Ctrl-C, an alarm, out of memory. A leftover
+saved-tensor hook would affect whatever the process does next. So all code that opens something creates `Surroundings` first
+and restores them in a `finally`, however far it got.
 """
 
 import contextvars
@@ -27,13 +25,13 @@ from fgoffload.plan import Site
 
 _running: contextvars.ContextVar["Forward | None"] = contextvars.ContextVar("fgoffload_forward", default=None)
 _layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", default=0)
-"""Of the innermost module around that is a region."""
+"""Layer of the innermost module that is a region."""
 
 
 class Surroundings:
-    """What this thread was in when it was made, to go back to. See [Note: Interrupted forwards].
+    """The state of this thread at creation, which `restore` brings back. See [Note: Interrupted forwards].
 
-    `torch.compile` does not look into it.
+    Skipped by `torch.compile`.
     """
 
     __slots__ = ("_hook", "_layer", "_running")
@@ -46,12 +44,12 @@ class Surroundings:
 
     @skip
     def is_left(self) -> bool:
-        """Return whether something was opened since and not closed."""
+        """Return whether something is still open that was opened since."""
         return _find_top_hook() is not self._hook or _running.get() is not self._running or _layer.get() != self._layer
 
     @skip
     def restore(self) -> None:
-        """Take off the saved-tensor hooks that were put on since, but for those of somebody else, and forget what was begun."""
+        """Pop our saved-tensor hooks that were pushed since, and drop the forwards begun since."""
         of_others = []
         while (hooks := find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
             pop_hooks()
@@ -65,7 +63,7 @@ class Surroundings:
 
 @skip
 def _find_top_hook() -> Any:
-    """Return the pack hook that saves now, or None."""
+    """Return the current pack hook, or None."""
     hooks = find_top_hooks(True)  # noqa: FBT003 - while tracing too
     return None if hooks is None else hooks[0]
 
@@ -79,16 +77,16 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def enter_layer(layer: int) -> None:
-    """Forward is in a module of `layer` now, until the surroundings are restored."""
+    """Set the current layer, until the surroundings are restored."""
     _layer.set(layer)
 
 
 def note_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Tell `owner` why nothing moves here, where that is no choice of the user's.
+    """Tell `owner` why nothing is offloaded here, unless the user chose that.
 
     Args:
-        owner: Whose region, or forward, does nothing.
-        tag: Of the region; None for a forward.
+        owner: Owner of the region or forward.
+        tag: Tag of the region; None for a forward.
     """
     if not torch.is_grad_enabled():
         return
@@ -99,44 +97,43 @@ def note_inert(owner: EngineOwner, tag: str | None) -> None:
 
 
 def begin_lane(owner: EngineOwner) -> Lane:
-    """Return the lane of one more microbatch of `owner`."""
+    """Return the lane of the next microbatch of `owner`."""
     return Lane(chunk=0, microbatch=owner.count_forward())
 
 
 class UncompiledSaving(Saving):
-    """A pack hook that `torch.compile` does not look into.
+    """A pack hook that `torch.compile` skips.
 
-    It would trace the engine wherever autograd saves between two graphs.
+    Otherwise it would trace the engine wherever autograd saves between two graphs.
     """
 
     __slots__ = ()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle from which autograd gets the tensor back."""
+        """Return the handle that autograd unpacks later."""
         return super().__call__(tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take_back(self, handle: Packed) -> torch.Tensor:
-        """Return the tensor of `handle`: the unpack hook."""
+        """Unpack hook: return the tensor of `handle`."""
         return super().take_back(handle)
 
 
 class SizedSaving(UncompiledSaving):
-    """Gives what autograd saves at one site to one group after another, each ended when it has grown to a size.
+    """Saves the tensors of one site into consecutive groups of limited size.
 
-    [Note: When a group that is full ends]
-    Some ops write what they save after autograd has saved it, and count no version: `rrelu` writes its noise so. Autograd
-    numbers its nodes, and makes the node of an op before it saves for it. So a group that is full is ended by the next save
-    with another number: the op that filled the group has returned, and its kernel is queued on a stream that the copy waits
-    for. What is full at the end is ended there.
+    [Note: When a full group ends] Some ops write a tensor after autograd has saved it, without a new version: `rrelu` writes
+    its noise this way. Autograd numbers its nodes, and creates an op's node before it saves for it. So a full group ends at
+    the next save with another number: by then the op that filled it has returned, and its kernel is queued on a stream that
+    the copy waits for. A group that is full at the end ends there.
 
     Args:
-        engine: Moves the tensors.
-        lane: Of the microbatch.
-        tag: Of all groups.
-        layer: Of all groups; None counts the groups of the lane instead.
-        group_bytes: A group that has so many, or more, is full.
+        engine: The engine.
+        lane: Lane of the microbatch.
+        tag: Tag of all groups.
+        layer: Layer of all groups; None numbers the groups of the lane.
+        group_bytes: Bytes from which a group is full.
     """
 
     __slots__ = ("_group_bytes", "_layer", "_number", "_saved_tensors", "_seen", "_size_bytes", "tag")
@@ -147,15 +144,15 @@ class SizedSaving(UncompiledSaving):
         self._layer = layer
         self._group_bytes = group_bytes
         self._number = 0
-        """Of the node that the last save was for."""
+        """Number of the node of the last save."""
         self._seen: set[int] = set()
         self._size_bytes = 0
         self._saved_tensors = 0
-        """Of the parts before."""
+        """Saves in earlier parts."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle from which autograd gets the tensor back."""
+        """Return the handle that autograd unpacks later."""
         return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
@@ -164,23 +161,23 @@ class SizedSaving(UncompiledSaving):
             self.close_group()
         if self.group is None:
             self.open_group()
-        handle = Saving.__call__(self, tensor)  # not through the base: one call behind the compiler's back is enough
+        handle = Saving.__call__(self, tensor)  # not through the base class: one call hidden from the compiler is enough
         if isinstance(handle, (Handle, WrappedHandle)):
             self._count(tensor)
         return handle
 
     def open_group(self) -> Group:
-        """Begin a group, and return it."""
+        """Begin a group and return it."""
         layer = len(self.lane.groups) if self._layer is None else self._layer
         site = Site(chunk=0, layer=layer, tag=self.tag)
         self.group = self._engine.open_group(site, self.lane)
         if self._layer is not None:
-            self.group.site = site  # each execution saves the same in the same order, in all parts together
+            self.group.site = site  # each run saves the same tensors in the same order, over all parts
             self.group.saved_tensors = self._saved_tensors
         return self.group
 
     def close_group(self) -> Group | None:
-        """End the group that is being filled, and return it; None where there is none."""
+        """End the current group and return it, or None."""
         group, self.group = self.group, None
         self._seen.clear()
         self._size_bytes = 0
@@ -190,7 +187,7 @@ class SizedSaving(UncompiledSaving):
         return group
 
     def _count(self, tensor: torch.Tensor) -> None:
-        """Count the bytes of `tensor`, those of a storage once."""
+        """Count the bytes of `tensor`; each storage counts once."""
         key = get_key(tensor)
         if key not in self._seen:
             self._seen.add(key)
@@ -198,16 +195,16 @@ class SizedSaving(UncompiledSaving):
 
 
 class BlockSaving(SizedSaving):
-    """Saves for a block of code that has no site.
+    """Saves tensors for a block of code without a site.
 
-    What a backward inside of the block saves stays: a graph of gradients and a recompute want it at once. What is saved after
-    such a backward has begun is another microbatch, with a lane of its own: the one before would grow with every step of a
+    Tensors saved by a backward inside the block stay on the device: a double backward or a recompute needs them at once. Saves
+    after such a backward belong to a new microbatch with its own lane; otherwise the lane would grow with every step of a
     training loop in the block.
 
     Args:
-        owner: The block. It counts the microbatches.
-        engine: Moves the tensors.
-        tag: Of all groups.
+        owner: The block, which counts microbatches.
+        engine: The engine.
+        tag: Tag of all groups.
         group_bytes: As for `SizedSaving`.
     """
 
@@ -227,7 +224,7 @@ class BlockSaving(SizedSaving):
         return self._pack(tensor)
 
     def renew_lane(self) -> Lane:
-        """End the group that is being filled, and return the lane to go on in: another where backward has begun on it."""
+        """End the current group, and return the lane to continue in: a new one if backward has begun."""
         self.close_group()
         if self.lane.away < len(self.lane.groups):
             self.lane = begin_lane(self._owner)
@@ -238,22 +235,23 @@ class Forward:
     """One forward, from `begin` to `finish`.
 
     Args:
-        owner: The handle or block that it belongs to.
+        owner: Its handle or block.
         engine: Its engine.
-        hook: Takes what is saved outside of regions; None watches it, so that it joins the groups whose storages it shares.
+        hook: Receives saves outside of regions; None only watches them, so that they join the groups whose storages they
+            share.
     """
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
-        """The forward around this one."""
+        """The enclosing forward."""
         self._around = Surroundings()
         self._engine = engine
         self._hook = hook
         self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
 
     def begin(self) -> None:
-        """Take notice of what autograd saves from here on."""
+        """Start to receive what autograd saves."""
         self._around = Surroundings()
         try:
             self._saving.__enter__()
@@ -263,28 +261,28 @@ class Forward:
             raise
 
     def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
-        """Begin one execution of a site here, and return its region, or None where everything has to be left alone.
+        """Begin a run of a site and return its region, or None where offload does nothing.
 
         Args:
-            tag: Of the site.
-            given: What goes in, for the start mark.
-            layer: Of the site; None takes that of the innermost module around it that is a region, or 0.
+            tag: Tag of the site.
+            given: The input, for the start mark.
+            layer: Layer of the site; None takes that of the enclosing region, or 0.
         """
         if layer is None:
             layer = _layer.get()
         if is_inert():
             return None
-        # What is saved after the region belongs behind it: the block's group ends here.
+        # Saves after the region belong to a later group: end the block's group here.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=self.owner.group_bytes)
         return SavingRegion(self.owner, self._engine, saving, given)
 
     def leave(self) -> None:
-        """Stop to take notice, however far `begin` or `finish` came."""
+        """Stop receiving saves, however far `begin` or `finish` got."""
         self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
-        """Stop to take notice. What an exception left behind stays on the device, and goes with its graph."""
+        """Stop receiving saves. Tensors of a failed forward stay on the device and are freed with their graph."""
         self.leave()
         if not is_failed:
             if self._hook is not None:
@@ -293,16 +291,16 @@ class Forward:
 
 
 class SavingRegion:
-    """A region that forward is in: what autograd saves goes to its groups until `close`.
+    """An open region: autograd's saves go to its groups until `close`.
 
-    A long region, around many checkpoints for one, leaves in parts: were it one group, its first tensors would stay until
-    forward has left it, and all of it would return at once.
+    A long region, such as one around many checkpoints, is offloaded in parts. As one group, its first tensors would stay until
+    its end, and backward would reload all of it at once.
 
     Args:
-        owner: Is told of a region that saved nothing.
-        engine: Moves the tensors.
-        saving: Takes what is saved.
-        given: What goes in, for the start mark.
+        owner: Counts regions that saved nothing.
+        engine: The engine.
+        saving: Receives the saves.
+        given: The input, for the start mark.
     """
 
     __slots__ = ("_around", "_engine", "_owner", "_saving", "_start")
@@ -319,7 +317,7 @@ class SavingRegion:
         saving.__enter__()
 
     def close(self, output: Any, *, is_failed: bool = False) -> None:
-        """Stop saving, and let the last group leave unless there was a failure, with its end mark on a tensor in `output`."""
+        """Stop saving and, unless it failed, offload the last group, with its end mark on a tensor in `output`."""
         self._around.restore()
         if is_failed:
             return

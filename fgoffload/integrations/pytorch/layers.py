@@ -1,4 +1,4 @@
-"""The layers of a model, found without being named."""
+"""Finds the layers of a model."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from fgoffload.integrations.pytorch.patterns import ModuleSite, check_model, mak
 def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
     """Return a region for each layer of `model`: the classes in `_no_split_modules`, else the units that FSDP shards.
 
-    Embeddings are left out. Of a layer within a layer only the outer one is a region. The tag is the last word of the layer's
-    name: `layers` for `model.layers.3`.
+    Embeddings are left out. Of nested layers only the outer one is a region. The tag is the last word of the layer's name:
+    `layers` for `model.layers.3`.
 
     Raises:
-        ConfigError: There are no layers, or `model` is not a module.
+        ConfigError: No layers were found, or `model` is not a module.
     """
     check_model(model)
     whole = set(getattr(unwrap_model(model), "_no_split_modules", None) or ())
@@ -24,19 +24,20 @@ def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
     layers = layers or find_fsdp_units(model)
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no layers that can be found: it has no modules of the classes in `_no_split_modules` "
-            f"({', '.join(sorted(whole)) or 'none'}) and FSDP shards none of its parts. Name modules, as in ['model.layers.*']."
+            f"no layers found in {type(model).__name__}: it has no modules of the classes in `_no_split_modules` "
+            f"({', '.join(sorted(whole)) or 'none'}) and FSDP shards none of its parts. Name modules, as in "
+            "['model.layers.*']."
         )
     return layers
 
 
 def find_fsdp_units(model: torch.nn.Module) -> list[ModuleSite]:
-    """Return a region for each outermost part of `model` that FSDP1 or FSDP2 shards by itself, but for embeddings."""
+    """Return a region for each outermost FSDP1 or FSDP2 unit of `model`, except embeddings."""
     return find_outermost(model, lambda module: isinstance(module, (FSDPModule, FullyShardedDataParallel)))
 
 
 def find_outermost(model: torch.nn.Module, is_layer: Callable[[torch.nn.Module], bool]) -> list[ModuleSite]:
-    """Return a region for each module below `model` that `is_layer` and has none around it, but for embeddings."""
+    """Return a region for each outermost module below `model` that `is_layer`, except embeddings."""
     layers: list[ModuleSite] = []
     for name, module in name_modules(model):
         is_inside = any(name.startswith(f"{layer.name}.") for layer in layers)

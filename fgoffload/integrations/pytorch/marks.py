@@ -1,4 +1,4 @@
-"""Regions placed by hand, in the code of a model."""
+"""Regions that a model's code places by hand."""
 
 from types import TracebackType
 
@@ -10,19 +10,19 @@ from fgoffload.integrations.pytorch.patterns import check_tag
 
 
 def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "PlacedRegion":
-    """Return a context whose saved tensors leave together when it ends.
+    """Return a context whose saved tensors are offloaded together at its end.
 
         with fgoffload.region(hidden, "attn") as region:
             output = attention(hidden)
             region.end(output)
 
-    It belongs to the model on which `fgoffload.offload` was called, or to the `fgoffload.saved_tensors` block, that this
-    thread is in; the innermost, where there are several. Elsewhere it does nothing, so it may stay in the model's code.
+    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread runs. Elsewhere it
+    does nothing, so it may stay in the model's code.
 
     Args:
-        tensor: What goes in: when backward has its gradient, it has left the region.
-        tag: Under which the numbers are counted.
-        layer: For logs and errors. None takes that of the module around it that is a region, or 0.
+        tensor: The region's input: its gradient shows that backward has left the region.
+        tag: Name in the statistics.
+        layer: For logs and errors. None takes that of the enclosing region, or 0.
 
     Raises:
         ConfigError: The tag is not one word, `tensor` is not a tensor, or `layer` is not a whole number.
@@ -36,7 +36,7 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
 
 
 class PlacedRegion:
-    """A region that was placed by hand. Made by `region`, and entered once."""
+    """A manual region. Made by `region`, and entered once."""
 
     __slots__ = ("_layer", "_output", "_saving", "_tag", "_tensor", "_was_left")
 
@@ -54,24 +54,24 @@ class PlacedRegion:
         return f"<PlacedRegion {self._tag!r}, {state}>"
 
     def end(self, output: torch.Tensor) -> None:
-        """Tell the region's output: when backward has its gradient, it has come to the region.
+        """Set the region's output: its gradient shows that backward has reached the region.
 
-        Without it the first tensor that backward takes brings the group back: right, and a little later.
+        Without it, the first unpacked tensor triggers the reload, a little later.
 
         Raises:
             ConfigError: `output` is not a tensor.
-            StateError: The block was left before.
+            StateError: The block has ended.
         """
         if not isinstance(output, torch.Tensor):
             raise ConfigError(
                 f"the end of region {self._tag!r} was given a {type(output).__name__}. Give one tensor that comes out of it."
             )
         if self._was_left:
-            raise StateError(f"region {self._tag!r} was left before its end was told. Call `end` inside of the `with` block.")
+            raise StateError(f"`end` of region {self._tag!r} was called after its block. Call it inside the `with` block.")
         self._output = output
 
     def __enter__(self) -> "PlacedRegion":
-        """Begin to save for the region.
+        """Start to save for the region.
 
         Raises:
             StateError: It was entered before.
@@ -80,15 +80,15 @@ class PlacedRegion:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop saving, and let the group leave unless there was an exception."""
+        """Stop saving, and offload the group unless there was an exception."""
         self._leave(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
-            # The first saving would be lost, and its hooks would stay on the thread.
-            raise StateError(f"region {self._tag!r} was entered before. Call `fgoffload.region` anew for each execution.")
+            # The first run's saves would be lost, and its hooks would stay on the thread.
+            raise StateError(f"region {self._tag!r} was entered before. Call `fgoffload.region` again for each run.")
         forward = find_running()
         if forward is None:
             return

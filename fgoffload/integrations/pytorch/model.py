@@ -1,7 +1,7 @@
-"""Offload for any module tree: regions around modules that are named by globs.
+"""Offload for any module tree: regions around modules selected by globs.
 
-[Note: A replaced forward] says how a region gets around a module. The handle holds no module, so weights, handle, engine and
-host memory go with the last reference to the model, and nothing of them waits for Python's cyclic collector.
+[Note: A replaced forward] says how a region wraps a module. The handle holds no strong reference to a module, so weights,
+handle, engine and host memory are freed with the last reference to the model, without the cyclic garbage collector.
 """
 
 import collections
@@ -36,7 +36,7 @@ def offload(
     *,
     device: DeviceChoice = None,
 ) -> "ModelOffload":
-    """Let what chosen modules of `model` save for backward leave for the host during forward, and come back in time.
+    """Offload the activations of chosen modules during forward, and reload them before backward needs them.
 
         handle = fgoffload.offload(model, {"layers.*.attn": "attn", "layers.*.mlp": "mlp"})
         for batch in batches:
@@ -45,24 +45,24 @@ def offload(
             print(handle.stats().d2h_bytes)
         handle.close()
 
-    Gradients are bitwise identical. A forward without grad mode is left alone, as is what runs inside of a checkpoint.
-    Parameters and buffers never move.
+    Gradients are bitwise identical. Forwards without grad mode and code inside a checkpoint are left alone. Parameters and
+    buffers never move.
 
     Args:
         model: Any module tree; it need not be on its device yet. Compile it afterwards, or before its first forward.
-        modules: Globs over the names of `named_modules()`, each with the tag under which its numbers are counted, or globs
-            alone: then the tag is the last word of the module's name. `*` stays within one part of a name, `**` crosses
-            dots. Leave it out where the model places its regions by hand with `fgoffload.region`.
-        config: What may leave, and where to.
-        device: None takes the accelerator that the model, or what its first forward is given, lies on; else the CPU.
+        modules: Globs over the names of `named_modules()`, each with a tag for the statistics, or globs alone: then the tag is
+            the last word of the module's name. `*` matches within one part of a name, `**` crosses dots. Leave it out if the
+            model places its regions with `fgoffload.region`.
+        config: Options of offload.
+        device: None takes the accelerator of the model or of its first input, else the CPU.
 
     Returns:
-        The handle; also a context manager, which closes it. A model that was offloaded with the same arguments has one already,
-        and it is returned.
+        The handle, which is also a context manager that closes it. A second call with the same arguments returns the existing
+        handle.
 
     Raises:
-        ConfigError: An argument is not what it has to be, a pattern matches no module, a tag is not one word, or the model is
-            offloaded already with other arguments.
+        ConfigError: An argument is wrong, a pattern matches no module, a tag is not one word, or the model is offloaded
+            already with other arguments.
     """
     return offload_sites(model, find_sites(model, modules), config, device=device)
 
@@ -70,13 +70,13 @@ def offload(
 def offload_sites(
     model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None = None, *, device: DeviceChoice = None
 ) -> "ModelOffload":
-    """Do as `offload` does, for modules that are found already."""
+    """Do as `offload`, for modules that are already found."""
     known = _find_handle(model)
     if known is not None and known.is_made_of(sites, config, device=device):
         return known
     handle = ModelOffload(model, sites, config, device=device)
     count = collections.Counter(site.tag for site in sites)
-    regions = ", ".join(f"{number} {tag}" for tag, number in count.items()) or "those that the model places by hand"
+    regions = ", ".join(f"{number} {tag}" for tag, number in count.items()) or "those placed by hand"
     logger.info("offload of %s, regions: %s%s", handle.name, regions, "" if handle.config.enabled else " (not enabled)")
     return handle
 
@@ -84,7 +84,7 @@ def offload_sites(
 class ModelOffload(EngineOwner):
     """Offload of one model, until `remove` or `close`. Made by `offload`.
 
-    Two threads may run the model at once, each in a forward of its own.
+    Two threads may run the model at once, each in its own forward.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ModelOffload(EngineOwner):
         if not self.config.enabled:
             return
         try:
-            vars(model)[HANDLE] = self  # not by `setattr`, of which wrappers have their own
+            vars(model)[HANDLE] = self  # not by `setattr`, which wrappers override
             self._put(ReplacedForward(model, self))
             for site in sites:
                 self._put(ReplacedForward(site.module, self, site=site))
@@ -121,7 +121,7 @@ class ModelOffload(EngineOwner):
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """The engine; None before both the first forward with gradients and `remove`, while the model may change its device."""
+        """The engine; None before the first forward with gradients, while the model may still change its device."""
         is_removed = self.config.enabled and not self._replaced
         return self.get_engine() if is_removed else self._engine
 
@@ -130,16 +130,16 @@ class ModelOffload(EngineOwner):
         return self._model() is model
 
     def is_made_of(self, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice) -> bool:
-        """Return whether `offload` with these arguments would make such a handle again."""
+        """Return whether `offload` with these arguments would create an equal handle."""
         same_config = (config or TransferConfig()) == self.config
         return same_config and device == self._device and _list_weakly(sites) == self._sites
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Count what runs inside as one forward of the model.
+        """Treat the body as one forward of the model.
 
-        For code that calls the model's parts and not the model itself. Without it, each module call outside of the model's
-        forward is a forward by itself: right, but nothing comes back ahead of backward.
+        For code that calls parts of the model and not the model itself. Without it, each such call is a forward by itself:
+        results are right, but nothing is prefetched for backward.
         """
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
@@ -151,9 +151,9 @@ class ModelOffload(EngineOwner):
             around.restore()
 
     def remove(self) -> None:
-        """Give the modules their own forwards back. A second call does no harm. Call it between forwards.
+        """Restore the modules' own forwards. Call it between forwards; a second call does nothing.
 
-        Graphs that exist keep working. The numbers since the last `stats` are in `last_stats` then.
+        Existing graphs keep working. `last_stats` then has the statistics since the last `stats`.
         """
         self.put_back()
         self.report()
@@ -163,7 +163,7 @@ class ModelOffload(EngineOwner):
         replaced.put()
 
     def put_back(self) -> None:
-        """Give the modules their own forwards back, and say nothing."""
+        """Restore the modules' own forwards, without a log line."""
         while self._replaced:
             replaced = self._replaced[-1]()
             if replaced is not None:
@@ -174,7 +174,7 @@ class ModelOffload(EngineOwner):
             vars(model).pop(HANDLE, None)
 
     def close(self) -> None:
-        """Do as `remove` does, and give back all memory but what a graph still wants."""
+        """Do as `remove`, and release all memory that no graph still needs."""
         self.remove()
         super().close()
 
@@ -183,18 +183,18 @@ class ModelOffload(EngineOwner):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close it, on an exception too."""
+        """Close the handle, also on an exception."""
         self.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> "_Run | None":
-        """Begin to run `module`, or return None where everything has to be left alone.
+        """Begin a run of `module`, or return None where offload does nothing.
 
         Args:
             module: The model, or a part of it.
             given: Its arguments.
-            tag: Of the region around it; None for the model itself.
-            layer: Of the region.
+            tag: Tag of its region; None for the model itself.
+            layer: Layer of its region.
         """
         if is_inert():
             note_inert(self, tag)
@@ -230,12 +230,12 @@ class _Run:
     """One run of a module with gradients."""
 
     forward: Forward | None
-    """The forward that began with it, and ends with it."""
+    """The forward that it began, which ends with it."""
     region: SavingRegion | None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, output: Any) -> None:
-        """The module has returned `output`."""
+        """End the run: the module has returned `output`."""
         if self.region is not None:
             self.region.close(output)
         if self.forward is not None:
@@ -243,7 +243,7 @@ class _Run:
 
 
 def _find_handle(model: torch.nn.Module) -> ModelOffload | None:
-    """Return the handle of `model`, and not that of a model whose attributes it was copied from, or None."""
+    """Return the handle of `model`, or None. A copied handle of another model does not count."""
     handle = vars(model).get(HANDLE)
     return handle if isinstance(handle, ModelOffload) and handle.is_of(model) else None
 

@@ -1,10 +1,9 @@
-"""Which tensor of what a module was given, or gave back, tells where backward is.
+"""Finds the tensor in a module's input or output whose gradient shows where backward is.
 
-[Note: Looking into somebody's values]
-A mark is worth a little time of backward, and never an exception in a forward that was right without offload. So only plain
-containers are looked into, by the methods of their base classes and the fields as they are stored: no code of the user's runs,
-and a mapping that computes its values when they are asked for is left alone. A container is looked into once, since it may hold
-itself, and the search ends after `MAX_VALUES`.
+[Note: Looking into user values] A mark saves a little time in backward and must never raise in a forward that works without
+offload. So the search only enters plain containers, by their base classes' methods and stored fields: no user code runs, and
+mappings that compute values are skipped. Each container is entered once, since it may contain itself, and the search stops
+after `MAX_VALUES`.
 """
 
 import dataclasses
@@ -18,13 +17,13 @@ import torch
 from torch.autograd.graph import Node
 
 MAX_VALUES = 1000
-"""Values looked at. The tensor that a mark goes on is among the first few; a list of a million numbers holds none."""
+"""Most values searched. The tensor for a mark is among the first few; a list of a million numbers has none."""
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in `value`, in order: a tensor, or tuples, lists, dicts and dataclasses of them, nested.
 
-    See [Note: Looking into somebody's values].
+    See [Note: Looking into user values].
     """
     waiting = [value]
     seen: set[int] = set()
@@ -42,14 +41,14 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor in `value` that has a gradient, or None: there is nothing that a mark could be put on."""
+    """Return the first tensor in `value` that has a gradient and so can carry a mark, or None."""
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
 
 
 def saves_something(output: torch.Tensor | None, *, start: Node | None) -> bool:
     """Return whether a node of the graph between `start` and `output` holds saved tensors, among the `MAX_VALUES` last ones.
 
-    No saved tensor is asked for: that would call the hooks that packed it.
+    Saved tensors are not accessed, since that would call their unpack hooks.
     """
     seen = {start}
     waiting = [None if output is None else output.grad_fn]
@@ -78,9 +77,9 @@ def _list_parts(value: Any) -> Iterable[Any]:
 
 
 def _read_field(value: Any, name: str) -> Any:
-    """Return what is stored for a field, or None where nothing is; a property in its place is not asked."""
+    """Return the stored value of a field, or None. A property is not called."""
     stored = inspect.getattr_static(value, name, None)
-    if isinstance(stored, types.MemberDescriptorType):  # of a class with slots
+    if isinstance(stored, types.MemberDescriptorType):  # a class with slots
         try:
             return stored.__get__(value)
         except AttributeError:

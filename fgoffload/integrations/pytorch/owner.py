@@ -1,4 +1,4 @@
-"""What every way into offload for plain PyTorch has in common: one engine, its numbers, and its end."""
+"""The base of handles and blocks: one engine, its statistics, and its end."""
 
 import logging
 import threading
@@ -18,24 +18,24 @@ logger = logging.getLogger(__name__)
 
 
 DEFAULT_GROUP_BYTES = 64 * MIB
-"""Bytes. At 50 GB/s to the host this is 1.3 ms of copies: long against what it costs the host to start a group, tens of
-microseconds, and an eighth of what prefetch brings back ahead by default, so that it runs ahead evenly."""
+"""Bytes. At 50 GB/s this is 1.3 ms of copies: much more than the tens of microseconds of CPU time that a group costs, and an
+eighth of the default prefetch, so that prefetch proceeds evenly."""
 
 WATCHED_FORWARDS = 3
-"""After so many forwards without `stats`, which tags move nothing is found out all the same: the first ones may be warm-up."""
+"""Forwards without `stats` after which idle tags are reported anyway. The first ones may be warm-up."""
 
 
 class EngineOwner:
-    """Holds one engine, made when it is first needed, and reads its numbers. A copy of what holds it holds the same one.
+    """Owns one engine, created on first use, and reads its statistics. Copies share the owner.
 
-    Its `engine_type` is what is made: `estimate_savings` has one that follows each storage.
+    `engine_type` is the engine's class: `estimate_savings` has its own.
 
     Args:
-        config: What may leave, and where to.
-        device: None takes it from the tensors at hand when the engine is made.
-        name: What is offloaded.
-        tags: Those that are expected to move something.
-        group_bytes: As the property; None derives it.
+        config: Options of offload.
+        device: None takes that of the tensors when the engine is created.
+        name: Name of what is offloaded.
+        tags: Tags that should offload something.
+        group_bytes: See the property; None derives it.
     """
 
     engine_type: type[OffloadEngine] = OffloadEngine
@@ -54,19 +54,19 @@ class EngineOwner:
         self._policy = self.config.derive_policy()
         self._given_group_bytes = group_bytes
         self.last_stats: StepStats | None = None
-        """What `stats` returned last; None before."""
+        """The last result of `stats`; None before the first."""
         self.last_totals = RunTotals()
-        """What these numbers come to over all tags."""
+        """Totals of `last_stats` over all tags."""
         self._device = device
         self.name = name
-        """What is offloaded, for logs."""
+        """Name of what is offloaded, for logs."""
         self._engine: OffloadEngine | None = None
-        # Two threads may train with one owner.
+        # Two threads may share one owner.
         self._lock = threading.Lock()
         self._forwards = 0
         self._finished_forwards = 0
         self._watched_forwards = 0
-        """With gradients, those included in which nothing could move; until they are enough."""
+        """Forwards with gradients, including those where offload could do nothing; counted up to `WATCHED_FORWARDS`."""
         self._uses = {tag: TagUse() for tag in tags}
         self._totals = RunTotals()
         self._is_checked = False
@@ -86,19 +86,19 @@ class EngineOwner:
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """The engine; None until the first forward with gradients has made it."""
+        """The engine; None before the first forward with gradients."""
         return self._engine
 
     @property
     def group_bytes(self) -> int:
-        """A group that has saved so many bytes, or more, is ended, and the next one begins."""
+        """Bytes from which a group ends and the next one begins."""
         return self._given_group_bytes or min(DEFAULT_GROUP_BYTES, self._policy.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES)
 
     def get_engine(self, given: Any = ()) -> OffloadEngine:
-        """Return the engine, made now if need be.
+        """Return the engine, and create it if needed.
 
         Args:
-            given: What goes into the forward that begins: may help to tell where it runs.
+            given: Input of the forward, which may show its device.
         """
         with self._lock:
             if self._engine is None:
@@ -114,7 +114,7 @@ class EngineOwner:
             return self._engine
 
     def count_forward(self) -> int:
-        """Count one forward with gradients, and return how many there were before it since the last `stats`."""
+        """Count a forward with gradients, and return how many preceded it since the last `stats`."""
         with self._lock:
             self._forwards += 1
             self._is_reported = False
@@ -122,18 +122,18 @@ class EngineOwner:
 
     @property
     def is_watching(self) -> bool:
-        """Whether it is still to be found out which tags move nothing, and why."""
+        """Whether idle tags have not been reported yet."""
         return not self._is_checked
 
     def count_finished(self, lane: Lane) -> None:
-        """A forward with gradients has come to its end, and not to an exception, with its groups in `lane`."""
+        """Count a forward with gradients that ended without an exception, with its groups in `lane`."""
         with self._lock:
             self._finished_forwards += 1
         self._derive_policy(lane)
         self._watch_forward()
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Let copies run as far as fits what was offloaded so far, where the user gave no sizes."""
+        """Derive window and prefetch from what was offloaded, unless the user gave them."""
         largest_bytes = max((group.moved_bytes for group in lane.groups), default=0)
         if self._engine is None or largest_bytes == 0:
             return
@@ -143,9 +143,9 @@ class EngineOwner:
         self._engine.set_policy(self._policy)
 
     def count_shadowed(self, tag: str | None, hook: Any) -> None:
-        """A region of `tag`, or a forward where it is None, ran below `hook` of somebody else, which packs saved tensors.
+        """Count a region of `tag`, or a forward if None, that ran below the foreign pack hook `hook`.
 
-        Without `hook`, it ran where none are allowed.
+        Without `hook`, it ran where hooks are not allowed.
         """
         if tag is None:
             self._watch_forward()
@@ -156,7 +156,7 @@ class EngineOwner:
             use.shadow = use.shadow or say_where(hook)
 
     def count_recomputed(self, tag: str | None) -> None:
-        """A region of `tag`, or a forward where it is None, ran in a backward."""
+        """Count a region of `tag`, or a forward if None, that ran in a backward."""
         if tag is None:
             self._watch_forward()
             return
@@ -164,20 +164,20 @@ class EngineOwner:
             self._uses.setdefault(tag, TagUse()).recomputed += 1
 
     def count_hidden(self, tag: str) -> None:
-        """Hooks of somebody else inside of a region of `tag` took all that was saved there."""
+        """Count a region of `tag` inside which foreign hooks took all saved tensors."""
         with self._lock:
             self._uses.setdefault(tag, TagUse()).hidden += 1
 
     def expect_tag(self, tag: str) -> None:
-        """A hand-placed region has this tag: it too is expected to move something."""
+        """Expect a manual region's tag to offload something too."""
         with self._lock:
             self._uses.setdefault(tag, TagUse())
 
     def stats(self) -> StepStats:
-        """Return the numbers since the last call, and count microbatches from 0 again: call it once a step.
+        """Return the statistics since the last call. Call it once a step.
 
-        After the first step with a forward, a tag that moved nothing is warned about once, with the reason; where `stats` is
-        never called, after the third forward.
+        After the first step, one warning names each tag that offloaded nothing, with the reason. Without calls of `stats`, it
+        comes after the third forward.
         """
         stats = StepStats() if self._engine is None else self._engine.finish_step()
         with self._lock:
@@ -194,44 +194,44 @@ class EngineOwner:
         return stats
 
     def offload_tensor(self, tensor: torch.Tensor) -> OffloadedTensor:
-        """Let one tensor leave for the host now, by the same rules as what autograd saves.
+        """Offload one tensor now, by the same rules as for saved tensors.
 
         Lifetime:
             See `OffloadedTensor`. Your own references to `tensor` keep its device memory.
 
         Raises:
-            ConfigError: `tensor` is not a tensor of plain strides.
+            ConfigError: `tensor` is not a strided tensor.
         """
         check_tensor(tensor)
         return offload_with(self.get_engine(tensor) if self.config.enabled else None, tensor)
 
     def close(self) -> None:
-        """Give back all memory but what a graph still wants, and log what the run came to. A second call does no harm."""
+        """Release all memory that no graph still needs, and log the totals. A second call does nothing."""
         self.report()
         if self._engine is not None:
             self._engine.close()
 
     def report(self) -> None:
-        """Read the last numbers, and log what the run came to, once."""
+        """Read the last statistics, and log the totals once."""
         if self._is_reported or (self._engine is None and not self._uses):
             return
         self.stats()
         self._is_reported = True
         if self._engine is None and self.config.enabled and not self._is_checked:
             logger.warning(
-                "offload of %s had no effect: no forward with gradients went through it. Call what was offloaded, and compile "
-                "it after `offload`.",
+                "offload of %s had no effect: no forward with gradients went through it. Call the offloaded model, and "
+                "compile it after `offload`.",
                 self.name,
             )
         if self._totals.forwards:
             logger.info("offload of %s ends after %s", self.name, self._totals)
 
     def _find_tensors(self, given: Any) -> Iterable[torch.Tensor] | None:
-        """Return tensors that tell where forward runs, or None where there are none; see `make_device`."""
+        """Return tensors that show the device of the forward, or None; see `make_device`."""
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineOwner":
-        """Return the same one: its memory and its numbers are of this process, whoever holds it."""
+        """Return itself: copies share memory and statistics."""
         return self
 
     def _watch_forward(self) -> None:
@@ -253,7 +253,7 @@ class EngineOwner:
                 logger.warning("offload of %s: %s", self.name, explanation)
         if not uses:
             logger.warning(
-                "offload of %s: it names no module, and no `fgoffload.region` ran in its forward, so nothing moves. Name "
-                "modules, or place regions.",
+                "offload of %s: no module is selected and no `fgoffload.region` ran in its forward, so nothing is offloaded. "
+                "Select modules, or place regions.",
                 self.name,
             )

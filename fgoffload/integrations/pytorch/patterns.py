@@ -1,13 +1,12 @@
-"""Module names and globs: which modules of a tree are regions, and of which tag and layer.
+"""Module names and globs: which modules are regions, with which tag and layer.
 
-[Note: Globs]
-A pattern is matched against a module's name part by part, a part being what lies between dots. `*`, `?` and `[...]` work as in
-a shell and stay within one part; `**` stands for any number of parts, none included. So `layers.*.attn` finds `layers.0.attn`
-and not `layers.0.cross.attn`, and `**.attn` finds both. The model itself has no name and is never a region: all that it saves
-would leave at the end of forward, when backward is about to ask for it.
+[Note: Globs] A pattern matches a module's name part by part; dots separate parts. `*`, `?` and `[...]` work as in a shell
+within one part; `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` but not
+`layers.0.cross.attn`, and `**.attn` matches both. The model itself has no name and is never a region: its tensors would be
+offloaded at the end of forward, just before backward needs them.
 
-Wrappers add parts to names that the author of the model never wrote: `torch.compile`, checkpoint wrappers, data parallelism and
-PEFT. These parts are left out, and of a wrapper and what it wraps, which then have one name, the wrapper is the region.
+`torch.compile`, checkpoint wrappers, data parallelism and PEFT add parts to names. These parts are ignored. A wrapper then has
+the name of its module, and the wrapper is the region.
 """
 
 import dataclasses
@@ -21,13 +20,13 @@ import torch
 from fgoffload.errors import ConfigError
 
 Patterns: TypeAlias = "Mapping[str, str] | Iterable[str] | str"
-"""Globs with a tag each; or globs alone, whose tags come from the modules' names."""
+"""Globs with tags, or globs alone, whose tags come from the module names."""
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""What `torch.compile`, torch's checkpoint wrapper and FSDP1 call the module that they wrap."""
+"""Attribute names of the wrapped module in `torch.compile`, torch's checkpoint wrapper and FSDP1."""
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
-"""These have no forward, so nothing would ever happen in a region around one."""
+"""Containers without a forward: a region around one would do nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,21 +35,21 @@ class ModuleSite:
 
     module: torch.nn.Module
     name: str
-    """As in `layers.3.attn`, without the parts that wrappers add."""
+    """Name as in `layers.3.attn`, without the parts of wrappers."""
     tag: str
     layer: int
-    """The first whole number in the name; 0 where there is none."""
+    """The first number in the name, or 0."""
     is_checkpointed: bool = False
-    """Whether the region recomputes the module in backward, and so saves only what goes into it."""
+    """Whether the region recomputes the module in backward, and saves only its inputs."""
 
 
 def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
-    """Return the modules of `model` that `patterns` name, in the order in which the model lists them.
+    """Return the modules of `model` that match `patterns`, in the model's order.
 
     Args:
-        model: The tree.
+        model: The module tree.
         patterns: See [Note: Globs]. Without tags, a module's tag is the last part of its name that is a word: `attn` for
-            `layers.3.attn`, `mlp` for `mlp.0`; where there is none, the name of its class.
+            `layers.3.attn`, `mlp` for `mlp.0`; without one, the name of its class.
 
     Raises:
         ConfigError: `model` is not a module, a pattern is not text or matches no module, two patterns give a module different
@@ -67,20 +66,20 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no module tree.
+    """Refuse a value that is not a module.
 
     Raises:
-        ConfigError: It is not a module.
+        ConfigError: `model` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model {model!r} is not a torch.nn.Module. Give the model itself.")
 
 
 def check_tag(tag: object) -> None:
-    """Refuse a tag that could not be typed as one word of a flag.
+    """Refuse a tag that is not one word.
 
     Raises:
-        ConfigError: It is not one word.
+        ConfigError: `tag` is not one word.
     """
     if not isinstance(tag, str) or not tag.isidentifier():
         raise ConfigError(f"tag {tag!r} is not one word. Use letters, digits and underscores, as in 'core_attn'.")
@@ -103,7 +102,7 @@ def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
 
 
 def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield every module that could be a region once, with the name that its author knows."""
+    """Yield every possible region once, with its name without wrappers."""
     outer = _find_outer_parts(model)
     names: set[str] = {""}
     modules: set[int] = {id(model)}
@@ -117,7 +116,7 @@ def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return what `torch.compile`, torch's checkpoint wrapper and FSDP1 wrapped."""
+    """Return the module inside `torch.compile`, torch's checkpoint wrapper and FSDP1."""
     while (inner := _find_wrapped(module)) is not None:
         module = inner
     return module
@@ -139,11 +138,11 @@ def _find_wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _find_outer_parts(model: torch.nn.Module) -> list[str]:
-    """Return the parts of names that DDP and PEFT put before those of the model itself."""
+    """Return the name parts that DDP and PEFT put first."""
     parts = ["module"] if _is_data_parallel(unwrap(model)) else []
     inner = unwrap_model(model)
-    # A model of PEFT holds its tuner, which holds the model; for prompts there is no tuner between them. A model of
-    # transformers with adapters of its own has the config as well, and its `model` is a part of it.
+    # A PEFT model holds its tuner, which holds the model; prompt methods have no tuner. A transformers model with its own
+    # adapters has the config too, and its `model` is a part of it.
     for part in ("base_model", "model"):
         if not (hasattr(inner, "peft_config") and part in dict(inner.named_children())):
             break
@@ -168,9 +167,9 @@ def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]
     """Return the region around `module`.
 
     Args:
-        module: Runs in the region.
-        name: As its author knows it.
-        tags: By the pattern that names the module; None takes the last word of the name.
+        module: The module of the region.
+        name: Its name without wrappers.
+        tags: Tags by matching pattern; None takes the last word of the name.
 
     Raises:
         ConfigError: Two patterns give different tags.
@@ -196,7 +195,7 @@ def _say_no_match(pattern: str, model: torch.nn.Module, names: list[str]) -> str
 
 
 def _list_near(pattern: str, names: list[str]) -> list[str]:
-    """Return patterns like `pattern` that match something: the same at any depth, else the nearest in spelling."""
+    """Return patterns near `pattern` that match: the same at any depth, else the nearest spelling."""
     deeper = f"**.{pattern}"
     if any(_matches(deeper, name) for name in names):
         return [deeper]

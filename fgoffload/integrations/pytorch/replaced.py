@@ -1,22 +1,19 @@
-"""Stands in place of a module's `forward`, and makes a region of it.
+"""Replaces a module's `forward` by one that runs it as a region.
 
-[Note: A replaced forward]
-It is an attribute of the module itself, and not a pair of forward hooks: torch leaves its fast paths of evaluation where a
-module has hooks, and calls none after what is no `Exception`. It is not a class in place of the module's either: others
-compare classes, and transformers looks at the class to see whether to recompute a layer.
+[Note: A replaced forward] The replacement is an attribute of the module, not a pair of forward hooks: hooks disable torch's
+fast paths for evaluation and do not run after a BaseException. Nor is it a new class: other code compares classes, and
+transformers checks the class to decide on recompute.
 
-Without grad mode it calls the forward that was there before and does nothing else. It holds the module weakly, so that nothing
-waits for Python's cyclic collector.
+Without grad mode it only calls the original forward. It holds the module weakly, so that no reference cycle arises.
 
-An attribute does not know which module it is called for, so a copy of the module must not have it. Copies and pickles are
-made of what `__getstate__` returns, or by a `__reduce__` of the class as `fx.GraphModule` has one, replicas of
-`nn.DataParallel` by a method of the module. All of them are replaced too, and leave out what is ours.
+An attribute does not know the module that it is called for, so copies of the module must not have it. Copies and pickles use
+`__getstate__`, or the class's `__reduce__` as in `fx.GraphModule`; `nn.DataParallel` uses a method of the module. All of these
+are replaced too, and leave our attributes out.
 
-[Note: A checkpoint around the call]
-Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs inside of the checkpoint, where a region
-does nothing. Such a layer calls the function in its attribute `_gradient_checkpointing_func`, which is replaced as well: the
-region is around the checkpoint and offloads what it saves, the layer's inputs. The region of `forward` serves layers that are
-not checkpointed.
+[Note: A checkpoint around the call] Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs
+inside the checkpoint, where a region does nothing. Such a layer calls its attribute `_gradient_checkpointing_func`, which is
+replaced too: that region wraps the checkpoint and offloads its saved tensors, the layer's inputs. The region of `forward`
+serves layers without a checkpoint.
 """
 
 import functools
@@ -34,14 +31,14 @@ from fgoffload.integrations.pytorch.forward import Surroundings
 from fgoffload.integrations.pytorch.patterns import ModuleSite
 
 HANDLE = "_fgoffload_handle"
-"""The attribute of an offloaded model that holds its handle."""
+"""Attribute of an offloaded model with its handle."""
 
 CHECKPOINT = "_gradient_checkpointing_func"
-"""The attribute of a transformers layer that checkpoints what it is given."""
+"""Attribute of a transformers layer with its checkpoint function."""
 
 _FORWARD, _STATE, _REDUCE, _REPLICATE = "forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel"
 _CALLED = (_FORWARD, CHECKPOINT)
-"""What a replaced forward stands in place of."""
+"""The type of a forward."""
 
 _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
 
@@ -61,14 +58,14 @@ class OffloadHandle(Protocol):
 
 
 class ReplacedForward:
-    """Runs the forward that was there before, as a region of a handle. See [Note: A replaced forward].
+    """Runs the original forward as a region of a handle. See [Note: A replaced forward].
 
     Args:
-        module: Whose forward it stands for.
-        handle: None leaves out everything of ours, for a copy.
-        site: The region; None where the module is the model itself, which is no region.
-        name: Of the attribute that it replaces.
-        before: What the module had in this place for itself, as a wrapper of somebody else's; `put` finds it.
+        module: The module whose forward it replaces.
+        handle: None for a copy, which runs without offload.
+        site: The region; None for the model itself.
+        name: Name of the replaced attribute.
+        before: The module's own attribute, such as another wrapper; set by `put`.
     """
 
     def __init__(
@@ -90,9 +87,9 @@ class ReplacedForward:
         self._is_torch_container = False
 
     def put(self) -> None:
-        """Put it in place of the forward of its module."""
+        """Replace the module's forward."""
         module = self._get_module()
-        attributes = vars(module)  # not by `setattr`, of which wrappers have their own
+        attributes = vars(module)  # not by `setattr`, which wrappers override
         self._before = attributes.get(self._name)
         self._is_torch_container = self._before is None and _is_torch_container(module)
         attributes[self._name] = self
@@ -102,7 +99,7 @@ class ReplacedForward:
         attributes[_REPLICATE] = _Method(_make_plain_replica, module)
 
     def remove(self) -> None:
-        """Put back what was there before. What somebody put around this one since stays, and goes through it."""
+        """Restore the original forward. Later wrappers around this one stay and call through it."""
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
@@ -110,12 +107,12 @@ class ReplacedForward:
 
     @property
     def is_removed(self) -> bool:
-        """Whether it only calls what was there before."""
+        """Whether it only calls the original forward."""
         return self._handle is None
 
-    @skip  # only what it calls is compiled: torch breaks no graph inside of a `try`
+    @skip  # only the called function is compiled: torch does not break graphs inside a `try`
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward that was there before, in a region where there are gradients."""
+        """Run the original forward, in a region if there are gradients."""
         module = None if self._module is None else self._module()
         forward = self._find_before()
         handle = self._handle
@@ -137,35 +134,35 @@ class ReplacedForward:
                 if around.is_left():
                     around.restore()
         finally:
-            if around.is_left():  # an exception of the module's, and an interrupt while the lines above close behind it
+            if around.is_left():  # an exception of the module, or an interrupt in the lines above
                 around.restore()
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Make, of a copy that somebody holds beside the module, the forward of the module's copy."""
+        """Copy the forward for a copy of the module."""
         return _make_removed, (None if self._module is None else self._module(), self._before)
 
     def __getattr__(self, name: str) -> Any:
-        """Look like the forward that was there before; not like a method, which could be taken apart."""
+        """Look like the original forward, but not like a bound method, which code might unwrap."""
         if name in ("__func__", "__self__") or (name.startswith("_") and not name.startswith("__")):
             raise AttributeError(name)
         return getattr(self._find_before(), name)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that was there before, whose source `inspect.getsource` shows."""
+        """The original forward, for `inspect.getsource`."""
         before: Callable[..., Any] = self._find_before()
         return before
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """What `inspect.signature` says of the forward that was there before."""
+        """The signature of the original forward."""
         return inspect.signature(self._find_before())
 
     @property
     def _torchscript_modifier(self) -> None:
-        """What `torch.jit.script` asks for first. It would go on with a message that nobody could understand."""
+        """Raise a clear error in `torch.jit.script`, which asks for this attribute first."""
         raise StateError(_REMOVE_FIRST)
 
     @skip
@@ -179,9 +176,9 @@ class ReplacedForward:
 
 
 class _Method:
-    """Calls `function` with `module`, which it does not hold.
+    """Calls `function` with `module`, held weakly.
 
-    A class with its own `__deepcopy__`, as parametrized modules have, copies this attribute too. The copy calls `function` with
+    Classes with their own `__deepcopy__`, such as parametrized modules, copy this attribute. The copy calls `function` with
     the copied module.
     """
 
@@ -190,11 +187,11 @@ class _Method:
         self._module = None if module is None else weakref.ref(module)
 
     def __call__(self, *args: Any) -> Any:
-        """Return what `function` returns for the module."""
+        """Call `function` with the module."""
         return self._function(_get_living(self._module), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make the same of the module's copy."""
+        """Do the same for the module's copy."""
         return _Method, (self._function, None if self._module is None else self._module())
 
 
@@ -202,7 +199,7 @@ class _Method:
 def _get_living(reference: "weakref.ref[torch.nn.Module] | None") -> torch.nn.Module:
     module = None if reference is None else reference()
     if module is None:
-        raise StateError("this forward is of a module that is gone. Call the module and not its forward.")
+        raise StateError("this forward belongs to a module that was freed. Call the module and not its forward.")
     return module
 
 
@@ -223,7 +220,7 @@ def checkpoints_its_call(module: torch.nn.Module) -> bool:
 
 
 def _is_torch_container(module: torch.nn.Module) -> bool:
-    """Return whether `torch.compile` skips the forward of `module` and not what it calls, unless code of others calls it."""
+    """Return whether `torch.compile` should skip only the replaced forward itself."""
     return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.") and any(True for _ in module.children())
 
 
@@ -236,7 +233,7 @@ def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | N
 
 
 def _leave_out_removed(attributes: dict[str, Any]) -> None:
-    """Take the replaced forwards that were removed out of a module's attributes, and with the last one all that is ours."""
+    """Delete removed forwards from a module's attributes, and with the last one all our attributes."""
     for name in _CALLED:
         _leave_out(attributes, name, lambda replaced: replaced.is_removed)
     if not any(isinstance(attributes.get(name), ReplacedForward) for name in _CALLED):
@@ -244,7 +241,7 @@ def _leave_out_removed(attributes: dict[str, Any]) -> None:
 
 
 def _leave_out_ours(attributes: dict[str, Any]) -> None:
-    """Take out of the attributes of a module all that is ours."""
+    """Delete all our attributes of a module."""
     for name in _CALLED:
         _leave_out(attributes, name, lambda replaced: True)
     for name in (_STATE, _REDUCE, _REPLICATE, HANDLE):
@@ -252,7 +249,7 @@ def _leave_out_ours(attributes: dict[str, Any]) -> None:
 
 
 def _leave_out(attributes: dict[str, Any], name: str, is_chosen: Callable[[ReplacedForward], bool]) -> None:
-    """Take the outermost replaced forwards that are chosen out of the attribute `name`."""
+    """Unwrap the chosen outermost replaced forwards in the attribute `name`."""
     found = attributes.get(name)
     while isinstance(found, ReplacedForward) and is_chosen(found):
         found = found._before  # noqa: SLF001 - of this class
@@ -263,7 +260,7 @@ def _leave_out(attributes: dict[str, Any], name: str, is_chosen: Callable[[Repla
 
 
 def _get_plain_state(module: torch.nn.Module) -> Any:
-    """Return what a copy or a pickle of the module is made of, without what is ours."""
+    """Return the module's state for a copy or pickle, without our attributes."""
     kind: Any = type(module)
     state = kind.__getstate__(module)
     if isinstance(state, dict):
@@ -273,21 +270,21 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
 
 
 def _reduces_itself(kind: type) -> bool:
-    """Return whether pickles of a class are made of what it chooses, and not of what `__getstate__` returns."""
+    """Return whether a class pickles by its own `__reduce__` and not by `__getstate__`."""
     return any({"__reduce__", _REDUCE} & vars(base).keys() for base in kind.__mro__ if base is not object)
 
 
 def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
-    """Return what a pickle of the module is made of, without what is ours."""
+    """Return the module's `__reduce_ex__` value, without our attributes."""
     kind: Any = type(module)
-    plain = object.__new__(kind)  # not by the class: `fx.GraphModule` would make another one
+    plain = object.__new__(kind)  # not by the class: `fx.GraphModule` would create another one
     vars(plain).update(vars(module))
     _leave_out_ours(vars(plain))
     return plain.__reduce_ex__(protocol)
 
 
 def _make_plain_replica(module: torch.nn.Module) -> Any:
-    """Return a replica of the module for `nn.DataParallel`, without what is ours."""
+    """Return a replica of the module for `nn.DataParallel`, without our attributes."""
     kind: Any = type(module)
     replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
     _leave_out_ours(vars(replica))

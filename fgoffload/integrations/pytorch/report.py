@@ -1,4 +1,4 @@
-"""What a run came to, in one line, and which tags came to nothing, with the reason."""
+"""Totals of a run in one line, and the reasons for idle tags."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -10,18 +10,18 @@ from fgoffload.units import format_bytes
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """The numbers of one step of a handle, or of all of them."""
+    """Totals of one step of a handle, or of all steps."""
 
     forwards: int = 0
     """Forwards in grad mode."""
     d2h_bytes: int = 0
     freed_bytes: int = 0
-    """Of what left, what was gone from the device: not called back before, and not held by something else."""
+    """Offloaded bytes that were freed on the device: neither cancelled nor still referenced."""
     kept_bytes: int = 0
     host_peak_bytes: int = 0
 
     def add(self, stats: StepStats, *, forwards: int) -> None:
-        """Add the numbers of one more call of `stats`."""
+        """Add the statistics of one call of `stats`."""
         self.forwards += forwards
         self.host_peak_bytes = max(self.host_peak_bytes, stats.host_peak_bytes)
         for tag in stats.tags.values():
@@ -31,53 +31,53 @@ class RunTotals:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the regions saved, parameters not counted."""
+        """Bytes that the regions saved, without parameters."""
         return self.d2h_bytes + self.kept_bytes
 
     @property
     def percent(self) -> float:
-        """Of what the regions saved, what was gone from the device."""
+        """Percentage of the saved bytes that was freed on the device."""
         return 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
     @property
     def freed_bytes_per_forward(self) -> float:
-        """Bytes that were gone from the device between a forward and its backward."""
+        """Bytes that were free on the device between a forward and its backward."""
         return self.freed_bytes / max(1, self.forwards)
 
     def __str__(self) -> str:
-        """Return the line that ends a run."""
+        """Return the last log line of a run."""
         saved_bytes, freed_bytes = self.saved_bytes / max(1, self.forwards), self.freed_bytes_per_forward
         return (
             f"{self.forwards} forwards: of {format_bytes(saved_bytes)} that the regions of one saved, "
-            f"{format_bytes(freed_bytes)} ({self.percent:.1f}%) were gone from the device until backward; at most "
+            f"{format_bytes(freed_bytes)} ({self.percent:.1f}%) were freed until backward; at most "
             f"{format_bytes(self.host_peak_bytes)} of host memory in use"
         )
 
 
 @dataclasses.dataclass(slots=True)
 class TagUse:
-    """What a handle saw of one tag, which the engine does not know."""
+    """A handle's counts of one tag that the engine does not have."""
 
     shadowed: int = 0
-    """Executions below saved-tensor hooks of somebody else, where a region does nothing, or where none are allowed."""
+    """Runs below foreign saved-tensor hooks, or where hooks are not allowed: a region does nothing there."""
     shadow: str = ""
-    """Where the first of these was, as the end of a sentence. The hook itself is not kept: it may hold tensors."""
+    """Where the first of these was, as the end of a sentence. The hook itself may hold tensors, so it is not kept."""
     recomputed: int = 0
-    """Executions in a backward."""
+    """Runs in a backward."""
     hidden: int = 0
-    """Executions in which hooks of somebody else took all that was saved."""
+    """Runs in which foreign hooks took all saved tensors."""
 
     @property
     def was_inert(self) -> bool:
-        """Whether regions ran where they have to leave everything alone."""
+        """Whether regions ran where offload does nothing."""
         return self.shadowed > 0 or self.recomputed > 0
 
 
 def explain_idle(tag: str, stats: TagStats | None, use: TagUse) -> str | None:
-    """Return why `tag` moved nothing, and what to do, or None where it moved something."""
+    """Return why `tag` offloaded nothing and what to do, or None."""
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
-    return f"tag {tag!r} moved nothing: {_find_reason(stats, use)}"
+    return f"tag {tag!r} offloaded nothing: {_find_reason(stats, use)}"
 
 
 def _find_reason(stats: TagStats | None, use: TagUse) -> str:
@@ -86,45 +86,46 @@ def _find_reason(stats: TagStats | None, use: TagUse) -> str:
     if not stats.saved_tensors:
         if use.hidden:
             return (
-                f"saved-tensor hooks inside of its regions have precedence, and take all that is saved there. {_SAVES_ON_CPU} "
-                "Turn that off, or leave the tag out."
+                f"saved-tensor hooks inside its regions take precedence and receive all tensors. {_SAVES_ON_CPU} Switch that "
+                "off, or leave the tag out."
             )
-        return "autograd saved nothing inside: nothing there has a gradient, or a recompute saves for it. Leave the tag out."
+        return "autograd saved nothing inside: nothing there has a gradient, or it is recomputed. Leave the tag out."
     if stats.kept_bytes:
-        return f"all stayed. {_list_kept(stats.kept_bytes.items())}. Change that, or leave the tag out."
+        return f"everything stayed on the device. {_list_kept(stats.kept_bytes.items())}. Change that, or leave the tag out."
     if stats.dropped_storages:
         return (
-            "backward had taken all of it before it could leave. A block lets a group leave that has saved `group_bytes`: give "
-            "fewer, or leave the block before backward."
+            "backward used all tensors before they could be offloaded. A block offloads a group once it has saved "
+            "`group_bytes`: give fewer, or end the block before backward."
         )
-    return "autograd saved parameters alone, and these stay. Leave the tag out."
+    return "autograd saved only parameters, which stay on the device. Leave the tag out."
 
 
 def _find_reason_to_be_inert(use: TagUse) -> str:
     if use.shadowed:
         return (
-            f"its regions ran {use.shadowed} times {use.shadow} Put the region around that, turn it off, or leave the tag out."
+            f"its regions ran {use.shadowed} times {use.shadow} Put the region around that, switch it off, or leave the tag "
+            "out."
         )
     if use.recomputed:
         return (
-            f"its regions ran without gradients, and {use.recomputed} times in a backward: they are inside of a reentrant "
-            "checkpoint. Name a module around the checkpoint, turn it off, or leave the tag out."
+            f"its regions ran without gradients, and {use.recomputed} times in a backward: they are inside a reentrant "
+            "checkpoint. Select a module around the checkpoint, switch it off, or leave the tag out."
         )
-    return "no region of it ran in a forward with gradients. Leave the tag out."
+    return "none of its regions ran in a forward with gradients. Leave the tag out."
 
 
 def say_where(hook: Any) -> str:
-    """Return where saved tensors go to `hook` of somebody else, or, without one, where no hooks are allowed."""
+    """Describe where the foreign `hook` receives saved tensors or, without one, where hooks are not allowed."""
     if hook is None:
-        return "where no saved-tensor hooks are allowed, as inside of `torch.func` and `torch.jit.trace`."
+        return "where saved-tensor hooks are not allowed, as inside `torch.func` and `torch.jit.trace`."
     name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]
-    where = f"below saved-tensor hooks of somebody else, which have precedence: `{getattr(hook, '__module__', '')}.{name}`."
+    where = f"below other saved-tensor hooks, which take precedence: `{getattr(hook, '__module__', '')}.{name}`."
     return f"{where} {_SAVES_ON_CPU}" if name == "save_on_cpu" else where
 
 
 _SAVES_ON_CPU = (
-    "`torch.autograd.graph.save_on_cpu` has such hooks, and with it transformers' `offload=True` for checkpoints and "
-    "accelerate's `fsdp_activation_checkpointing_offload`."
+    "`torch.autograd.graph.save_on_cpu` has such hooks; transformers' `offload=True` for checkpoints and accelerate's "
+    "`fsdp_activation_checkpointing_offload` use it."
 )
 
 

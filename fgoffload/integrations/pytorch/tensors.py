@@ -1,4 +1,4 @@
-"""One tensor, offloaded and brought back by hand."""
+"""Offloads and reloads a single tensor by hand."""
 
 import torch
 
@@ -12,11 +12,11 @@ from fgoffload.transfer_config import TransferConfig
 from fgoffload.transfer_schedule import SavedState
 
 TAG = "by_hand"
-"""The tag under which the statistics count such tensors."""
+"""Tag of such tensors in the statistics."""
 
 
 def check_config(config: object) -> TransferConfig | None:
-    """Return `config`, if it is what it has to be.
+    """Check the type of `config` and return it.
 
     Raises:
         ConfigError: It is neither a `TransferConfig` nor None.
@@ -29,30 +29,30 @@ def check_config(config: object) -> TransferConfig | None:
 
 
 def check_tensor(tensor: object) -> None:
-    """Refuse what has no bytes of its own that could be moved.
+    """Refuse values without a strided storage.
 
     Raises:
-        ConfigError: `tensor` is not a tensor of plain strides.
+        ConfigError: `tensor` is not a strided tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"offload_tensor was given a {type(tensor).__name__}. Give one tensor.")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ConfigError(
-            f"offload_tensor was given a tensor of layout {tensor.layout}, which has no storage of its own. Give the tensors "
-            "that it is made of, as values() and indices()."
+            f"offload_tensor was given a tensor of layout {tensor.layout}, which has no storage of its own. Give its parts, "
+            "such as values() and indices()."
         )
 
 
 class OffloadedTensor:
-    """A tensor that was let go to the host.
+    """A tensor that was offloaded to the host.
 
-    It may have stayed, by the same rules as what autograd saves: a parameter, below the minimum size, no host memory left. Then
-    `reload` gives the same bytes all the same, and the statistics say why.
+    By the rules for saved tensors it may have stayed on the device: a parameter, below the minimum size, no host memory left.
+    `reload` works all the same, and the statistics have the reason.
 
     Lifetime:
-        This object owns the bytes on the host, and gives them back when it is dropped. The device memory of the tensor goes
-        when its copy is done and nobody else holds it: drop your own references, views included. What `reload` returned
-        lives as long as you hold it or this object; it is the same memory at each call.
+        This object owns the host memory and releases it when dropped. The tensor's device memory is freed once its copy is
+        done and no reference is left: drop yours, views included. The result of `reload` lives as long as you hold it or this
+        object; each call returns the same memory.
     """
 
     __slots__ = ("_engine", "_group", "_handle", "_kind", "_lane")
@@ -67,15 +67,15 @@ class OffloadedTensor:
         self._group = group
 
     def __repr__(self) -> str:
-        """Return where the bytes are, as far as is known without asking the device."""
+        """Return shape, dtype and place, without a query of the device."""
         saved = () if self._group is None else self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED)
         return f"<OffloadedTensor of {self._kind}, {'on the host' if saved else 'on its device'}>"
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the bytes are on the host, and this object no longer holds the tensor's own memory.
+        """Whether the bytes are on the host and the tensor's device memory is released.
 
-        Asking lets go of what finished copies held.
+        The query releases the memory of finished copies.
         """
         if self._engine is None or self._group is None:
             return False
@@ -83,7 +83,7 @@ class OffloadedTensor:
         return bool(self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED))
 
     def prefetch(self) -> None:
-        """Start the way back, for a `reload` soon.
+        """Start the copy to the device, ahead of `reload`.
 
         Streams:
             Queued on the host-to-device stream. The host does not block.
@@ -92,34 +92,33 @@ class OffloadedTensor:
             self._engine.approach_backward(self._lane, self._group)
 
     def reload(self) -> torch.Tensor:
-        """Return the tensor on its device: the bytes, size, stride and dtype that it had, without gradient history.
+        """Return the tensor on its device, with its bytes, size, stride and dtype, without gradient history.
 
         Streams:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was changed in place after it was offloaded and before its copy was done; or what an earlier
-                `reload` returned was.
+            StateError: The tensor was changed in place before its copy was done, or the result of an earlier `reload` was.
         """
         tensor = self._handle.take()
-        return tensor.detach() if tensor.requires_grad else tensor  # a parameter, which stayed as it is
+        return tensor.detach() if tensor.requires_grad else tensor  # a parameter stays as it is
 
 
 def offload_tensor(
     tensor: torch.Tensor, *, config: TransferConfig | None = None, device: DeviceChoice = None
 ) -> OffloadedTensor:
-    """Let one tensor leave for the host, without a model.
+    """Offload one tensor, without a model.
 
-    Makes an engine and host memory of exactly the tensor's size for it alone, and locking memory takes 0.3 s a GiB or more. For
-    tensors of every step, make one `saved_tensors` object or use the handle of `offload`, and call its `offload_tensor`.
+    Each call creates an engine with pinned memory of the tensor's size, and pinning takes 0.3 s per GiB or more. For tensors
+    of every step, call `offload_tensor` of one `saved_tensors` object or of the handle of `offload`.
 
     Args:
-        tensor: Stays yours; drop it, so that its device memory goes.
-        config: Without one, the tensor leaves whatever its size.
+        tensor: Drop your references, so that its device memory is freed.
+        config: None offloads a tensor of any size.
         device: None takes the tensor's.
 
     Raises:
-        ConfigError: `tensor` is not a tensor of plain strides, or `device` names no device.
+        ConfigError: `tensor` is not a strided tensor, or `device` is not a device.
     """
     check_tensor(tensor)
     check_device(device)
@@ -140,7 +139,7 @@ def offload_tensor(
 
 
 def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> OffloadedTensor:
-    """Let `tensor` leave through `engine`; without one it stays."""
+    """Offload `tensor` with `engine`; without one it stays on the device."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
         return OffloadedTensor(hold(tensor, lane.place), tensor, engine=None, lane=lane, group=None)

@@ -1,4 +1,4 @@
-"""Offload for transformers' `Trainer` and for the trainers of TRL, which are made of it.
+"""Offload for transformers' `Trainer` and TRL's trainers, which derive from it.
 
 Trainer(model, args, train_dataset=..., callbacks=[OffloadCallback()])
 """

@@ -1,4 +1,4 @@
-"""The callback that offloads what a `Trainer` trains."""
+"""The callback that offloads the activations of a `Trainer`'s model."""
 
 import logging
 from typing import Any
@@ -19,39 +19,39 @@ KEY = "activation_cpu_offload"
 """The switch in `fsdp_config`, with or without FSDP."""
 
 REPORTED_STEP = 3
-"""The step after which the line about memory is logged: the ones before may be warm-up."""
+"""The step after which saved memory is logged. Earlier steps may be warm-up."""
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
-    """Offloads the activations of the model that a trainer trains, from the begin of its training to the end.
+    """Offloads the activations of a trainer's model while it trains.
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()])
 
-    Losses and gradients are bitwise identical. With gradient checkpointing the layers' inputs are offloaded. The trainer's log
-    gets `offload/saved_gib` and `offload/percent`, the memory that was free between a forward and its backward and its share of
-    what the layers save, and `offload/wait_ms`, how long compute waited for copies in the last step. The key
-    `activation_cpu_offload` in `fsdp_config` switches offload off where it is false.
+    Losses and gradients are bitwise identical. With gradient checkpointing, the layers' inputs are offloaded. The trainer's
+    log gets three numbers of the last step: `offload/saved_gib`, the memory that was free between a forward and its backward;
+    `offload/percent`, its share of what the layers save; `offload/wait_ms`, how long compute waited for copies.
+    `fsdp_config={"activation_cpu_offload": False}` disables offload.
 
     Args:
         modules: Globs as for `fgoffload.offload`; None finds the layers.
-        config: What is offloaded, and where to. Without `is_timed` there is no `offload/wait_ms`.
+        config: Options of offload. Without `is_timed` there is no `offload/wait_ms`.
     """
 
     def __init__(self, modules: "Patterns | None" = None, config: TransferConfig | None = None) -> None:
         self.handle: ModelOffload | None = None
-        """None outside of training."""
+        """The handle; None outside of training."""
         self._modules = modules
         self._config = config or TransferConfig(is_timed=True)
         self._steps = 0
 
     def add_to(self, trainer: Trainer) -> None:
-        """Add the callback before all others, so that reporters such as TensorBoard and W&B get its numbers too."""
+        """Add the callback before all others, so that reporters such as TensorBoard and W&B get its numbers."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any
     ) -> None:
-        """Offload the model. A training that begins again with a smaller batch keeps the handle."""
+        """Offload the model. A training that restarts with a smaller batch keeps its handle."""
         self._steps = 0
         if not (args.fsdp_config or {}).get(KEY, True):
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
@@ -64,7 +64,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         self.handle = offload_sites(model, sites, self._config)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Read the numbers of the step."""
+        """Read the statistics of the step."""
         if self.handle is None:
             return
         self.handle.stats()
@@ -82,7 +82,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **others: Any,
     ) -> None:
-        """Add the numbers of the last step to what is logged of the training."""
+        """Add the last step's numbers to the trainer's log."""
         if self.handle is None or logs is None or "loss" not in logs:
             return
         found = _list_numbers(self.handle)
@@ -90,7 +90,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(found)  # a copy of `logs`
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Give the model its own forwards back, and release all host memory."""
+        """Restore the model's forwards, and release all host memory."""
         if self.handle is not None:
             self.handle.close()
             self.handle = None

@@ -1,6 +1,6 @@
-"""Adds `OffloadCallback` to the trainers that a script makes, without a change to the script.
+"""Adds `OffloadCallback` to each `Trainer` of an unchanged script.
 
-transformers is not imported for that: a script that makes no trainer must not wait for it.
+It does not import transformers: a script without a trainer must not wait for that.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _MODULE = "transformers.trainer"
 
 @contextlib.contextmanager
 def offload_trainers() -> Iterator[list[str]]:
-    """Add the callback to every trainer made in the body. Yields the names of the trainers' classes, in order."""
+    """Add the callback to every trainer created in the body. Yields the trainers' class names, in order."""
     made: list[str] = []
     finder = _Finder(functools.partial(_patch, made=made))
     if _MODULE in sys.modules:
@@ -63,7 +63,7 @@ def _add_callback(trainer: Any, made: list[str]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the trainer's module as everybody does, and has `patch` called when it is loaded."""
+    """Import hook that calls `patch` once the trainer's module is loaded."""
 
     def __init__(self, patch: Callable[[ModuleType], None]) -> None:
         self._patch = patch
@@ -71,7 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the trainer's module, and None for all others."""
+        """Return the spec of the trainer's module, or None for other modules."""
         if name != _MODULE:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)

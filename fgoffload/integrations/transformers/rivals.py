@@ -1,4 +1,4 @@
-"""Switches of others that offload activations too."""
+"""Detects other switches that offload activations."""
 
 import logging
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
-    """Warn once of the switches in `args`, and in how `model` is wrapped, that offload activations too."""
+    """Warn once about other switches, in `args` or in wrappers of `model`, that offload activations."""
     rivals = list(find_rivals(args, model))
     if rivals:
         logger.warning(
@@ -22,13 +22,13 @@ def warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
 
 
 def find_rivals(args: Any, model: torch.nn.Module) -> Iterator[str]:
-    """Yield each of these switches as its user typed it.
+    """Yield each of these switches as typed.
 
     Args:
-        args: `TrainingArguments`, of TRL too, of any version.
-        model: As the trainer trains it.
+        args: `TrainingArguments` of any version, also TRL's.
+        model: The trainer's model.
     """
-    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # where both exist, they are equal
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
     found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
     if found:
         yield f"transformers' {found}={{'offload': True}}"

@@ -5,7 +5,7 @@ from fgoffload.doctor import CommandResult, Status, check_machine
 from fgoffload.doctor.copies import CopyRates
 
 ALL_ROWS = (
-    "Python, torch, megatron-core, Transformer Engine, GPUs, GPU 0: link to the host, GPU 0: copy rates, locked memory, "
+    "Python, torch, megatron-core, Transformer Engine, GPUs, GPU 0: link to the host, GPU 0: copy rates, pinned memory, "
     "host memory, GPU 0: CPUs near it, attention allowed, attention's backward, "
     "Megatron-LM's own check, CUDA's queues, attention kernel, cuDNN"
 )
@@ -37,12 +37,12 @@ def test_without_a_gpu_its_rows_are_skipped_with_the_reason_and_the_rest_is_chec
     def fail(*args):
         raise AssertionError("nothing of a GPU may be used")
 
-    machine = make_machine(tmp_path, count_gpus=lambda: 0, measure_copies=fail, try_locking=fail, run=fail)
+    machine = make_machine(tmp_path, count_gpus=lambda: 0, measure_copies=fail, try_pinning=fail, run=fail)
     rows = {result.name: result for result in check_machine(machine)}
     skipped = ["GPUs", "link to the host", "copy rates", "CPUs near the GPU", "attention kernel", "cuDNN"]
     assert [name for name, row in rows.items() if row.status is Status.SKIPPED] == skipped
     assert {rows[name].found for name in skipped} == {"no GPU that torch can use"}
-    assert rows["locked memory"].found == "no limit; not tried without a GPU"
+    assert rows["pinned memory"].found == "no limit; not tried without a GPU"
     assert rows["host memory"].status is Status.OK
 
 
@@ -64,7 +64,7 @@ def test_without_transformer_engine_its_rows_are_skipped(tmp_path):
             Status.ERROR,
             "megatron-core>=0.16.1",
         ),
-        ({"try_locking": lambda: "CUDA could not lock"}, "locked memory", Status.ERROR, "ulimit -l unlimited"),
+        ({"try_pinning": lambda: "CUDA could not pin"}, "pinned memory", Status.ERROR, "ulimit -l unlimited"),
         ({"cpus": frozenset({4, 5})}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
         ({"measure_copies": lambda index: CopyRates(d2h=53e9, h2d=12e9)}, "GPU 0: copy rates", Status.WARNING, ""),
         ({"run": Answers(probe=CommandResult(0, UNFUSED)).run}, "attention kernel", Status.ERROR, ""),
@@ -104,7 +104,7 @@ def test_host_memory_is_shared_by_the_gpus_where_no_launcher_says_how_many_ranks
     rows = SMI + SMI.replace("GPU-aaaa", "GPU-bbbb").replace("81559", "16384")
     two = {"run": Answers(smi=CommandResult(0, rows)).run, "count_gpus": lambda: 2}
     two["find_gpu_uuid"] = lambda index: ["GPU-aaaa", "GPU-bbbb"][index]
-    assert "30.00 GiB a rank: 60% of what is free, shared by 2 ranks, one a GPU" in check(tmp_path, "host memory", **two).found
+    assert "60% of what is free, shared by 2 ranks, one for each GPU" in check(tmp_path, "host memory", **two).found
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     found = check(tmp_path, "host memory", environment={"LOCAL_WORLD_SIZE": "4"}, **two).found
     assert "15.00 GiB a rank" in found

@@ -222,7 +222,7 @@ def test_memory_that_cannot_be_locked_is_one_clear_error_and_the_arena_goes_on(m
     arena = HostArena(device, budget=8 * MIB)
     with pytest.raises(StateError) as caught:
         arena.find_block(6 * MIB)
-    for part in ("could not lock 8.00 MiB", "returned 2", "--offload-host-budget", "ulimit -l"):
+    for part in ("could not pin 8.00 MiB", "returned 2", "--offload-host-budget", "ulimit -l"):
         assert part in str(caught.value)
     assert arena.used_bytes == arena.reserved_bytes == 0
     cudart.status = 0

@@ -73,7 +73,7 @@ def test_verl_calls_ours_wherever_it_has_imported_its_own(add_module, import_ane
 def test_a_project_without_the_entry_point_is_refused_with_its_path_and_the_versions_that_have_it(add_module):
     add_module("verl.utils.activation_offload")
     with pytest.raises(
-        IntegrationError, match=r"verl\.utils\.activation_offload\.switch does not exist here\. .* verl 1 to 2: "
+        IntegrationError, match=r"verl\.utils\.activation_offload\.switch does not exist here\. verl 1 to 2 has it: "
     ):
         replace_function("verl.utils.activation_offload.switch", print, versions="1 to 2")
     with pytest.raises(IntegrationError, match=r"verl\.utils\.elsewhere\.switch does not exist here"):

@@ -39,7 +39,7 @@ REFUSED = {
     ),
     "a forward that was run": (
         lambda: fgoffload.estimate_savings(torch.ones(1)),
-        "forward is a Tensor, which cannot be called",
+        "forward is a Tensor, which is not callable",
     ),
     "an estimate of no model": (lambda: fgoffload.estimate_savings(lambda: None, "model", ["*"]), "model 'model' is not a"),
 }
@@ -66,5 +66,5 @@ def test_a_device_that_is_not_here_is_refused_when_it_is_needed(monkeypatch):
         block.get_engine()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="device 'cuda:2' is not here: there are 2, counted from 0"):
+    with pytest.raises(ConfigError, match="device 'cuda:2' does not exist: there are 2, counted from 0"):
         devices.make_device("cuda:2", tensors=None, host_memory=fgoffload.HostMemory.PINNED)

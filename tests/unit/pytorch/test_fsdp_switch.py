@@ -61,7 +61,7 @@ def test_a_step_that_is_trained_again_with_offload_gives_the_same_weights(scenar
 def test_another_strategy_and_a_model_without_units_are_refused():
     with pytest.raises(ConfigError, match=r"strategy 'ddp' is not one of fsdp, fsdp2\. For other models"):
         enable_activation_offloading(make_net(), "ddp")
-    with pytest.raises(ConfigError, match="FSDP shards no part of Linear by itself"):
+    with pytest.raises(ConfigError, match="FSDP shards no part of Linear as its own unit"):
         enable_activation_offloading(nn.Linear(2, 2), "fsdp2")
 
 

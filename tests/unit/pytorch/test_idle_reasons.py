@@ -43,10 +43,10 @@ def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tens
 @pytest.mark.parametrize(
     ("run", "pattern", "says"),
     [
-        (run_reentrant, "*.inner", "inside of a reentrant checkpoint"),
-        (run_on_cpu, "*.inner", "hooks of somebody else, which have precedence: `torch.autograd.graph.save_on_cpu`"),
-        (run_checkpoint_on_cpu, "*.inner", "which have precedence: `torch.utils.checkpoint._checkpoint_hook`"),
-        (None, "1", "hooks inside of its regions have precedence, and take all that is saved there. `torch.autograd.graph.s"),
+        (run_reentrant, "*.inner", "inside a reentrant checkpoint"),
+        (run_on_cpu, "*.inner", "other saved-tensor hooks, which take precedence: `torch.autograd.graph.save_on_cpu`"),
+        (run_checkpoint_on_cpu, "*.inner", "which take precedence: `torch.utils.checkpoint._checkpoint_hook`"),
+        (None, "1", "hooks inside its regions take precedence and receive all tensors. `torch.autograd.graph.s"),
     ],
     ids=["reentrant", "below save_on_cpu", "below a checkpoint", "around save_on_cpu"],
 )
@@ -96,7 +96,7 @@ def test_a_block_whose_backward_comes_before_a_group_is_full_is_told_so(caplog):
     with block:
         net(make_inputs()).backward()
     assert block.stats().d2h_bytes == 0
-    assert "backward had taken all of it before it could leave" in caplog.text
+    assert "backward used all tensors before they could be offloaded" in caplog.text
 
 
 class Quantized(nn.Module):

@@ -115,7 +115,7 @@ def test_an_end_that_is_told_too_late_is_refused():
         region.end(output)
         return output
 
-    with pytest.raises(StateError, match="region 'sine' was left before its end was told"):
+    with pytest.raises(StateError, match="`end` of region 'sine' was called after its block"):
         run_in_forward(function)
 
 

@@ -103,8 +103,10 @@ def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
         handle.stats()
     warnings = logged(logging.WARNING)
     assert len(warnings) == 2  # in the order of the modules
-    assert warnings[1].startswith("offload of Net: tag 'mlp' moved nothing: all stayed. 216.00 KiB: below the minimum size")
-    assert warnings[0].startswith("offload of Net: tag 'norm' moved nothing: all stayed.")
+    assert warnings[1].startswith(
+        "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
+    )
+    assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
 
 
 def test_a_tag_whose_modules_never_run_is_warned_about(logged):
@@ -120,7 +122,7 @@ def test_a_tag_whose_modules_never_run_is_warned_about(logged):
     with fgoffload.offload(model, ["used", "unused"], ALL):
         model(make_inputs() * 2).backward()
     (warning,) = logged(logging.WARNING)
-    assert "tag 'unused' moved nothing: no region of it ran in a forward with gradients" in warning
+    assert "tag 'unused' offloaded nothing: none of its regions ran in a forward with gradients" in warning
 
 
 def test_a_tag_inside_of_a_checkpoint_is_warned_about(logged):
@@ -137,7 +139,7 @@ def test_a_tag_inside_of_a_checkpoint_is_warned_about(logged):
         model(make_inputs()).backward()
     (warning,) = logged(logging.WARNING)
     assert (
-        "tag 'inner' moved nothing: its regions ran 1 times below saved-tensor hooks of somebody else, which have precedence"
+        "tag 'inner' offloaded nothing: its regions ran 1 times below other saved-tensor hooks, which take precedence"
         in warning
     )
 
@@ -160,8 +162,8 @@ def test_a_tag_that_saves_nothing_or_only_parameters_is_warned_about(logged):
     with fgoffload.offload(model, ["adds", "scales"], ALL):
         model(make_inputs()).backward()
     warnings = logged(logging.WARNING)
-    assert "tag 'adds' moved nothing: autograd saved nothing inside" in warnings[0]
-    assert "tag 'scales' moved nothing: autograd saved parameters alone" in warnings[1]
+    assert "tag 'adds' offloaded nothing: autograd saved nothing inside" in warnings[0]
+    assert "tag 'scales' offloaded nothing: autograd saved only parameters" in warnings[1]
 
 
 def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_about(logged):
@@ -171,7 +173,7 @@ def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_abou
         handle.stats()
         train(net)
     (warning,) = logged(logging.WARNING)
-    assert "names no module, and no `fgoffload.region` ran in its forward" in warning
+    assert "no module is selected and no `fgoffload.region` ran in its forward" in warning
 
 
 def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logged):

@@ -222,7 +222,7 @@ def test_what_lies_on_another_device_stays_and_is_said(caplog):
         loss = make_net()(make_inputs())
     kept = block.stats().tags["saved"].kept_bytes
     assert set(kept) == {KeptReason.OTHER_DEVICE.value}
-    assert "tag 'saved' moved nothing: all stayed" in caplog.text
+    assert "tag 'saved' offloaded nothing: everything stayed on the device" in caplog.text
     assert "not in the memory of the engine's device" in caplog.text
     loss.backward()
     block.close()
