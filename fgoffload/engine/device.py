@@ -30,12 +30,15 @@ from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.torch_internals import find_raw_stream_getter, get_stream, sleep_on_device
 from fgoffload.errors import InternalError, StateError
 from fgoffload.transfer_config import HostMemory
-from fgoffload.units import format_bytes
+from fgoffload.units import MIB, format_bytes
 
 Stream: TypeAlias = Any
 """A queue of device work: `torch.Stream`, or what another device uses for one. Hashable, compared with `==`."""
 Event: TypeAlias = Any
 """A point in a stream: `RecordedEvent`, or what another device uses for one."""
+
+_COMPARED_BYTES = 16 * MIB
+"""Of a copy on the host that lie on the device at once while they are compared: nothing beside an activation."""
 
 
 class HostSlab:
@@ -126,11 +129,13 @@ class Device(abc.ABC):
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
         """Return whether `on_host` has the bytes of `tensor`, both uint8, when `after` has passed.
 
-        The host blocks until then, and until what the current stream has queued is done.
+        They are compared where `tensor` is, a piece at a time. The host blocks until `after`, and until what the current stream
+        has queued is done.
         """
         if after is not None:
             self.synchronize(after)
-        return torch.equal(on_host, tensor.to(on_host.device))
+        pieces = zip(torch.split(on_host, _COMPARED_BYTES), torch.split(tensor, _COMPARED_BYTES), strict=True)
+        return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
         """Return a context for `copy_bytes` on `stream`: one in which that is the current one, where it has to be."""

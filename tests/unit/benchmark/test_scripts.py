@@ -1,6 +1,7 @@
 """The scripts of `examples/benchmarks`, on the CPU: each ends well, with a row for each thing that it measures."""
 
 import argparse
+import csv
 import json
 import sys
 
@@ -88,6 +89,15 @@ def test_the_work_of_the_host_beside_copies_has_a_row_for_each_direction(run):
 def test_processes_that_take_turns_have_a_row_each(run, tmp_path):
     words = ("--settings", "ours:expert_fc1", "--rounds", "3", "--warmup", "1", "--repeats", "1", "--out", tmp_path)
     assert run("take_turns", *MODEL, *words)[:2] == (0, ["baseline", "ours:expert_fc1"])
+
+
+def test_hugging_face_models_have_a_row_for_each_setting_with_the_bits_of_the_first(run, tmp_path):
+    words = ("--tiny", "--layers", "2", "--steps", "1", "--warmup", "1", "--settings", "baseline", "checkpointing", "offload")
+    with pytest.warns(UserWarning, match="moved nothing"):  # tiny tensors stay
+        assert run("hugging_face", *words, "--out", tmp_path / "rows.csv")[0] == 0
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [row["setting"] for row in rows] == ["baseline", "checkpointing", "offload"]
+    assert all(row["is_bitwise_identical"] == "True" for row in rows)
 
 
 def test_a_budget_which_nobody_plans_for_is_refused_before_a_process_starts(run):

@@ -1,0 +1,336 @@
+"""Hugging Face models under FSDP2: offload and checkpointing side by side, each setting in the same process.
+
+    python examples/benchmarks/hugging_face.py [--workload dense] [--settings baseline offload ...] [--layers 12]
+        [--steps 8] [--out FILE.csv]
+
+`dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens; `moe` has layers as Qwen3-30B
+has them (hidden 2048, 64 experts of 768, 8 for each token) and one sequence of 8192. Weights are random, in bf16. verl and TRL
+run on a GPU where `verl.utils.activation_offload` and `trl.models.activation_offloading` can be imported.
+
+What you should see: a row for each setting with the median step, its ratio to the first setting, the peak of the allocator, the
+bytes offloaded in a step, and whether loss and gradients of deterministic kernels are bitwise identical to the first setting's.
+`over link` is the step over what the link allows: for forward and for backward the larger of the first setting's time and the
+bytes over the rate of the link, measured in the same run.
+"""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import gc
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: one step of each setting is deterministic
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fgoffload
+from fgoffload.integrations.fsdp import enable_activation_offloading
+from fgoffload.units import GIB, MIB
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DENSE = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+MOE = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 32000,
+    "experts_implementation": "grouped_mm",
+}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 2, "head_dim": 32}
+TINY |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128}
+WORKLOADS = {  # the model's class and configuration, its layers, sequences and tokens
+    "dense": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, DENSE, 12, (2, 4096)),
+    "moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig, MOE, 8, (1, 8192)),
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    """What one setting measured."""
+
+    setting: str
+    step_ms: float
+    over_baseline: float
+    peak_gib: float
+    offloaded_gib: float
+    over_link: float | None
+    is_bitwise_identical: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Baseline:
+    """The first setting, with which the others are compared."""
+
+    step_s: float
+    forward_s: float
+    bits: list[torch.Tensor]
+
+
+@contextlib.contextmanager
+def offload(model: torch.nn.Module, *, patterns: tuple[str, ...] = (), enable_ckpt: bool = False) -> Iterator[object]:
+    """Offload the model's layers, or the modules that `patterns` name, with no numbers given."""
+    handle = fgoffload.offload(model, patterns) if patterns else enable_activation_offloading(model, "fsdp2", enable_ckpt)
+    with handle:
+        yield handle
+
+
+@contextlib.contextmanager
+def checkpointing(model: torch.nn.Module) -> Iterator[None]:
+    """Switch transformers' own checkpointing on."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    yield
+
+
+@contextlib.contextmanager
+def verl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
+    """Offload through verl's function."""
+    from verl.utils.activation_offload import enable_activation_offloading as enable
+
+    enable(model, "fsdp2", enable_ckpt)
+    yield
+
+
+@contextlib.contextmanager
+def trl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
+    """Offload through TRL's context, as its trainers do."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    if enable_ckpt:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    context, forward = get_act_offloading_ctx_manager(model), model.forward
+
+    def inside(*arguments: object, **options: object) -> object:
+        with context:
+            return forward(*arguments, **options)
+
+    model.forward = inside
+    yield
+
+
+@contextlib.contextmanager
+def save_on_cpu(model: torch.nn.Module) -> Iterator[None]:
+    """Save everything on the host, as PyTorch's documentation shows."""
+    forward = model.forward
+
+    def inside(*arguments: object, **options: object) -> object:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return forward(*arguments, **options)
+
+    model.forward = inside
+    yield
+
+
+SETTINGS: dict[str, Callable[[torch.nn.Module], contextlib.AbstractContextManager[object]]] = {
+    "baseline": lambda model: contextlib.nullcontext(),
+    "checkpointing": checkpointing,
+    "offload": offload,
+    "offload attention": lambda model: offload(model, patterns=("model.layers.*.self_attn",)),
+    "checkpointing, inputs offloaded": lambda model: offload(model, enable_ckpt=True),
+    "verl": verl,
+    "verl with checkpointing": lambda model: verl(model, enable_ckpt=True),
+    "trl": trl,
+    "trl with checkpointing": lambda model: trl(model, enable_ckpt=True),
+    "save_on_cpu": save_on_cpu,
+}
+PACKAGES = {"verl": "verl.utils.activation_offload", "trl": "trl.models.activation_offloading"}
+
+
+def make_model(options: argparse.Namespace) -> torch.nn.Module:
+    """Return a model with random weights whose layers are FSDP units of one rank."""
+    model_class, config_class, sizes, layers, _ = WORKLOADS[options.workload]
+    sizes = sizes | {name: size for name, size in TINY.items() if name in sizes} if options.tiny else sizes
+    config = config_class(num_hidden_layers=options.layers or layers, use_cache=False, **sizes)
+    torch.manual_seed(0)
+    with DEVICE:
+        model = model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")  # noqa: SLF001
+    mesh = dist.init_device_mesh(DEVICE.type, (1,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    return model.train()
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run_step(model: torch.nn.Module, tokens: torch.Tensor, microbatches: int) -> torch.Tensor:
+    """Return the last loss of a step that the device has finished."""
+    model.zero_grad()
+    for _ in range(microbatches):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+    synchronize()
+    return loss.detach()
+
+
+def find_bits(model: torch.nn.Module, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the loss and the gradients of a step of one microbatch with deterministic kernels."""
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's is not deterministic
+            yield run_step(model, tokens, 1)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    for parameter in model.parameters():
+        yield parameter.grad.to_local()
+
+
+def measure_rates() -> tuple[float, float]:
+    """Return the link's bytes a second to the host and to the device, of large copies one way at a time."""
+    device, host = (torch.empty(256 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    host = torch.empty_like(device, device="cpu", pin_memory=DEVICE.type == "cuda")
+    rates = []
+    for target, source in ((host, device), (device, host)):
+        seconds = []
+        for _ in range(5):
+            synchronize()
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            synchronize()
+            seconds.append(time.perf_counter() - begin)
+        rates.append(device.nbytes / min(seconds))
+    return rates[0], rates[1]
+
+
+def measure_forward(model: torch.nn.Module, tokens: torch.Tensor) -> float:
+    """Return the least seconds of a forward that saves for backward."""
+    seconds = []
+    for _ in range(3):
+        synchronize()
+        begin = time.perf_counter()
+        loss = model(tokens, labels=tokens).loss
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
+        loss.backward()  # FSDP is in the middle of a step until then
+    return min(seconds)
+
+
+def measure(
+    name: str, options: argparse.Namespace, baseline: Baseline | None, rates: tuple[float, float]
+) -> tuple[Row, Baseline]:
+    """Return the row of a setting, and the baseline: `baseline`, or this setting where there is none yet."""
+    model = make_model(options)
+    *_, (sequences, tokens_each) = WORKLOADS[options.workload]
+    shape = (2, 32) if options.tiny else (sequences, tokens_each)
+    tokens = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with SETTINGS[name](model) as handle:
+        for _ in range(options.warmup):
+            run_step(model, tokens, options.microbatches)
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds, moved = [], (0, 0)
+        for _ in range(options.steps):
+            gc.collect()
+            synchronize()
+            begin = time.perf_counter()
+            run_step(model, tokens, options.microbatches)
+            seconds.append(time.perf_counter() - begin)
+            if hasattr(handle, "stats"):
+                stats = handle.stats()
+                moved = stats.d2h_bytes, stats.h2d_bytes
+        peak_bytes = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
+        step_s = statistics.median(seconds)
+        bits = find_bits(model, tokens)
+        if baseline is None:
+            kept = [tensor.to("cpu", copy=True) for tensor in bits]
+            baseline = Baseline(step_s=step_s, forward_s=measure_forward(model, tokens), bits=kept)
+            # Again: a baseline that does not reproduce itself says nothing about the others.
+            bits = find_bits(model, tokens)
+            is_identical = all(torch.equal(own, other.to(DEVICE)) for own, other in zip(bits, kept, strict=True))
+        else:
+            is_identical = all(torch.equal(own, other.to(DEVICE)) for own, other in zip(bits, baseline.bits, strict=True))
+    forward_s = baseline.forward_s * options.microbatches
+    bound_s = max(forward_s, moved[0] / rates[0]) + max(baseline.step_s - forward_s, moved[1] / rates[1])
+    return Row(
+        setting=name,
+        step_ms=1e3 * step_s,
+        over_baseline=step_s / baseline.step_s,
+        peak_gib=peak_bytes / GIB,
+        offloaded_gib=moved[0] / GIB,
+        over_link=step_s / bound_s if moved[0] else None,
+        is_bitwise_identical=is_identical,
+    ), baseline
+
+
+def parse_options() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--workload", choices=WORKLOADS, default="dense")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="NAME", help=f"of {', '.join(SETTINGS)}")
+    parser.add_argument("--layers", type=int, help="in place of the workload's")
+    parser.add_argument("--steps", type=int, default=8, help="that count")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step; their gradients add up")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that it works, without a GPU too")
+    parser.add_argument("--out", type=Path, metavar="FILE.csv")
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps} is below 1.")
+    return options
+
+
+def can_run(name: str) -> bool:
+    """Return whether the package that a setting needs, and the GPU that this package needs, are there."""
+    module = PACKAGES.get(name.split()[0])
+    try:
+        return module is None or (DEVICE.type == "cuda" and importlib.util.find_spec(module) is not None)
+    except ModuleNotFoundError:
+        return False
+
+
+def main() -> int:
+    """Measure, show and write."""
+    options = parse_options()
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    rates = measure_rates()
+    print(f"link: {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} to the device; torch {torch.__version__}")
+    print("setting                            step ms  ratio  peak GiB  offloaded  over link  bitwise")
+    rows, baseline = [], None
+    for name in options.settings or SETTINGS:
+        if not can_run(name):
+            print(f"{name:32s} left out: needs a GPU and {PACKAGES[name.split()[0]]}")
+            continue
+        row, baseline = measure(name, options, baseline, rates)
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+        over_link = "-" if row.over_link is None else f"{row.over_link:.3f}"
+        print(
+            f"{row.setting:32s} {row.step_ms:9.1f} {row.over_baseline:6.3f} {row.peak_gib:9.2f} {row.offloaded_gib:10.2f} "
+            f"{over_link:>10s}  {'yes' if row.is_bitwise_identical else 'NO'}",
+            flush=True,
+        )
+        rows.append(dataclasses.asdict(row))
+    if options.out is not None:
+        with options.out.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    dist.destroy_process_group()
+    return 0 if all(row["is_bitwise_identical"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
