@@ -10,14 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE, DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES
 from fgoffload.errors import ConfigError
 from fgoffload.tags import TagRegistry, default_tags
-from fgoffload.transfer_schedule import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
-
-DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024
-"""Elements, as Megatron counts. Source: `TransformerConfig.min_offloaded_tensor_size`, megatron-core 0.16.1."""
-
 
 AUTO = "auto"
 """In place of tags: measure the first step, and plan."""

@@ -5,8 +5,9 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+from fgoffload.defaults import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES
 from fgoffload.errors import ConfigError
-from fgoffload.transfer_schedule import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES, TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB

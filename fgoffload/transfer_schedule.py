@@ -25,15 +25,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
+from fgoffload.defaults import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES
 from fgoffload.errors import ConfigError
-from fgoffload.units import GIB, MIB, check_bytes
-
-DEFAULT_WINDOW_BYTES = 1 * GIB
-"""Bytes. At 50 GB/s to host this is 21 ms of copies, the forward of one or two large MoE layers: enough that compute never
-waits for a burst, and 1% of an 80 GB device. Source: link rates in docs/concepts/how_it_works.md."""
-
-DEFAULT_PREFETCH_BYTES = 512 * MIB
-"""Bytes. At 50 GB/s to device this is 11 ms ahead of backward, more than the largest group of the reference workloads."""
+from fgoffload.units import check_bytes
 
 STAGING_SLOTS = 2
 """Slots through which captured modules offload: one that graphs use, and one that is copied meanwhile."""

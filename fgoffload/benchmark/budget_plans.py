@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.planning import build_profile_ranks, plan_for_budget
+from fgoffload.benchmark.rank_models import build_profile_ranks, plan_for_budget
 from fgoffload.benchmark.settings import Setting
 from fgoffload.errors import PlanError
 from fgoffload.output_files import write_file

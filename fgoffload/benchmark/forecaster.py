@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.planning import build_job_ranks, build_profile_ranks
 from fgoffload.benchmark.prediction import Prediction, Source
+from fgoffload.benchmark.rank_models import build_job_ranks, build_profile_ranks
 from fgoffload.benchmark.settings import BASELINE, FULL, Setting, System
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.errors import OffloadError, PlanError

@@ -22,7 +22,7 @@ from fgoffload.benchmark.budget_plans import BudgetPlans, TryPlan
 from fgoffload.benchmark.job import Job, Run, name_trace
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, merge_ranks
-from fgoffload.benchmark.planning import ANY_OF_OURS, build_job_ranks
+from fgoffload.benchmark.rank_models import ANY_OF_OURS, build_job_ranks
 from fgoffload.benchmark.settings import BASELINE, Setting, System
 from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware

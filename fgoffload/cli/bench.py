@@ -229,7 +229,7 @@ def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "Traini
     require_torch()
     from fgoffload.benchmark.forecaster import Forecaster
     from fgoffload.benchmark.loading import check_plan_files, describe_workload, load_arguments
-    from fgoffload.benchmark.planning import check_profile
+    from fgoffload.benchmark.rank_models import check_profile
     from fgoffload.planner.timing.profile import Profile
 
     job = _make_job(checked, file_flags)

@@ -15,7 +15,7 @@ from fgoffload.cli.launch import Launch
 from fgoffload.cli.report import Setting
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
-from fgoffload.engine.host_memory import get_default_budget_bytes
+from fgoffload.engine.host_budget import get_default_budget_bytes
 from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.megatron.adapter.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support

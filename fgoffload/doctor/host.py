@@ -50,7 +50,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     name = "host memory"
     if machine.find_import_fault("torch") is not None:
         return skip(name, "torch is not installed")
-    from fgoffload.engine.host_memory import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
+    from fgoffload.engine.host_budget import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
 
     try:
         share_bytes = get_default_budget_bytes(root=machine.root)

@@ -1,12 +1,12 @@
 """The engine that moves saved tensors to the host and back. It needs torch, and knows no framework."""
 
-from fgoffload.engine.arena import HostArena, HostBlock
 from fgoffload.engine.capture import Capture, CapturedRegion
 from fgoffload.engine.delayed import DelayedCpuDevice
 from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSlab, find_device
 from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.hazards import Hazard
+from fgoffload.engine.host_arena import HostArena, HostBlock
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
 from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
 from fgoffload.engine.staging import CapturedForward

@@ -15,7 +15,7 @@ import torch
 
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view, round_up
-from fgoffload.engine.handles import KeptHandle, find_local_tensor, hold
+from fgoffload.engine.handles import KeptHandle, find_local_tensor, keep_tensor
 from fgoffload.engine.identity import Contents, count_tensors, get_key, identify
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
@@ -76,9 +76,9 @@ class Capture:
         """Return the handle from which autograd gets the tensor back."""
         engine = self._engine
         if find_local_tensor(tensor) is not None or engine.find_reason_to_stay(tensor) is not None:
-            return hold(tensor, self._place)
+            return keep_tensor(tensor, self._place)
         if engine.device.current_stream() != self._stream:
-            return hold(tensor, self._place)  # a branch of the graph, which nothing here orders
+            return keep_tensor(tensor, self._place)  # a branch of the graph, which nothing here orders
         key, contents = identify(tensor)
         part = self._parts.get((key, contents))
         if part is None:
@@ -129,7 +129,7 @@ class Capture:
         if saved.find_change("it was staged") is not None:
             return KeptReason.CHANGED
         if saved.storage.key in static or count_tensors(saved.get_any_alias()) > len(saved.views):
-            return KeptReason.HELD
+            return KeptReason.REFERENCED
         return KeptReason.TOO_SMALL if self._engine.is_too_small(saved) else None
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from fgoffload.engine.arena import MIN_PART_BYTES, HostArena, HostBlock
 from fgoffload.engine.capture import Capture
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view
@@ -24,10 +23,11 @@ from fgoffload.engine.handles import (
     KeptHandle,
     WrappedHandle,
     find_local_tensor,
-    hold,
+    keep_tensor,
     wrap_like,
 )
-from fgoffload.engine.host_memory import HostBudget, get_process_budget
+from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena, HostBlock
+from fgoffload.engine.host_budget import HostBudget, get_process_budget
 from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
 from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.ledger import ActivationLedger
@@ -38,7 +38,7 @@ from fgoffload.engine.rewrites import Rewrites
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.staging import Staging
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
-from fgoffload.engine.staying import HeldSpots, Spot, StayingStorages
+from fgoffload.engine.staying import ReferencedSpots, Spot, StayingStorages
 from fgoffload.engine.timing import StopWatch
 from fgoffload.engine.torch_internals import wrap_internals
 from fgoffload.engine.transfers import Transfers
@@ -106,9 +106,13 @@ class OffloadEngine:
         """Of any microbatch so far, for logs: in the first one nobody knows how many will come."""
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self._rewrites = Rewrites(device, self._transfers)
-        self._held_spots = HeldSpots()
+        self._referenced_spots = ReferencedSpots()
         self._reloads = Reloads(
-            self._transfers, self._schedule, staying=self._staying, held_spots=self._held_spots, observers=self.observers
+            self._transfers,
+            self._schedule,
+            staying=self._staying,
+            referenced_spots=self._referenced_spots,
+            observers=self.observers,
         )
         self._counters = Counters()
         self._captures_step = False
@@ -213,7 +217,7 @@ class OffloadEngine:
 
     def keep_static(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never offload the outputs of a captured graph: the graph still references them."""
-        self._mark(tensors, KeptReason.HELD)
+        self._mark(tensors, KeptReason.REFERENCED)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`, as long as they live."""
@@ -294,11 +298,11 @@ class OffloadEngine:
             if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
                 # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with
                 # its running statistics: a copy from before must not serve, and moving it again would free nothing.
-                self._staying.add(saved.storage, KeptReason.HELD)
-                return _make_kept_handle(tensor, KeptReason.HELD, place, group)
+                self._staying.add(saved.storage, KeptReason.REFERENCED)
+                return _make_kept_handle(tensor, KeptReason.REFERENCED, place, group)
             spot = None if group is None or group.site is None else (group.site, group.saved_tensors, contents.nbytes)
-            if saved is None and spot is not None and self._held_spots.stays(spot):
-                return _make_kept_handle(tensor, KeptReason.HELD, place, group)
+            if saved is None and spot is not None and self._referenced_spots.stays(spot):
+                return _make_kept_handle(tensor, KeptReason.REFERENCED, place, group)
             saved = self._join_saved(saved, tensor, key, contents, spot, lane=lane, group=group)
             saved.add(tensor, view)
             if group is not None:
@@ -340,7 +344,7 @@ class OffloadEngine:
             seen: The keys of the storages that were saved in that stretch before. Their handles keep these from being used
                 again.
         """
-        kept = hold(tensor, lane.place)
+        kept = keep_tensor(tensor, lane.place)
         with self._lock:
             if self._rules.find_kind_to_keep(tensor) is not None:
                 return kept
@@ -596,4 +600,4 @@ _CAPTURING = (
 def _make_kept_handle(tensor: torch.Tensor, reason: KeptReason, place: Place, group: Group | None) -> KeptHandle:
     if group is not None and reason is not KeptReason.PARAMETER:
         group.count_kept(tensor, reason)
-    return hold(tensor, place)
+    return keep_tensor(tensor, place)

@@ -173,7 +173,7 @@ Packed = Handle | KeptHandle | FollowedHandle | WrappedHandle
 """What pack hooks return."""
 
 
-def hold(tensor: torch.Tensor, place: Place) -> KeptHandle:
+def keep_tensor(tensor: torch.Tensor, place: Place) -> KeptHandle:
     """Return a handle for a tensor of any kind that was saved at `place` and stays on the device.
 
     See [Note: Which tensor is handed back].

@@ -24,7 +24,7 @@ import torch
 
 from fgoffload.engine.capture import Capture
 from fgoffload.engine.group import Group, Lane
-from fgoffload.engine.handles import KeptHandle, Packed, hold
+from fgoffload.engine.handles import KeptHandle, Packed, keep_tensor
 from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import ActivationLedger, LedgerHook
 from fgoffload.engine.torch_internals import (
@@ -113,9 +113,9 @@ class Saving:
             elif engine.is_always_too_small(tensor):
                 # A router saves a handful of them, and a rotary embedding its tables.
                 if group is None:
-                    return hold(tensor, lane.place)
+                    return keep_tensor(tensor, lane.place)
                 group.pass_small(tensor)
-                return hold(tensor, group.place)
+                return keep_tensor(tensor, group.place)
         if held is None:
             return engine.save(tensor, lane=lane, group=group)
         if group is None:

@@ -8,7 +8,7 @@ from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import KeptReason
-from fgoffload.engine.staying import HeldSpots, StayingStorages
+from fgoffload.engine.staying import ReferencedSpots, StayingStorages
 from fgoffload.engine.transfers import Transfers
 from fgoffload.transfer_schedule import CallBack, SavedState, TransferSchedule
 from fgoffload.units import format_bytes
@@ -23,7 +23,7 @@ class Reloads:
         transfers: Move the bytes.
         schedule: Decides.
         staying: Is told of storages that something else holds: to move them frees nothing.
-        held_spots: Is told where they were saved.
+        referenced_spots: Is told where they were saved.
         observers: Are told where backward is.
     """
 
@@ -33,13 +33,13 @@ class Reloads:
         schedule: TransferSchedule,
         *,
         staying: StayingStorages,
-        held_spots: HeldSpots,
+        referenced_spots: ReferencedSpots,
         observers: Sequence[ActivationLedger],
     ) -> None:
         self._transfers = transfers
         self._schedule = schedule
         self._staying = staying
-        self._held_spots = held_spots
+        self._referenced_spots = referenced_spots
         self._observers = observers
 
     def approach(self, lane: Lane, group: Group) -> None:
@@ -79,10 +79,10 @@ class Reloads:
             saved.stats.h2d_bytes += saved.moved_bytes
             is_held = not saved.storage.is_freed
             if saved.spot is not None:
-                self._held_spots.note(saved.spot, is_held=is_held)
+                self._referenced_spots.note(saved.spot, is_held=is_held)
             if is_held:
                 saved.stats.held_elsewhere_bytes += saved.size_bytes
-                self._staying.add(saved.storage, KeptReason.HELD)
+                self._staying.add(saved.storage, KeptReason.REFERENCED)
         self._transfers.reload(away)
         if logger.isEnabledFor(logging.DEBUG):
             for saved, place in away.items():

@@ -23,10 +23,10 @@ from typing import TypeVar
 
 import torch
 
-from fgoffload.engine.arena import HostArena, HostBlock
 from fgoffload.engine.device import Device, Event
 from fgoffload.engine.geometry import View, rebuild, round_up
 from fgoffload.engine.hazards import Hazard
+from fgoffload.engine.host_arena import HostArena, HostBlock
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError

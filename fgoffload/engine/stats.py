@@ -17,7 +17,7 @@ class KeptReason(enum.Enum):
     MARKED = "marked to stay"
     FILTERED = "the user's filter kept it"
     RECOMPUTED = "its storage belongs to a recompute, which empties and refills it"
-    HELD = "something else holds its storage"
+    REFERENCED = "something else still references its storage"
     OTHER_DEVICE = "not in the memory of the engine's device"
     SUBCLASS = "a tensor subclass"
     LAYOUT = "not a plain strided tensor"

@@ -49,7 +49,7 @@ class StayingStorages:
         self._outlived = [storage for storage in self._outlived if not storage.is_freed]
         if are_copies_done:
             for storage in self._outlived:
-                self.add(storage, KeptReason.HELD)
+                self.add(storage, KeptReason.REFERENCED)
             self._outlived.clear()
 
 
@@ -57,7 +57,7 @@ Spot = tuple[Site, int, int]
 """Where a storage is saved: the site, the saves of the region before this one, and the bytes of the storage."""
 
 
-class HeldSpots:
+class ReferencedSpots:
     """Spots whose storages something else holds each time, though each time it is another storage.
 
     A quantized linear saves tensors that its own state holds too, new ones in each step: by the storage nothing is learned.

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from fgoffload.engine.arena import HostArena, HostBlock
 from fgoffload.engine.device import Device, Event, Stream, as_normal_tensors
 from fgoffload.engine.geometry import View, gather, rebuild, scatter
 from fgoffload.engine.hazards import Hazard
+from fgoffload.engine.host_arena import HostArena, HostBlock
 from fgoffload.engine.identity import StorageRef, get_version
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from fgoffload.captured_tags import FULL_ITERATION, NO_CAPTURE, Graphs
-from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.planner.memory.static_memory import (
     ADAM,
     DEFAULT_RESERVE_BYTES,

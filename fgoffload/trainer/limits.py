@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from fgoffload.integrations.megatron.flags.graph_flags import TRANSFORMER_ENGINE
+from fgoffload.integrations.megatron.flags.graph_modes import TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.graphs.graph_checks import list_dropless_faults
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module

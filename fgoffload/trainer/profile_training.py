@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fgoffload.config import AUTO, DEFAULT_MIN_OFFLOADED_TENSOR_SIZE, OffloadConfig
+from fgoffload.config import AUTO, OffloadConfig
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.engine import Device, find_device
 from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.adapter.collectives import gather

@@ -16,21 +16,22 @@ from pathlib import Path
 
 import pytest
 
-BELOW_ENGINE = ("errors", "units", "tags", "transfer_schedule", "transfer_config", "plan", "config")
+BELOW_ENGINE = ("errors", "units", "defaults", "tags", "transfer_schedule", "transfer_config", "plan", "config")
 ABOVE_ENGINE = (*BELOW_ENGINE, "environment", "engine", "planner", "integrations")
 MAY_IMPORT = {
     "errors": (),
     "units": ("errors",),
+    "defaults": ("units",),
     "output_files": (),
     "text_files": ("errors", "units"),
-    "transfer_schedule": ("errors", "units"),
+    "transfer_schedule": ("errors", "units", "defaults"),
     "tags": ("errors", "units"),
     "watched": (),
     "captured_tags": ("tags",),
     "environment": (),
     "plan": ("errors", "units", "text_files", "tags", "transfer_schedule"),
-    "config": ("errors", "units", "tags", "transfer_schedule", "plan"),
-    "transfer_config": ("errors", "units", "transfer_schedule"),
+    "config": ("errors", "units", "defaults", "tags", "transfer_schedule", "plan"),
+    "transfer_config": ("errors", "units", "defaults", "transfer_schedule"),
     "engine": (*BELOW_ENGINE, "engine"),
     "planner": (*BELOW_ENGINE, "output_files", "text_files", "watched", "captured_tags", "planner"),
     "integrations": (*ABOVE_ENGINE, "text_files", "watched", "captured_tags"),

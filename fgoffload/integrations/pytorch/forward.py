@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
-from fgoffload.engine.handles import Handle, Packed, WrappedHandle, hold
+from fgoffload.engine.handles import Handle, Packed, WrappedHandle, keep_tensor
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.region import is_in_backward, mark_end, mark_start
 from fgoffload.engine.torch_internals import find_top_hooks, get_sequence_number, pop_hooks, push_hooks, skip
@@ -218,7 +218,7 @@ class BlockSaving(SizedSaving):
     def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle from which autograd gets the tensor back."""
         if is_in_backward():
-            return hold(tensor, self.lane.place)
+            return keep_tensor(tensor, self.lane.place)
         if self.lane.away < len(self.lane.groups):
             self.renew_lane()
         return self._pack(tensor)

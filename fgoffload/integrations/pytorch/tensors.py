@@ -4,7 +4,7 @@ import torch
 
 from fgoffload.engine import Group, Lane, OffloadEngine
 from fgoffload.engine.geometry import round_up
-from fgoffload.engine.handles import Packed, hold
+from fgoffload.engine.handles import Packed, keep_tensor
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.plan import Site
@@ -142,7 +142,7 @@ def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> Offloade
     """Offload `tensor` with `engine`; without one it stays on the device."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
-        return OffloadedTensor(hold(tensor, lane.place), tensor, engine=None, lane=lane, group=None)
+        return OffloadedTensor(keep_tensor(tensor, lane.place), tensor, engine=None, lane=lane, group=None)
     group = engine.open_group(Site(chunk=0, layer=0, tag=TAG), lane)
     handle = engine.save(tensor, lane=lane, group=group)
     engine.end(lane, group)

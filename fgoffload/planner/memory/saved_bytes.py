@@ -18,7 +18,7 @@ Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.1
 
 from collections.abc import Iterable, Iterator
 
-from fgoffload.planner.memory.linear_inputs import count_input_bytes, get_input_element_bytes, pad_rows
+from fgoffload.planner.memory.fp8_inputs import count_input_bytes, get_input_element_bytes, pad_rows
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
 from fgoffload.planner.ranks.layer_model import SavedTensor
 from fgoffload.tags import default_tags

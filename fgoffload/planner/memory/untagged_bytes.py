@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fgoffload.planner.memory.linear_inputs import count_input_bytes
+from fgoffload.planner.memory.fp8_inputs import count_input_bytes
 from fgoffload.planner.memory.saved_bytes import count_expert_rows, count_norm_statistics
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
 from fgoffload.planner.ranks.layer_model import SavedTensor

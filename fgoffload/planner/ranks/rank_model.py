@@ -5,7 +5,7 @@ import enum
 import math
 from collections.abc import Iterable
 
-from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_rate
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment

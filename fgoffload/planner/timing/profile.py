@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment

@@ -11,7 +11,7 @@ from fgoffload import Action, OffloadPlan, PlanError, Site
 from fgoffload.benchmark import budget_plans
 from fgoffload.benchmark.budget_plans import BudgetPlans
 from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.planning import Planned
+from fgoffload.benchmark.rank_models import Planned
 from fgoffload.benchmark.settings import parse_setting
 from fgoffload.planner.late_host import Tried
 

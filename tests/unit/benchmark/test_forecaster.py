@@ -11,8 +11,8 @@ from fgoffload.benchmark import forecaster as forecaster_module
 from fgoffload.benchmark.forecaster import Forecaster, predict
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
-from fgoffload.benchmark.planning import check_profile
 from fgoffload.benchmark.prediction import Source
+from fgoffload.benchmark.rank_models import check_profile
 from fgoffload.benchmark.settings import BASELINE, list_default_settings, parse_setting
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer

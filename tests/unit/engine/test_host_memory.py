@@ -9,7 +9,7 @@ import torch
 
 from fgoffload import ConfigError, HostMemory, StateError
 from fgoffload.engine import AcceleratorDevice, CpuDevice, HostArena, OffloadEngine
-from fgoffload.engine.host_memory import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
+from fgoffload.engine.host_budget import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
 from fgoffload.units import GIB, MIB
 
 UNLIMITED_V1 = 9223372036854771712  # what version 1 says where there is no limit
@@ -25,7 +25,7 @@ OTHER_MOUNTS = (
 def _no_launcher(monkeypatch):
     for name in RANKS_PER_NODE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("fgoffload.engine.host_memory._process_budgets", {})  # of engines of other tests
+    monkeypatch.setattr("fgoffload.engine.host_budget._process_budgets", {})  # of engines of other tests
 
 
 class Host:
@@ -240,7 +240,7 @@ def test_memory_that_the_system_does_not_have_is_one_clear_error(make_cuda_devic
 
 
 def test_all_engines_of_a_process_share_one_default_budget(monkeypatch):
-    monkeypatch.setattr("fgoffload.engine.host_memory.get_default_budget_bytes", lambda: 12 * MIB)
+    monkeypatch.setattr("fgoffload.engine.host_budget.get_default_budget_bytes", lambda: 12 * MIB)
     arenas = [OffloadEngine(device=CpuDevice()).arena for _ in range(3)]
     assert sum(arena.budget_bytes for arena in arenas) == 12 * MIB
     blocks = [arena.find_block(4 * MIB) for arena in arenas]

@@ -106,7 +106,7 @@ def test_a_table_that_is_called_back_each_time_leaves_once():
         stats = engine.finish_step()
         moved.append((stats.d2h_bytes // NBYTES, stats.h2d_bytes))
     assert moved == [(1, 0), (0, 0), (0, 0), (0, 0)]
-    assert stats.tags["core_attn"].kept_bytes == {KeptReason.HELD.value: NBYTES}
+    assert stats.tags["core_attn"].kept_bytes == {KeptReason.REFERENCED.value: NBYTES}
     engine.close()
 
 

@@ -137,7 +137,7 @@ def test_what_something_else_holds_in_each_step_stays_from_the_third_on_and_is_t
             model(make_inputs()).sum().backward()
             tag = handle.stats().tags["quantized"]
             moved.append(tag.d2h_bytes)
-            assert tag.d2h_bytes + tag.kept_bytes.get(KeptReason.HELD.value, 0) == ROW_BYTES
+            assert tag.d2h_bytes + tag.kept_bytes.get(KeptReason.REFERENCED.value, 0) == ROW_BYTES
     assert moved == [ROW_BYTES] * 2 + [0] * 64 + [ROW_BYTES] * 14
 
 

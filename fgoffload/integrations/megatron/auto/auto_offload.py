@@ -12,7 +12,7 @@ A model that needs a budget may not fit while everything is kept. So a layer is 
 with a part in reserve for what is not known yet. Else all its tags are offloaded while it is measured, as far as host memory
 allows: its bytes are the same, and its times, in which it waits for copies, count only where it was kept in no microbatch
 that is timed, and no other layer of its kind in its model chunk was. Where that does not fit either, the first step fails as it
-would with every tag selected. A step that is measured again ([Note: Two plans] in `plan_trial`) need not fail, since there is a
+would with every tag selected. A step that is measured again ([Note: Two plans] in `step_times`) need not fail, since there is a
 plan that fits: how much may stay is simulated first, and where nothing would fit it is not measured.
 
 [Note: A plan that takes more than was said]
@@ -42,7 +42,7 @@ from fgoffload.integrations.megatron.auto.measured_plans import (
     ProcessMeasurement,
     TriedStep,
 )
-from fgoffload.integrations.megatron.auto.plan_trial import StepTimes
+from fgoffload.integrations.megatron.auto.step_times import StepTimes
 from fgoffload.integrations.megatron.profile.device_memory import check_static
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.profile.step_measurement import MeasurementState, StepMeasurement

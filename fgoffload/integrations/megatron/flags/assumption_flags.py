@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
 from fgoffload.planner.memory.static_memory import ParameterState

@@ -11,7 +11,7 @@ from typing import Any
 
 from fgoffload.integrations.megatron.flags.assumption_flags import DTYPE_BYTES
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
-from fgoffload.integrations.megatron.flags.graph_flags import add_graph_flags
+from fgoffload.integrations.megatron.flags.graph_modes import add_graph_flags
 from fgoffload.integrations.megatron.flags.other_flags import WITHOUT_EFFECT, has_no_effect
 from fgoffload.planner.model.layer_shape import DISPATCHERS, FP8_RECIPES
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.config import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.engine import CapturedRegion, Region, Saving
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.graphs.graphed_layers import is_capturing

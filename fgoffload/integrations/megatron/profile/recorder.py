@@ -23,7 +23,7 @@ import torch
 from fgoffload.engine import ActivationLedger, Device, Lane, Region, Saving
 from fgoffload.engine.device import Event
 from fgoffload.engine.geometry import get_view
-from fgoffload.engine.handles import Handle, KeptHandle, Packed, hold
+from fgoffload.engine.handles import Handle, KeptHandle, Packed, keep_tensor
 from fgoffload.engine.identity import StorageRef, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
@@ -260,7 +260,7 @@ class StepRecorder:
             return RecordedHandle(inner(tensor), inner, stretch)
         for ledger in self._observers:
             ledger.count_save(tensor, place=place)
-        return RecordedHandle(hold(tensor, place), None, stretch)
+        return RecordedHandle(keep_tensor(tensor, place), None, stretch)
 
     def take(self, handle: Packed) -> torch.Tensor:
         """Return a saved tensor; in backward it tells where backward is."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from fgoffload.engine import Saving, is_inert
-from fgoffload.engine.handles import KeptHandle, Packed, hold
+from fgoffload.engine.handles import KeptHandle, Packed, keep_tensor
 from fgoffload.engine.identity import get_key, get_version, has_bytes, is_without_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import find_top_hooks, pop_hooks, push_hooks
@@ -108,7 +108,7 @@ class HandingOn:
                 return stand_in
         elif pack is None and tensor.is_leaf and is_without_bytes(tensor):
             return tensor, tensor._version  # noqa: SLF001 - the only name
-        return hold(tensor, self._place) if pack is None else pack(tensor)
+        return keep_tensor(tensor, self._place) if pack is None else pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor."""
@@ -190,7 +190,7 @@ def _count(pack: Any) -> None:
 def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Return what packs and unpacks what autograd saves now: the innermost hooks, or without any what holds a tensor."""
     hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-    return (functools.partial(hold, place=place), _take) if hooks is None else hooks
+    return (functools.partial(keep_tensor, place=place), _take) if hooks is None else hooks
 
 
 def _take(packed: Packed | StandIn) -> torch.Tensor:

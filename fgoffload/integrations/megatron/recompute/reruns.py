@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fgoffload.engine.handles import KeptHandle, hold
+from fgoffload.engine.handles import KeptHandle, keep_tensor
 from fgoffload.engine.identity import StorageRef, get_key, get_version, is_of_leaf, is_without_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
@@ -140,7 +140,7 @@ class Rerun:
             return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
         if is_of_leaf(tensor):
             self._dropped.append(None)
-            return hold(tensor, self._place)
+            return keep_tensor(tensor, self._place)
         packed = _Packed(self)
         self._dropped.append(_Dropped(weakref.ref(packed), tensor.shape, tensor.dtype))
         return packed

@@ -33,7 +33,7 @@ import torch
 
 from fgoffload.engine.device import Device, Event, HostSlab, as_normal_tensors
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, get_bytes, round_up
-from fgoffload.engine.host_memory import HostBudget
+from fgoffload.engine.host_budget import HostBudget
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
