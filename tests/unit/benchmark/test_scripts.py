@@ -91,6 +91,7 @@ def test_processes_that_take_turns_have_a_row_each(run, tmp_path):
     assert run("take_turns", *MODEL, *words)[:2] == (0, ["baseline", "ours:expert_fc1"])
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")  # older versions have no other name
 def test_hugging_face_models_have_a_row_for_each_setting_with_the_bits_of_the_first(run, tmp_path):
     words = ("--tiny", "--layers", "2", "--steps", "1", "--warmup", "1", "--settings", "baseline", "checkpointing", "offload")
     assert run("hugging_face", *words, "--out", tmp_path / "rows.csv")[0] == 0
