@@ -2,9 +2,10 @@
 
 [Note: Rounds]
 Between its first forwards and its last backwards a rank does the same over and over: the forwards and backwards of the next
-group of microbatches through all chunks. Only about the first two of these rounds are simulated, and then the last passes. In
-the rounds between each pass takes as long, and counts as much, as in the last round before them. How long ranks wait for each
-other is found out for all passes: a rank that is a bit slower than its neighbours holds them up many rounds later.
+group of microbatches through all chunks. About two of these rounds are simulated: more than one at the start, and what is left
+before the last passes. In the rounds between each pass takes as long, and counts as much, as in the last round before them. How
+long ranks wait for each other is found out for all passes: a rank that is a bit slower than its neighbours holds them up many
+rounds later, and what comes back meanwhile may make a peak.
 """
 
 import math
@@ -17,8 +18,8 @@ from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import RankResult
 from fgoffload.planner.simulation.tallies import NEIGHBOURS_PLACE
 
-_FEWEST_ROUNDS = 1.5
-"""Before those that are left out: the first half still has traces of the warm-up."""
+_FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
+"""That are simulated, in all and before those that are not: the start of the first one still has traces of the warm-up."""
 
 _LEAST_MICROBATCHES = 4
 """Of a round."""
@@ -54,7 +55,9 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
     alike = min(_count_alike(passes, start, length, microbatches) for passes, start in zip(passes_by_rank, starts, strict=True))
     # What comes again after a round is one round less than all that repeats.
     left_out = 0 if are_all_simulated else max(0, int((alike + length) / length - _FEWEST_ROUNDS))
-    return Rounds([start + alike + length - left_out * length for start in starts], length, microbatches, left_out)
+    kept = alike + length - left_out * length
+    at_start = max(math.ceil(_FEWEST_AT_START * length), kept - length)
+    return Rounds([start + at_start for start in starts], length, microbatches, left_out)
 
 
 def _find_start(passes: Sequence[Pass]) -> int:
