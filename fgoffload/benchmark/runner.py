@@ -36,9 +36,9 @@ from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 from fgoffload.trainer import parallel
 from fgoffload.trainer.arguments import TrainingArguments
+from fgoffload.trainer.compared_steps import settle
 from fgoffload.trainer.data import RandomTokens
 from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
-from fgoffload.trainer.timed_steps import settle
 from fgoffload.trainer.trainer import StepResult, Trainer
 from fgoffload.trainer.training_policy import Engine, Kernels, TrainingPolicy, Update
 

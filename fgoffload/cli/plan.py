@@ -4,32 +4,38 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
-from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
 from fgoffload.cli.plan_device import (
-    check_device,
     check_static,
     choose_budget,
     choose_host_budget,
     describe_too_small,
     find_device,
 )
-from fgoffload.cli.plan_host import check_host_of_link, find_host
-from fgoffload.cli.shipped_models import find_model, list_models, suggest_model
+from fgoffload.cli.plan_options import EXAMPLE as EXAMPLE
+from fgoffload.cli.plan_options import EXAMPLE_VALUES as EXAMPLE_VALUES
+from fgoffload.cli.plan_options import (
+    FRONTIER,
+    OUTPUTS,
+    SHORT_FLAGS,
+    PlanOptions,
+    check_host_of_link,
+    check_options,
+)
+from fgoffload.cli.shipped_models import list_models
 from fgoffload.cli.streams import hold_messages
-from fgoffload.errors import BudgetError, ConfigError, PlanError
-from fgoffload.units import SIZE_UNITS, parse_bytes
+from fgoffload.errors import BudgetError, PlanError
+from fgoffload.units import SIZE_UNITS
 
 if TYPE_CHECKING:
-    from fgoffload.planner.late_host import HostGuess
+    from fgoffload.cli.plan_device import PlannedDevice
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
+    from fgoffload.planner.ranks.rank_model import RankModel
     from fgoffload.planner.timing.hardware import Hardware
 
 NAME = "plan"
@@ -48,35 +54,9 @@ fgoffload plan MODEL --gpu NAME [--profile FILE]
                       [--plot FILE] [--launch-bound | --not-launch-bound]
                       [MEGATRON FLAGS]
        fgoffload plan --list"""
-EXAMPLE = "fgoffload plan mixtral_8x7b --gpu h100 --offload-memory-budget 70GiB"
 NOTES = f"Any other flag goes to the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
-EXAMPLE_VALUES: Mapping[str, str] = {
-    "--gpu": "h100",
-    "--hardware": "hardware.json",
-    "--profile": "profile.json",
-    "--offload-memory-budget": "76GiB",
-    "--offload-host-budget": "1TiB",
-    "--reserve": "4GiB",
-    "--json": "plan.json",
-    "--plot": "plan.png",
-    "--timeline": "trace.json",
-}
-_CONFIG = "config.json"
-"""File name of a Hugging Face model's configuration."""
-_OUTPUTS = ("json", "plot", "timeline")
-"""Options that name a file to write."""
 RUNS_A_SCRIPT = False
 EXIT_PLANNED = 0
-
-SHORT_FLAGS: Mapping[str, str] = {
-    "--tp": "--tensor-model-parallel-size",
-    "--pp": "--pipeline-model-parallel-size",
-    "--vp": "--num-virtual-stages-per-pipeline-rank",
-    "--cp": "--context-parallel-size",
-    "--ep": "--expert-model-parallel-size",
-    "--etp": "--expert-tensor-parallel-size",
-}
-"""Short names of the parallel sizes, with Megatron's flag for each."""
 
 OWN_FLAGS = (
     *EXAMPLE_VALUES,
@@ -90,39 +70,9 @@ OWN_FLAGS = (
 )
 """This command's own flags without the short ones, for suggestions."""
 
-FRONTIER = "frontier.png"
-"""Default file for the picture of a sweep, in the current folder."""
-
 SWEEP_POINTS = 12
 """Number of budgets in a sweep, from the smallest feasible one to the baseline's peak. The peaks of the other baselines are
 added."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options of `fgoffload plan`, checked."""
-
-    model: Path
-    """An argument file, or a config.json."""
-    megatron_flags: tuple[str, ...]
-    """Flags typed on the command line, short ones spelled out; they override those of the file."""
-    gpu: str | None
-    hardware: Path | None
-    profile: Path | None
-    budget_bytes: int | None
-    """GPU memory of each rank; None takes all of the device's."""
-    host_budget_bytes: int | None
-    """Host memory of each rank."""
-    reserve_bytes: int | None
-    has_optimizer: bool | None
-    """None takes what the profile measured, or Adam without a profile."""
-    sweeps: bool
-    is_thorough: bool
-    host: "HostGuess | None"
-    """None takes what the profile measured, or a step that is not launch-bound."""
-    json: Path | None
-    plot: Path | None
-    timeline: Path | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,60 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the plan, for --offload-plan")
     add("--plot", metavar="FILE", help=f"write a picture of memory over the step, or of the sweep (default: {FRONTIER})")
     add("--timeline", metavar="FILE", help="write the simulated streams as a Chrome trace")
-
-
-def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:
-    """Return the checked options, without heavy imports.
-
-    Args:
-        options: The parsed options.
-        megatron_flags: Words that the parser does not know.
-
-    Raises:
-        ConfigError: An option has a wrong value.
-    """
-    if not options.model:
-        raise ConfigError(
-            "MODEL is missing. Give a Megatron argument file, a config.json or a name of `fgoffload plan --list` first, as in: "
-            f"{EXAMPLE}."
-        )
-    path = Path(options.model)
-    # os.path, since Path.is_file raises on a name that is too long.
-    if os.path.isfile(path / _CONFIG):  # the folder of a model, as transformers accepts it
-        path /= _CONFIG
-    if not os.path.isfile(path):
-        if (shipped := find_model(options.model)) is None:
-            raise ConfigError(
-                f"model {options.model!r} {say_why_no_file(options.model)}.{suggest_model(options.model)} Give a file or a "
-                f"shipped model, as in: {EXAMPLE}."
-            )
-        path = shipped
-    check_device(options, EXAMPLE)
-    _check_sweep(options)
-    if options.sweep and options.plot is None:
-        options.plot = FRONTIER
-    sizes = {name: _read_size(options, name) for name in ("offload_memory_budget", "offload_host_budget", "reserve")}
-    outputs = {name: _find_output(options, name, path) for name in _OUTPUTS}
-    _check_outputs_differ(outputs)
-    short = []
-    for flag, long in SHORT_FLAGS.items():
-        if (text := getattr(options, flag.removeprefix("--"))) is not None:
-            short += [long, str(read_count(text, flag=flag, example=8))]
-    return PlanOptions(
-        model=path,
-        megatron_flags=(*megatron_flags, *short),
-        gpu=options.gpu,
-        hardware=_find_path(options.hardware),
-        profile=_find_path(options.profile),
-        budget_bytes=sizes["offload_memory_budget"],
-        host_budget_bytes=sizes["offload_host_budget"],
-        reserve_bytes=sizes["reserve"],
-        has_optimizer=options.with_optimizer,
-        sweeps=options.sweep,
-        is_thorough=options.thorough,
-        host=find_host(options),
-        **outputs,
-    )
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -241,8 +137,6 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.plan_fits import show_fits
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
-    from fgoffload.planner.late_host import assume_host
-    from fgoffload.planner.model_ranks import build_ranks
     from fgoffload.planner.solving.search_limits import THOROUGH
     from fgoffload.planner.worker_processes import share_work
 
@@ -253,25 +147,7 @@ def _plan(checked: PlanOptions) -> int:
     budget_bytes = None if checked.sweeps else choose_budget(checked.budget_bytes, hardware)
     model, parallelism = _read_model(checked)
     assumptions = _make_assumptions(checked)
-    if hardware is not None:
-        device = hardware.name
-        reserve_bytes = assumptions.reserve_bytes
-        ranks = found.use_link(build_ranks(model, parallelism, hardware, assumptions=assumptions))
-    elif profile is not None and checked.profile is not None:
-        from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
-
-        reserve_bytes = checked.reserve_bytes or 0
-        planned = PlannedTraining(
-            source=str(checked.model),
-            model=model,
-            parallelism=parallelism,
-            assumptions=assumptions,
-            has_optimizer=checked.has_optimizer,
-        )
-        ranks = build_profiled_ranks(profile, planned, path=checked.profile, reserve_bytes=reserve_bytes)
-        device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
-    if checked.host is not None:
-        device, ranks = f"{device}, {checked.host.value.removeprefix('a ')}", assume_host(ranks, checked.host)
+    device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
     host_budget_bytes, host_words = choose_host_budget(checked.host_budget_bytes, hardware, parallelism.world_size)
     subject = Subject(
         model=model,
@@ -304,10 +180,39 @@ def _plan(checked: PlanOptions) -> int:
             ranks,
             budget_bytes=budget_bytes,
             host_budget_bytes=host_budget_bytes,
-            files={name: getattr(checked, name) for name in _OUTPUTS},
+            files={name: getattr(checked, name) for name in OUTPUTS},
             limits=THOROUGH if checked.is_thorough else None,
         )
     return EXIT_PLANNED
+
+
+def _build_ranks(
+    checked: PlanOptions, found: "PlannedDevice", model: "ModelShape", parallelism: "Parallelism", assumptions: "Assumptions"
+) -> "tuple[str, Sequence[RankModel], int]":
+    """Return what a plan is for, in words; the pipeline ranks; and the reserved bytes of each."""
+    from fgoffload.planner.late_host import assume_host
+    from fgoffload.planner.model_ranks import build_ranks
+
+    hardware, profile = found.hardware, found.profile
+    if hardware is not None:
+        device, reserve_bytes = hardware.name, assumptions.reserve_bytes
+        ranks = found.use_link(build_ranks(model, parallelism, hardware, assumptions=assumptions))
+    elif profile is not None and checked.profile is not None:
+        from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
+
+        reserve_bytes = checked.reserve_bytes or 0
+        planned = PlannedTraining(
+            source=str(checked.model),
+            model=model,
+            parallelism=parallelism,
+            assumptions=assumptions,
+            has_optimizer=checked.has_optimizer,
+        )
+        ranks = build_profiled_ranks(profile, planned, path=checked.profile, reserve_bytes=reserve_bytes)
+        device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
+    if checked.host is not None:
+        device, ranks = f"{device}, {checked.host.value.removeprefix('a ')}", assume_host(ranks, checked.host)
+    return device, ranks, reserve_bytes
 
 
 @contextlib.contextmanager
@@ -335,37 +240,6 @@ def _without_cycle_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _check_sweep(options: argparse.Namespace) -> None:
-    """Refuse options for a single plan beside `--sweep`."""
-    for name in ("offload_memory_budget", "json", "timeline", "thorough"):
-        if options.sweep and getattr(options, name) not in (None, False):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"--sweep plans for many budgets, but {flag} is for a single plan. Leave one of them out.")
-
-
-def _read_size(options: argparse.Namespace, name: str) -> int | None:
-    text = getattr(options, name)
-    # Sizes need a unit: nobody's budget is 76 bytes.
-    return None if text is None else parse_bytes(text, name="--" + name.replace("_", "-"), needs_unit=True)
-
-
-def _find_output(options: argparse.Namespace, name: str, model: Path) -> Path | None:
-    inputs = {"the model": model, "the file of --profile": options.profile, "the file of --hardware": options.hardware}
-    return check_output_file(getattr(options, name), flag=f"--{name}", example=EXAMPLE_VALUES[f"--{name}"], inputs=inputs)
-
-
-def _check_outputs_differ(outputs: Mapping[str, Path | None]) -> None:
-    """Refuse one file for two outputs: the second would overwrite the first."""
-    named: dict[str, str] = {}
-    for name, path in outputs.items():
-        if path is not None and (earlier := named.setdefault(os.path.realpath(path), name)) != name:
-            raise ConfigError(f"--{earlier} and --{name} both name {str(path)!r}. Give each its own file.")
-
-
-def _find_path(name: str | None) -> Path | None:
-    return None if name is None else Path(os.path.expanduser(name))
 
 
 def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":

@@ -23,7 +23,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.plan import NOTHING
 from fgoffload.planner.plan_facts import list_facts
-from fgoffload.planner.planning import plan_ranks
+from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, StepResult
 from fgoffload.planner.simulation.simulator import simulate
@@ -83,19 +83,24 @@ def show_plan(
         )
         console.print(describe_plan_file(path, report.solution), soft_wrap=True)
     if files["plot"] is not None or files["timeline"] is not None:
-        # In parallel: a step with a full timeline takes as long to simulate as a plan to find.
-        drawn = {PLAN: report.solution.plan} | ({"baseline": NOTHING} if files["plot"] is not None else {})
-        only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
-        note = functools.partial(simulate, report.ranks, detail=Detail.TIMELINE, only=only)
-        results = dict(zip(drawn, map_in_processes(note, drawn.values()), strict=True))
-        detailed = results[PLAN]
-        if (path := files["plot"]) is not None:
-            shown = {name: results[name] for name in ("baseline", PLAN)}
-            write_memory_picture(path, shown, budget_bytes=budget_bytes, title=subject.title)
-        if (path := files["timeline"]) is not None:
-            from fgoffload.planner.simulation.timeline import write_chrome_trace
+        _draw_step(report, files, budget_bytes=budget_bytes, title=subject.title)
 
-            write_chrome_trace(detailed, path)
+
+def _draw_step(report: PlanReport, files: Mapping[str, Path | None], *, budget_bytes: int, title: str) -> None:
+    """Write the picture and the trace of the planned step."""
+    # In parallel: a step with a full timeline takes as long to simulate as a plan to find.
+    drawn = {PLAN: report.solution.plan} | ({"baseline": NOTHING} if files["plot"] is not None else {})
+    only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
+    note = functools.partial(simulate, report.ranks, detail=Detail.TIMELINE, only=only)
+    results = dict(zip(drawn, map_in_processes(note, drawn.values()), strict=True))
+    detailed = results[PLAN]
+    if (path := files["plot"]) is not None:
+        shown = {name: results[name] for name in ("baseline", PLAN)}
+        write_memory_picture(path, shown, budget_bytes=budget_bytes, title=title)
+    if (path := files["timeline"]) is not None:
+        from fgoffload.planner.simulation.timeline import write_chrome_trace
+
+        write_chrome_trace(detailed, path)
 
 
 def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) -> None:

@@ -7,8 +7,24 @@ Each check is a function from a `Machine` to results, one topic a file. Checks r
 pass their own. Nothing here changes the machine.
 """
 
-from fgoffload.doctor.checks import check_machine
+from collections.abc import Iterator
+
+from fgoffload.doctor.attention import check_attention
+from fgoffload.doctor.environment import check_environment
+from fgoffload.doctor.gpus import check_gpus, find_gpus
+from fgoffload.doctor.host import check_host
 from fgoffload.doctor.machine import CommandResult, Machine
 from fgoffload.doctor.result import CheckResult, Status
+from fgoffload.doctor.versions import check_versions
 
 __all__ = ["CheckResult", "CommandResult", "Machine", "Status", "check_machine"]
+
+
+def check_machine(machine: Machine) -> Iterator[CheckResult]:
+    """Yield the result of each check as it is made."""
+    yield from check_versions(machine)
+    gpus, reason = find_gpus(machine)
+    yield from check_gpus(machine, gpus, reason)
+    yield from check_host(machine, gpus, reason)
+    yield from check_environment(machine.environment)
+    yield from check_attention(machine, "" if machine.count_gpus() else reason)

@@ -10,6 +10,7 @@ one nothing is known of the host.
 
 import collections
 import dataclasses
+import gc
 import logging
 import statistics
 import time
@@ -27,7 +28,6 @@ from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.tags import default_tags
-from fgoffload.trainer.timed_steps import settle
 from fgoffload.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,15 @@ def _take_turns(
         ComparedStep.from_plan(plan, step_s=step_s, keeping_step_s=keeping_s)
         for plan, step_s in zip(plans, steps_s, strict=True)
     )
+
+
+def settle() -> None:
+    """Do before a step what must not come inside of it, on all processes."""
+    # A collection takes as long as a layer, and comes when objects have been counted.
+    gc.collect()
+    if not is_alone():
+        # A stage that begins before the others would count how long it waits for them.
+        torch.distributed.barrier()
 
 
 def _time_steps(trainer: Trainer, on_step: Callable[[], None]) -> list[float]:

@@ -10,7 +10,7 @@ import datetime
 import gc
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -22,7 +22,6 @@ from fgoffload.integrations.megatron.adapter.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement
-from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile, merge_processes
 from fgoffload.trainer.compared_steps import MOST_COMPARED_STEPS, compare_steps
@@ -105,12 +104,8 @@ def profile_training(
             if has_own_host is None:
                 has_own_host = engine.device.type != "cpu"
             # Where the batch grows, or sequences have other lengths in each step, steps differ by that.
-            are_alike = arguments.rampup_batch_size is None and not arguments.has_variable_lengths
-            if has_own_host and are_alike:
-                host_bytes = min(gather(engine.arena.budget_bytes))
-                steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
-                plain_step_s = _join_plain_steps(plain_step_s, steps)
-                profile = dataclasses.replace(profile, compared_steps=steps, plain_step_s=plain_step_s)
+            if has_own_host and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
+                profile = _add_compared_steps(trainer, measurement, profile, on_step)
     return profile
 
 
@@ -134,13 +129,18 @@ def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Call
     return merge_processes(gather(measurement.take_profile()))
 
 
-def _join_plain_steps(plain_step_s: float, steps: Sequence[ComparedStep]) -> float:
-    """Return the mean of the plain step and of those that kept all in turn with `steps`, which another model ran.
-
-    A model built anew has steps that are longer or shorter as a whole, by 2 to 3% where the host is late
-    (docs/decisions.md): two say more than one. All steps were in turn with the same that keep all.
-    """
-    return statistics.fmean([plain_step_s, steps[0].keeping_step_s]) if steps else plain_step_s
+def _add_compared_steps(
+    trainer: Trainer, measurement: StepMeasurement, profile: Profile, on_step: Callable[[], None]
+) -> Profile:
+    """Return `profile` with steps under plans, and with the mean of both models' plain steps."""
+    host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
+    steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
+    if steps and profile.plain_step_s is not None:
+        # A model built anew has steps that are longer or shorter as a whole, by 2 to 3% where the host is late
+        # (docs/decisions.md): two say more than one. All steps were in turn with the same that keep all.
+        seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
+        profile = dataclasses.replace(profile, plain_step_s=seconds)
+    return dataclasses.replace(profile, compared_steps=steps)
 
 
 def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:

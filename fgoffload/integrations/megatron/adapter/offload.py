@@ -14,8 +14,7 @@ from fgoffload.integrations.megatron.adapter.balance import RankBalance
 from fgoffload.integrations.megatron.adapter.first_step import check_first_step
 from fgoffload.integrations.megatron.adapter.measurement import Measurement
 from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
-from fgoffload.integrations.megatron.adapter.selected_tags import list_selected_tags
-from fgoffload.integrations.megatron.adapter.site_actions import SiteActions
+from fgoffload.integrations.megatron.adapter.site_actions import SiteActions, list_selected_tags
 from fgoffload.integrations.megatron.graphs.graphed_layers import GraphedLayers, is_capturing
 from fgoffload.integrations.megatron.host_waits.holding import Holding
 from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns

@@ -16,10 +16,11 @@ Both adapters only translate. What their calls mean is in `calls.py`, once.
 
 from collections.abc import Callable
 
+import torch
+
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.interface.calls import Calls, CallSite
 from fgoffload.integrations.megatron.interface.generations import find_generation, find_interface, find_unknown
-from fgoffload.integrations.megatron.interface.marks import is_marked_to_stay
 from fgoffload.integrations.megatron.interface.refusals import INTERFACE, refuse_unknown
 from fgoffload.integrations.megatron.patching.patches import Patches
 
@@ -54,3 +55,13 @@ def is_replaced() -> bool:
         IntegrationError: Megatron-Core or the class is missing.
     """
     return bool(vars(find_interface())["__init__"].__module__ == CallSite.__module__)
+
+
+def is_marked_to_stay(tensor: torch.Tensor) -> bool:
+    """Return whether Transformer Engine has marked `tensor`: weights in another format, and what it keeps for FP8.
+
+    It marks tensors that live on after backward. Source: `mark_not_offload` in Transformer Engine's `cpu_offload`, which
+    Megatron-Core's own engine heeds since 0.19 (`_te_do_not_offload`). Autograd hands over the very tensor that was marked
+    where it has no history, as these have not.
+    """
+    return getattr(tensor, "_TE_do_not_offload", False) is True
